@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.engine_parts import EngineParts
 from engine.errors import EngineError
 from engine.reporting.step_report import StepReport
+from engine.step.held_weights import HeldWeights
 from engine.step.user_loop import UserLoop
 
 
@@ -78,6 +79,22 @@ class TrainingLoop:
         loop = self._looped("backward(loss)")
         with self._parts.comm.within(self._parts.update.made):
             loop.backward(loss, retain_graph, metrics or {})
+
+    def hold_weights(self) -> HeldWeights:
+        """Returns a hold of the present weights; take it after a forward whose backward comes after updates.
+
+            output, held = eng(batch), eng.hold_weights()
+            ...                            # updates
+            with held.restored():
+                eng.backward(loss(output))
+
+        The backward then has the gradient of the forward's own weights, to the bit. A version costs one copy of this
+        rank's weights, from the first update after it until no hold of it is left.
+
+        Raises:
+            EngineError: the model is not placed yet, or is on a pipeline without ``open_pipeline``.
+        """
+        return self._looped("hold_weights()").hold_weights()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the 0-dim loss times the loss scale of fp16 (else 1), for ``scale(loss).backward()``.

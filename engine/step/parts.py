@@ -30,6 +30,8 @@ from engine.step.state import StepState, StepTotals
 class PartOrder(IntEnum):
     """Order in which step parts are called, the same in every phase."""
 
+    HELD = auto()
+    """Part that copies weights for late backwards before any other part may change them."""
     DELAYED_UPDATE = auto()
     """Part that finishes an overlapped optimizer update before other parts read weights."""
     DISK = auto()

@@ -31,6 +31,7 @@ from engine.program.batch import Batch
 from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable, with_metrics
 from engine.step.batch_check import check_batch
 from engine.step.failed_ranks import note_failure
+from engine.step.held_weights import ForwardMark, HeldWeights, WeightHolds
 from engine.step.parts import StepPart
 from engine.step.pipeline_call import PipelineCalls, stale_forward
 from engine.step.runner import FinishedStep, StepRunner
@@ -115,6 +116,8 @@ class UserLoop:
         self._continues = False
         """The last update was made by this loop, so a backward through the model itself is one of its next step."""
         self._calls = PipelineCalls(runtime) if runtime.pipeline is not None else None
+        self._mark: ForwardMark | None = None
+        """The forwards whose weights the model has, if these are not the newest."""
         runtime.user_backward.serve(self._enter)
         runtime.gradient_guard.serve(self.zero_grad)
 
@@ -284,7 +287,7 @@ class UserLoop:
 
     def _expire(self) -> None:
         if self._calls is not None:
-            self._calls.expire()
+            self._calls.updates += 1  # earlier calls are stale
 
     def _date(self, output: Any) -> None:
         """Refuses a backward that reaches ``output`` after weights have changed. The check of torch covers only weights
@@ -292,13 +295,33 @@ class UserLoop:
         made = self._runner.made
 
         def check(_: Tensor) -> None:
-            if self._runner.made != made:
+            if (self._runner.made if self._mark is None else self._mark.made) != made:
                 raise stale_forward()
 
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 with torch._C.DisableTorchFunctionSubclass():
                     leaf.register_hook(check)  # type: ignore[no-untyped-call]
+
+    def hold_weights(self) -> HeldWeights:
+        """Returns a hold of the present weights; see :meth:`engine.Engine.hold_weights`."""
+        part = self._runtime.parts.find(WeightHolds)
+        assert part is not None, "every engine has it"
+        return part.hold(ForwardMark(self._runner.made, self._calls.updates if self._calls else 0), self._through)
+
+    @contextmanager
+    def _through(self, mark: ForwardMark) -> Iterator[None]:
+        """Accepts backwards through the forwards of ``mark`` inside the context."""
+        self._recover()
+        self._mark, updates = mark, self._calls.updates if self._calls else 0
+        try:
+            if self._calls is not None:
+                self._calls.updates = mark.calls
+            yield
+        finally:
+            self._mark = None
+            if self._calls is not None:
+                self._calls.updates = updates
 
     # ------------------------------------------------------------------ a backward of the user's own
 

@@ -1,0 +1,134 @@
+"""Weights of earlier updates for late backwards: a forward, then updates, then the backward of that forward.
+
+hold        eng.hold_weights() after the forward
+update      while a hold of the present weights is alive, they are copied first: one copy, however many holds
+backward    inside ``restored`` the model has the weights of the hold again, and afterwards the newest ones
+
+Contents are exchanged, never addresses: saved views, saved parameters and recomputed blocks all read the same memory.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from engine.step.parts import PartOrder, StepPart
+from engine.step.state import StepState
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.gatherer import ParameterGatherer
+
+_AT_ONCE = 1 << 22
+"""Elements that are exchanged at a time, so that no second copy of the weights exists."""
+
+
+class ForwardMark(NamedTuple):
+    """Place of a forward among the updates, by which a backward finds out whether weights have changed since."""
+
+    made: int
+    """Updates before it."""
+    calls: int = 0
+    """Times that a pipeline's earlier calls became stale before it."""
+
+
+class HeldWeights:
+    """Hold of the weights of one update on this rank; it ends when nothing refers to it."""
+
+    def __init__(
+        self, part: "WeightHolds", mark: ForwardMark, through: Callable[[ForwardMark], AbstractContextManager[None]]
+    ) -> None:
+        self._part, self._mark, self._through = part, mark, through
+        self.versions = part.versions()
+        """Versions of the parameters, by which autograd knows the weights of a graph."""
+        self.copies: tuple[Tensor, ...] | None = None
+        """Weights of each bucket; None: the model has these weights."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the copy on this rank, which all holds of these weights share; 0 before the next update."""
+        return sum(copy.nbytes for copy in self.copies or ())
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Gives the model these weights inside the context, in which backwards through their forwards run.
+
+        Gradients add up as always, and the next update applies them to the newest weights. No forward runs inside. At
+        ZeRO 3 gathered parameters are dropped; every rank enters and leaves the context.
+        """
+        with self._through(self._mark), self._part.restored(self):
+            yield
+
+
+class WeightHolds(StepPart):
+    """Step part that copies held weights before they change."""
+
+    order = PartOrder.HELD
+
+    def __init__(self, buckets: Sequence[FlatBucket], gatherer: ParameterGatherer | None) -> None:
+        self._buckets, self._gatherer = buckets, gatherer
+        self._present: WeakSet[HeldWeights] = WeakSet()
+        """Holds of the weights that the model has."""
+
+    def hold(self, mark: ForwardMark, through: Callable[[ForwardMark], AbstractContextManager[None]]) -> HeldWeights:
+        """Returns a hold of the present weights; copies nothing."""
+        now = self.versions()
+        for known in self._present:
+            if known.versions == now:
+                return known
+        made = HeldWeights(self, mark, through)
+        self._present.add(made)
+        return made
+
+    def versions(self) -> tuple[int, ...]:
+        """Returns autograd's version of each trained parameter of this rank."""
+        return tuple(parameter._version for parameter in self._parameters())
+
+    def before_update(self, step: StepState) -> BaseException | None:
+        """Copies the weights if they are held."""
+        self._copy_held()
+        return step.problem
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Copies the weights if they are held, before a load or the user writes them."""
+        self._copy_held()
+        return nullcontext()
+
+    @torch.no_grad()
+    def _copy_held(self) -> None:
+        held, self._present = list(self._present), WeakSet()
+        if held:
+            copies = tuple(_weights(flat).clone() for flat in self._buckets)
+            for one in held:
+                one.copies = copies
+
+    @contextmanager
+    def restored(self, held: HeldWeights) -> Iterator[None]:
+        """Exchanges the model's weights with those of a hold inside the context."""
+        newest = self.versions()
+        self._exchange(held, held.versions)
+        try:
+            yield
+        finally:
+            self._exchange(held, newest)
+
+    @torch.no_grad()
+    def _exchange(self, held: HeldWeights, versions: tuple[int, ...]) -> None:
+        if self._gatherer is not None and held.copies is not None:
+            self._gatherer.end()  # what a pass has left gathered has the other weights
+        for flat, copy in zip(self._buckets, held.copies or (), strict=False):
+            for here, there in zip(torch.split(_weights(flat), _AT_ONCE), torch.split(copy, _AT_ONCE), strict=True):
+                before = here.clone()
+                here.copy_(there)
+                there.copy_(before)
+        torch.clear_autocast_cache()
+        torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters()), versions)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for flat in self._buckets for parameter in flat.parameters)
+
+
+def _weights(flat: FlatBucket) -> Tensor:
+    """Returns the weights that this rank stores, outside autograd."""
+    return (flat.kept if flat.sharded else flat.params).data
