@@ -265,7 +265,7 @@ class Failure:
 
     error: str
     category: str = "user"
-    """"user" or "server"."""
+    """"user", "server", or "gone": what the command refers to has ended."""
 
 
 Result = TrainedOutput | SampledOutput | TensorOutput | PlainOutput | Failure

@@ -62,10 +62,10 @@ class LedgerSource:
             return ("", Stop()) if self._ledger.queue.is_closed else None
         return entry.key, entry.command
 
-    def finish(self, key: str, result: Result) -> None:
-        """Stores the result of the command that was taken last."""
+    def finish(self, key: str, result: Result, held: int = 0) -> None:
+        """Stores the result of the command that was taken last; ``held``: bytes of retained forwards on a rank."""
         assert self._running is not None and self._running.key == key
-        self._ledger.finish(self._running, result)
+        self._ledger.finish(self._running, result, held)
 
     def stop(self) -> None:
         """Ends the loop after the command that runs; may be called in any thread and in a signal handler."""
@@ -74,10 +74,11 @@ class LedgerSource:
 
 def limits_of(serve: ServeConfig) -> LedgerLimits:
     """Returns the limits of a ledger."""
-    queue = serve.queue
+    queue, held = serve.queue, serve.held
     return LedgerLimits(
-        queue.depth, queue.per_session, queue.seconds, serve.session_seconds, serve.journal.snapshot_every
-    )
+        queue.depth, queue.per_session, queue.seconds, serve.session_seconds, serve.journal.snapshot_every,
+        held_bytes=held.bytes, held_seconds=held.seconds, staleness=held.staleness,
+    )  # fmt: skip
 
 
 @contextmanager

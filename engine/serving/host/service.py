@@ -50,7 +50,8 @@ def serve_folder(config: Config, folder: Path) -> None:
     example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
     pool = TenantPool(lambda: read_model(folder), config, limits, example)
     model = describe(pool.base, settings.models or (folder.resolve().name,), read_tokenizer(folder))
-    serve_ranks(CommandExecutor(pool, Path(settings.folder) / WEIGHTS), settings, model)
+    executor = CommandExecutor(pool, Path(settings.folder) / WEIGHTS, staleness=settings.held.staleness)
+    serve_ranks(executor, settings, model)
 
 
 def serve(engine: Engine, functions: Mapping[str, Function] | None = None, settings: ServeConfig | None = None) -> None:
@@ -64,7 +65,8 @@ def serve(engine: Engine, functions: Mapping[str, Function] | None = None, setti
         EngineError: address or journal have a mistake, or a rank is lost.
     """
     settings = settings or engine.config.serve or ServeConfig()
-    executor = CommandExecutor(_OneEngine(engine), Path(settings.folder) / WEIGHTS, functions)
+    weights = Path(settings.folder) / WEIGHTS
+    executor = CommandExecutor(_OneEngine(engine), weights, functions, settings.held.staleness)
     executor.adopt(SHARED, engine)
     serve_ranks(executor, settings, describe(engine, settings.models or (SHARED,)), journals=False)
 
@@ -97,10 +99,10 @@ def _run_loop(
 ) -> None:
     if host.rank:
         with _signals_to(lambda: None) as renew:  # rank 0 ends the loop of all
-            CommandLoop(host, executor.run, executor.spoil, beat=renew).run()
+            CommandLoop(host, executor.run, executor.spoil, beat=renew, held=executor.held).run()
         return
     with front() as source, _signals_to(source.stop) as renew:
-        CommandLoop(host, executor.run, executor.spoil, source, renew).run()
+        CommandLoop(host, executor.run, executor.spoil, source, renew, executor.held).run()
 
 
 def read_model(folder: Path) -> nn.Module:
