@@ -150,6 +150,22 @@ class TrainingLoop:
         if self._parts.loop is not None:
             self._parts.loop.zero_grad()
 
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Gathers the rows [b, ...] of all data ranks: [data ranks * b, ...], in order, with exact gradients.
+        Collective.
+
+        For losses that compare rows (CLIP, SigLIP) in a user's own loop. A ``loss_fn`` with an argument ``gather_rows``
+        receives it, on pipelines too. All data ranks pass equal shapes. Each rank may compute the loss of all rows, or
+        of its own rows against all: the step averages over data ranks, or divides sum by weight. Each microbatch is one
+        all-gather over dp in forward and a reduce-scatter in backward, label "gathered rows", which ``plan`` does not
+        count.
+
+        Raises:
+            EngineError: the argument is not a tensor with rows.
+        """
+        self._parts.resources.refuse_closed("gather_rows")
+        return self._parts.runtime.program.gather(rows)
+
     def guard_gradients(self, around: nn.Module | None = None) -> None:
         """Makes reads of a parameter's ``grad`` raise until the next forward, step or ``zero_grad``.
 

@@ -1,37 +1,30 @@
 """Requests of one client to a server, numbered so that a repeated request is answered once.
 
-A request repeats after a broken connection and after 408, 429 and 5xx, with growing pauses; ``Retry-After`` is obeyed.
-Bodies are safetensors in both directions.
+A request repeats as ``engine.web.retries`` has it, but only briefly until the server has answered once: its address may
+be wrong. Bodies are safetensors in both directions.
 """
 
-import json
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from random import uniform
 from threading import Lock
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
 
-from engine.errors import EngineError, GridError, first_line
+from engine.errors import EngineError, first_line
+from engine.web.retries import TroubleError, httpx, refuse_trouble, repeat_request, sentence_of
 from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
-try:
-    import httpx
-except ImportError as error:
-    raise GridError("engine.remote needs httpx, which is not installed; run: pip install httpx.") from error
-
-_LATER = (408, 429)
-_TROUBLE = 500
 _REFUSED = 400
 _WAITING = 202
 _ENDED = 404
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+_FIRST_SECONDS = 0.5
+"""Patience until the first reply."""
 Tensors = Mapping[str, Tensor]
 
 
@@ -66,6 +59,8 @@ class RemoteLine:
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
         weakref.finalize(self, self._client.close)  # sockets end with the line
         self._numbers, self._tickets, self._lock = count(1), count(1), Lock()
+        self._is_known = False
+        """The server has answered a request."""
 
     def post(self, path: str, tensors: Tensors, options: Mapping[str, str] | None = None) -> Reply:
         """Sends tensors and returns the tensors of the reply.
@@ -107,31 +102,34 @@ class RemoteLine:
         return self._repeat(lambda: self._client.request(method, path, params=options, headers=headers, **request))
 
     def _repeat(self, request: Callable[[], httpx.Response]) -> httpx.Response:
-        began, pause, why, renewed = monotonic(), _FIRST_PAUSE, "", False
-        while True:
-            wait = pause
-            try:
+        began, renewed = monotonic(), False
+
+        def attempt() -> httpx.Response:
+            nonlocal began, renewed
+            while True:
                 response = request()
-            except httpx.TransportError as error:
-                why = f"{type(error).__name__}: {first_line(error)}"
-            else:
-                status = response.status_code
-                if status == _WAITING:
-                    began, wait = monotonic(), 0.0  # the server works, and has a place for the reply
-                elif status < _REFUSED:
-                    return response
-                elif status == _ENDED and not renewed and _sentence(response).startswith("session "):
+                self._is_known = True
+                if response.status_code == _WAITING:
+                    began = monotonic()  # the server works, and has a place for the reply
+                elif response.status_code == _ENDED and not renewed and sentence_of(response).startswith("session "):
                     # this client was silent for long; all of its earlier requests have been answered
-                    self._client.headers[SESSION], renewed, wait = uuid.uuid4().hex, True, 0.0
-                elif (status in _LATER or status >= _TROUBLE) and not _field(response, "final"):
-                    why = _sentence(response) or f"status {status}"
-                    wait = max(pause, _retry_after(response))
+                    self._client.headers[SESSION], renewed = uuid.uuid4().hex, True
                 else:
-                    raise RemoteError(_sentence(response) or f"{self.url} replies with status {status}.")
-            if monotonic() - began + wait > self._patience:
-                raise RemoteError(f"{self.url} does not answer for {monotonic() - began:,.0f} s ({why}).")
-            sleep(uniform(wait / 2, wait))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+                    break
+            refuse_trouble(response)
+            if response.status_code >= _REFUSED:
+                bare = f"{self.url} replies with status {response.status_code}; check the address."
+                raise RemoteError(sentence_of(response) or bare)
+            return response
+
+        def describe(error: Exception) -> RemoteError:
+            why = str(error) if isinstance(error, TroubleError) else f"{type(error).__name__}: {first_line(error)}"
+            return RemoteError(
+                f"{self.url} does not answer for {monotonic() - began:,.0f} s ({why}); check the address, http or "
+                "https, and the server."
+            )
+
+        return repeat_request(attempt, lambda: began + (self._patience if self._is_known else _FIRST_SECONDS), describe)
 
 
 def _reply(response: httpx.Response) -> Reply:
@@ -139,21 +137,3 @@ def _reply(response: httpx.Response) -> Reply:
         return Reply(load(response.content), int(response.headers.get(VERSION, 0)))
     except Exception as error:
         raise RemoteError(f"the reply of {response.url} is no set of tensors: {first_line(error)}") from error
-
-
-def _field(response: httpx.Response, name: str) -> Any:
-    try:
-        return json.loads(response.content)[name]
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _sentence(response: httpx.Response) -> str:
-    return str(_field(response, "detail") or "")
-
-
-def _retry_after(response: httpx.Response) -> float:
-    try:
-        return min(60.0, float(response.headers.get("retry-after", 0)))
-    except ValueError:
-        return 0.0
