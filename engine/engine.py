@@ -6,7 +6,8 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
+from importlib import import_module
+from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,11 @@ from engine.reporting.console import say_if_slow
 from engine.reporting.step_report import StepReport
 from engine.step.runtime import RankRuntime
 
-if TYPE_CHECKING:
-    from engine.serving.tensor_calls import Function
-
 logger = logging.getLogger("trine")
 
 Path_ = str | os.PathLike[str]
+ServedFunction = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Function that clients of a served engine call by name."""
 
 
 class Engine(TrainingLoop, NamedState):
@@ -341,13 +341,12 @@ class Engine(TrainingLoop, NamedState):
                 "eng.step() first, or eng.zero_grad() to drop their gradients."
             )
 
-    def serve(self, functions: "Mapping[str, Function] | None" = None, settings: ServeConfig | None = None) -> None:
+    def serve(self, functions: Mapping[str, ServedFunction] | None = None, settings: ServeConfig | None = None) -> None:
         """Serves this engine to clients until rank 0 gets SIGTERM or SIGINT; arguments and errors as in
         :func:`engine.serve`. Collective.
         """
-        from engine.serving.host.service import serve  # it serves engines, and needs the packages of a server
-
-        serve(self, functions, settings)
+        # by its name, because the service is built of engines
+        import_module("engine.serving.host.service").serve(self, functions, settings)
 
     # ------------------------------------------------------------------ state
 

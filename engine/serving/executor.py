@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from engine.engine import Engine
+from engine.engine import Engine, ServedFunction
 from engine.errors import ConfigError, EngineError, first_line
 from engine.parallel.comm.agreement import take_from
 from engine.parallel.grid import Grid
@@ -41,7 +41,7 @@ from engine.serving.commands import (
 from engine.serving.loss_graph import LossGraph
 from engine.serving.losses import GoneError, ServedError
 from engine.serving.sampling import sample
-from engine.serving.tensor_calls import Function, TensorCalls
+from engine.serving.tensor_calls import TensorCalls
 from engine.serving.training import TenantTrainer
 
 logger = logging.getLogger("trine")
@@ -85,7 +85,7 @@ class CommandExecutor:
     """
 
     def __init__(
-        self, pool: EnginePool, folder: Path, functions: Mapping[str, Function] | None = None, staleness: int = 0
+        self, pool: EnginePool, folder: Path, functions: Mapping[str, ServedFunction] | None = None, staleness: int = 0
     ) -> None:
         self._pool, self._folder = pool, folder
         self._trainers: dict[str, TenantTrainer] = {}

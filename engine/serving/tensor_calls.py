@@ -10,7 +10,7 @@ later; then it is refused.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.engine import Engine
+from engine.engine import Engine, ServedFunction
 from engine.errors import EngineError, first_line
 from engine.program.batch import tensors_by_path
 from engine.serving.commands import (
@@ -36,9 +36,6 @@ from engine.serving.commands import (
 from engine.serving.losses import GoneError, ServedError
 from engine.serving.training import TenantTrainer, client_tensor
 from engine.step.held_weights import HeldWeights
-
-Function = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Function that clients call by name."""
 
 _SENTENCES = 4096
 """Sentences about forwards that an update or a load has ended, the newest ones."""
@@ -66,7 +63,7 @@ class TensorCalls:
         staleness: updates after which a forward still serves a backward.
     """
 
-    def __init__(self, functions: Mapping[str, Function], staleness: int = 0) -> None:
+    def __init__(self, functions: Mapping[str, ServedFunction], staleness: int = 0) -> None:
         self._functions, self._staleness = functions, staleness
         self._retained: dict[str, _Retained] = {}
         self._users: Counter[int] = Counter()

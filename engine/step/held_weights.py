@@ -7,15 +7,17 @@ backward    inside ``restored`` the model has the weights of the hold again, and
 Contents are exchanged, never addresses: saved views, saved parameters and recomputed blocks all read the same memory.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from engine.step.parts import PartOrder, StepPart
+from engine.step.pipeline_call import PipelineCalls, stale_forward
 from engine.step.state import StepState
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
@@ -24,22 +26,83 @@ _AT_ONCE = 1 << 22
 """Elements that are exchanged at a time, so that no second copy of the weights exists."""
 
 
-class ForwardMark(NamedTuple):
-    """Place of a forward among the updates, by which a backward finds out whether weights have changed since."""
+class CountsUpdates(Protocol):
+    """Interface of the runner of steps."""
+
+    @property
+    def made(self) -> int:
+        """Number of updates so far."""
+
+
+class _Date(NamedTuple):
+    """Place of a forward among the updates."""
 
     made: int
     """Updates before it."""
-    calls: int = 0
-    """Times that a pipeline's earlier calls became stale before it."""
+    calls: int
+    """Times that earlier calls of a pipeline became stale before it."""
+
+
+class ForwardDates:
+    """Refusals of backwards through forwards whose weights the model does not have any more.
+
+    Args:
+        updates: its ``made`` counts updates.
+        calls: calls of a pipeline; None without one.
+    """
+
+    def __init__(self, updates: CountsUpdates, calls: PipelineCalls | None) -> None:
+        self._updates, self._calls = updates, calls
+        self._given: _Date | None = None
+        """The date whose weights the model has, if these are not the newest."""
+
+    def note(self, output: Any) -> None:
+        """Refuses a backward that reaches ``output`` after weights have changed. The check of torch covers only weights
+        that the graph has saved."""
+        made = self._made
+
+        def check(_: Tensor) -> None:
+            if self._made != made:
+                raise stale_forward()
+
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    leaf.register_hook(check)  # type: ignore[no-untyped-call]
+
+    def expire(self) -> None:
+        """Marks earlier calls of a pipeline as stale."""
+        if self._calls is not None:
+            self._calls.updates += 1
+
+    @property
+    def now(self) -> _Date:
+        """Date of a forward that has just run."""
+        return _Date(self._made, self._calls.updates if self._calls is not None else 0)
+
+    @contextmanager
+    def at(self, date: _Date) -> Iterator[None]:
+        """Accepts backwards through forwards of ``date`` inside the context, and no others."""
+        newest, self._given = self.now, date
+        try:
+            if self._calls is not None:
+                self._calls.updates = date.calls
+            yield
+        finally:
+            self._given = None
+            if self._calls is not None:
+                self._calls.updates = newest.calls
+
+    @property
+    def _made(self) -> int:
+        return self._updates.made if self._given is None else self._given.made
 
 
 class HeldWeights:
     """Hold of the weights of one update on this rank; it ends when nothing refers to it."""
 
-    def __init__(
-        self, part: "WeightHolds", mark: ForwardMark, through: Callable[[ForwardMark], AbstractContextManager[None]]
-    ) -> None:
-        self._part, self._mark, self._through = part, mark, through
+    def __init__(self, part: "WeightHolds", dates: ForwardDates) -> None:
+        self._part, self._dates, self._date = part, dates, dates.now
         self.versions = part.versions()
         """Versions of the parameters, by which autograd knows the weights of a graph."""
         self.copies: tuple[Tensor, ...] | None = None
@@ -57,7 +120,7 @@ class HeldWeights:
         Gradients add up as always, and the next update applies them to the newest weights. No forward runs inside. At
         ZeRO 3 gathered parameters are dropped; every rank enters and leaves the context.
         """
-        with self._through(self._mark), self._part.restored(self):
+        with self._dates.at(self._date), self._part.restored(self):
             yield
 
 
@@ -71,13 +134,13 @@ class WeightHolds(StepPart):
         self._present: WeakSet[HeldWeights] = WeakSet()
         """Holds of the weights that the model has."""
 
-    def hold(self, mark: ForwardMark, through: Callable[[ForwardMark], AbstractContextManager[None]]) -> HeldWeights:
+    def hold(self, dates: ForwardDates) -> HeldWeights:
         """Returns a hold of the present weights; copies nothing."""
         now = self.versions()
         for known in self._present:
             if known.versions == now:
                 return known
-        made = HeldWeights(self, mark, through)
+        made = HeldWeights(self, dates)
         self._present.add(made)
         return made
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from engine.config import Config
 from engine.config.serve_section import ServeConfig
-from engine.engine import Engine
+from engine.engine import Engine, ServedFunction
 from engine.errors import ConfigError, EngineError, PlanError, first_line
 from engine.parallel.comm.host_group import HostGroup, TorchHostGroup
 from engine.serving.bookkeeping.session import SHARED
@@ -27,7 +27,6 @@ from engine.serving.executor import CommandExecutor
 from engine.serving.host.front import LedgerSource, open_front
 from engine.serving.loop import CommandLoop
 from engine.serving.tenants.pool import TenantLimits, TenantPool
-from engine.serving.tensor_calls import Function
 from engine.serving.training import LENGTH
 from engine.serving.wire.served_model import ServedModel
 
@@ -54,7 +53,9 @@ def serve_folder(config: Config, folder: Path) -> None:
     serve_ranks(executor, settings, model)
 
 
-def serve(engine: Engine, functions: Mapping[str, Function] | None = None, settings: ServeConfig | None = None) -> None:
+def serve(
+    engine: Engine, functions: Mapping[str, ServedFunction] | None = None, settings: ServeConfig | None = None
+) -> None:
     """Serves one engine as the model that all clients share, until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
 
     Args:
