@@ -45,6 +45,12 @@ class RetainedForwards:
         self._most_bytes, self._seconds = most_bytes, seconds
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         self._refusals: OrderedDict[str, str] = OrderedDict()
+        self.bytes = 0
+        """Bytes on the rank with most of them, after the last command."""
+
+    def __len__(self) -> int:
+        """Returns the number of forwards that wait."""
+        return len(self._waiting)
 
     def check(self, command: Command | None) -> None:
         """Refuses a backward of a dropped forward.
@@ -74,6 +80,7 @@ class RetainedForwards:
 
     def above(self, held: int) -> Iterator[DropTicket]:
         """Yields the drop of the oldest forward, if ``held`` bytes are too many and no drop is under way."""
+        self.bytes = held
         if held > self._most_bytes and not any(own.is_dropped for own in self._waiting.values()):
             oldest = next((one for one, own in self._waiting.items() if own.may_drop), None)
             if oldest is not None:
