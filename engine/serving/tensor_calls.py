@@ -132,16 +132,17 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in gradients.items()}, trainer.version)
 
     def update(self, trainer: TenantTrainer, command: OptimStep) -> PlainOutput:
-        """Updates a model's weights, after which forwards of too early versions are dropped. Collective over the
-        grid.
+        """Updates a model's weights, and drops forwards that would be too early for the next version. Collective over
+        the grid.
         """
+        trainer.complete_gradient()  # before forwards are dropped: it may refuse the update
         following = trainer.version + 1
         for ticket, one in list(self._retained.items()):
             if one.model == command.model and following - one.version > self._staleness:
                 self._end(
                     ticket,
                     f"forward {ticket!r} used version {one.version} of the weights and they are at version {following} "
-                    f"or later; serve.held.staleness allows {self._staleness} updates between",
+                    f"or later; serve.held.staleness allows {self._staleness} between",
                 )
         return trainer.optim_step(command)
 
@@ -296,7 +297,8 @@ def _called(engine: Engine, args: list[Tensor], kwargs: dict[str, Tensor]) -> An
     except EngineError:
         raise
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
-        raise ServedError(f"the model failed on these tensors: {first_line(error)}") from error
+        why = first_line(error).rstrip(".")
+        raise ServedError(f"the model failed on these tensors: {why}; send the arguments of its forward.") from error
 
 
 def _outputs(output: Any) -> Iterable[tuple[str, Tensor]]:

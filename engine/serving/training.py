@@ -167,12 +167,11 @@ class TenantTrainer:
         """Updates the weights with the accumulated gradient by AdamW. Collective over the grid.
 
         Raises:
-            ServedError: there is no gradient, and the model is no language model.
+            ServedError: as in ``complete_gradient``.
         """
         engine = self.engine
         self._retained = None
-        if not self._seen:  # AdamW moves weights without a gradient too, by its moments
-            self._backward(self._filler(), 0)
+        self.complete_gradient()
         for group in engine.optimizer.param_groups:
             _set_group(group, command.adam)
         engine.set_gradient_accumulation_boundary(True)
@@ -180,6 +179,17 @@ class TenantTrainer:
         self.version, self._seen = self.version + 1, 0
         norm = report.grad_norm if report is not None else math.nan
         return PlainOutput({"grad_norm": norm, "version": self.version})
+
+    def complete_gradient(self) -> None:
+        """Adds a gradient of zero if there is none, since AdamW moves weights by its moments too. Collective over the
+        grid.
+
+        Raises:
+            ServedError: the model is no language model.
+        """
+        if not self._seen:
+            self._backward(self._filler(), 0)
+            self._seen = 1
 
     def accumulate(self, loss: Tensor) -> None:
         """Adds the gradient of a 0-dim loss of this rank to the next update. Collective over the grid."""

@@ -4,8 +4,11 @@ A request repeats as ``engine.web.retries`` has it, but only briefly until the s
 be wrong. Bodies are safetensors in both directions.
 """
 
+import logging
+import ssl
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -20,6 +23,7 @@ from engine.errors import EngineError, first_line
 from engine.web.retries import TroubleError, httpx, refuse_trouble, repeat_request, sentence_of
 from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
+logger = logging.getLogger("trine")
 _REFUSED = 400
 _WAITING = 202
 _ENDED = 404
@@ -48,15 +52,32 @@ class RemoteLine:
         token: its secret; empty: none.
         patience: seconds for which a request repeats.
         transport: replaces the network.
+        certificate: file (PEM) of the certificate, or of the authority that has signed it; empty: an authority that
+            this host knows.
+
+    Raises:
+        RemoteError: the address is none, or the certificate cannot be read.
     """
 
     def __init__(
-        self, url: str, token: str = "", patience: float = 600.0, transport: httpx.BaseTransport | None = None
-    ) -> None:
+        self, url: str, token: str = "", patience: float = 600.0, transport: httpx.BaseTransport | None = None,
+        certificate: str = "",
+    ) -> None:  # fmt: skip
         self.url, self._patience = url.rstrip("/"), patience
         headers = {SESSION: uuid.uuid4().hex, **({"authorization": f"Bearer {token}"} if token else {})}
         timeout = httpx.Timeout(60.0, connect=5.0)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+        try:
+            checked = ssl.create_default_context(cafile=certificate) if certificate else True
+            self._client = httpx.Client(
+                base_url=self.url, headers=headers, timeout=timeout, transport=transport, verify=checked
+            )
+        except (httpx.InvalidURL, OSError, ValueError) as error:  # a token with other characters than ASCII too
+            raise RemoteError(
+                f"no line to {self.url!r} can be made ({first_line(error)}); check the address, the token, and the "
+                f"certificate {certificate!r}."
+            ) from error
+        if self._client.base_url.scheme not in ("http", "https"):
+            raise RemoteError(f"{self.url!r} is no address of a server; give http://HOST:PORT or https://HOST:PORT.")
         weakref.finalize(self, self._client.close)  # sockets end with the line
         self._numbers, self._tickets, self._lock = count(1), count(1), Lock()
         self._is_known = False
@@ -68,7 +89,7 @@ class RemoteLine:
         Raises:
             RemoteError: the server refuses the request, or does not answer in time.
         """
-        body = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+        body = save(_apart({name: value.detach().cpu().contiguous() for name, value in tensors.items()}))
         response = self._numbered("POST", path, options, content=body, headers={"content-type": TENSORS})
         return _reply(response)
 
@@ -122,14 +143,31 @@ class RemoteLine:
                 raise RemoteError(sentence_of(response) or bare)
             return response
 
+        told = False
+
         def describe(error: Exception) -> RemoteError:
+            nonlocal told
             why = str(error) if isinstance(error, TroubleError) else f"{type(error).__name__}: {first_line(error)}"
-            return RemoteError(
-                f"{self.url} does not answer for {monotonic() - began:,.0f} s ({why}); check the address, http or "
-                "https, and the server."
-            )
+            if not self._is_known:
+                return RemoteError(
+                    f"{self.url} does not answer ({why}); check the address, http or https, the certificate, and that "
+                    "the server runs."
+                )
+            sentence = f"{self.url} does not answer for {monotonic() - began:,.0f} s ({why})"
+            if not told:
+                logger.warning("%s; the request repeats for up to %g s.", sentence, self._patience)
+            told = True
+            return RemoteError(f"{sentence}; start the server again.")
 
         return repeat_request(attempt, lambda: began + (self._patience if self._is_known else _FIRST_SECONDS), describe)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of which no two share memory, which safetensors refuses: a call may have one argument twice."""
+    users = Counter(value.untyped_storage()._cdata for value in tensors.values())
+    return {
+        name: value.clone() if users[value.untyped_storage()._cdata] > 1 else value for name, value in tensors.items()
+    }
 
 
 def _reply(response: httpx.Response) -> Reply:

@@ -1,12 +1,13 @@
 """Rank 0's side of a service: ledger and journal, the HTTP server in a thread, and the source of the command loop."""
 
 import os
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from engine.config.serve_section import ServeConfig
-from engine.errors import ConfigError, LaunchError
+from engine.errors import ConfigError, LaunchError, first_line
 from engine.serving.bookkeeping.entry import FutureEntry
 from engine.serving.bookkeeping.journal import read_journal
 from engine.serving.bookkeeping.ledger import Ledger
@@ -35,10 +36,30 @@ def service_token(serve: ServeConfig) -> str:
         raise ConfigError(f"the token in {serve.token_env} is not one word of printable ASCII; give one.")
     if not token and not is_loopback(serve.host):
         raise LaunchError(
-            f"--host {serve.host} serves other hosts, and a service without a token serves its own only; set "
-            f"{serve.token_env}, or leave --host out."
+            f"the address {serve.host} serves other hosts, and a service without a token serves its own only; set "
+            f"{serve.token_env}, or serve 127.0.0.1."
         )
     return token
+
+
+def check_front(serve: ServeConfig, rank: int) -> None:
+    """Raises before a model is read what would end a service after it.
+
+    Raises:
+        ConfigError: the token or a file of TLS is unusable.
+        LaunchError: other hosts would be served without a token, or the address is in use.
+    """
+    service_token(serve)
+    if serve.tls_certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(serve.tls_certificate, serve.tls_key)
+        except OSError as error:
+            raise ConfigError(
+                f"serve.tls_certificate {serve.tls_certificate} and serve.tls_key {serve.tls_key} are no certificate "
+                f"with its key ({first_line(error)}); give PEM files."
+            ) from error
+    if rank == 0:
+        listen(serve.host, serve.port, SERVER).close()
 
 
 class LedgerSource:

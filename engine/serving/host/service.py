@@ -21,10 +21,11 @@ from engine.config.serve_section import ServeConfig
 from engine.engine import Engine, ServedFunction
 from engine.errors import ConfigError, EngineError, PlanError, first_line
 from engine.parallel.comm.host_group import HostGroup, TorchHostGroup
+from engine.parallel.comm.world import read_world
 from engine.serving.bookkeeping.session import SHARED
 from engine.serving.commands import Adapter
 from engine.serving.executor import CommandExecutor
-from engine.serving.host.front import LedgerSource, open_front
+from engine.serving.host.front import LedgerSource, check_front, open_front
 from engine.serving.loop import CommandLoop
 from engine.serving.tenants.pool import TenantLimits, TenantPool
 from engine.serving.training import LENGTH
@@ -45,6 +46,7 @@ def serve_folder(config: Config, folder: Path) -> None:
         EngineError: configuration, address or journal have a mistake, or a rank is lost.
     """
     settings = config.serve or ServeConfig()
+    check_front(settings, read_world().rank)
     limits = TenantLimits(adapters=settings.tenants.most, full=settings.tenants.full)
     example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
     pool = TenantPool(lambda: read_model(folder), config, limits, example)

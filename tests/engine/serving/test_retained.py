@@ -115,7 +115,7 @@ def test_a_backward_within_the_staleness_runs_on_the_weights_of_its_forward(grid
     assert [type(result) for result in results] == [*[TensorOutput] * 4, PlainOutput, *[TensorOutput] * 6, Failure]
     assert results[-1] == Failure(
         "forward 'c' used version 2 of the weights and they are at version 4 or later; serve.held.staleness allows 1 "
-        "updates between; call forward again.", "gone",
+        "between; call forward again.", "gone",
     )  # fmt: skip
     assert held[0] > 0 and held[3] == held[-1] == 0 and held[2] > held[1] - held[0], "graphs and one version"
     model = layer()
