@@ -81,11 +81,11 @@ class TrainingLoop:
             loop.backward(loss, retain_graph, metrics or {})
 
     def hold_weights(self) -> HeldWeights:
-        """Returns a hold of the present weights; take it after a forward whose backward comes after updates.
+        """Returns a hold of the present weights, for a backward that comes after updates; take it after the forward.
 
-            output, held = eng(batch), eng.hold_weights()
+            output, weights = eng(batch), eng.hold_weights()
             ...                            # updates
-            with held.restored():
+            with weights.restored():
                 eng.backward(loss(output))
 
         The backward then has the gradient of the forward's own weights, to the bit. A version costs one copy of this

@@ -19,7 +19,6 @@ from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan
 from engine.program.expert_load import ExpertCounter
 from engine.program.router_replay import RouterReplay
-from engine.step.held_weights import WeightHolds
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import (
     AverageOfWeights,
@@ -74,10 +73,6 @@ class PartRequest:
 def make_parts(request: PartRequest) -> StepParts:
     """Returns the step parts of all features that are on, equal on all ranks."""
     return StepParts(part for make in MAKERS if (part := make(request)) is not None)
-
-
-def _held(request: PartRequest) -> StepPart:
-    return WeightHolds(request.buckets, request.gatherer)
 
 
 def _delayed(request: PartRequest) -> StepPart | None:
@@ -176,7 +171,7 @@ def _routers(request: PartRequest) -> StepPart | None:
 
 
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
-    _held, _delayed, _disk, _states, _outer, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals,
+    _delayed, _disk, _states, _outer, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals,
     _average, _experts, _routers, _replay,
 )  # fmt: skip
 """Function of each feature that returns its step part; ``PartOrder`` defines the order of calls."""

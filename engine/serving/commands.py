@@ -265,7 +265,7 @@ class Failure:
 
     error: str
     category: str = "user"
-    """"user", "server", or "gone": what the command refers to has ended."""
+    """"user", "server", or "gone": the command refers to something that has ended."""
 
 
 Result = TrainedOutput | SampledOutput | TensorOutput | PlainOutput | Failure

@@ -116,9 +116,9 @@ class CommandExecutor:
         """Grid of the ranks."""
         return self._pool.base.grid
 
-    def held(self) -> int:
+    def retained_bytes(self) -> int:
         """Returns the bytes of retained forwards on this rank."""
-        return self._tensors.held
+        return self._tensors.retained_bytes
 
     def adopt(self, model: str, engine: Engine) -> None:
         """Adds an engine of the caller as a model."""

@@ -31,8 +31,8 @@ class CommandSource(Protocol):
     def take(self, seconds: float) -> tuple[str, Command] | None:
         """Returns the next command with its key; None if none has come within ``seconds``."""
 
-    def finish(self, key: str, result: Result, held: int) -> None:
-        """Stores the result of a command; ``held``: bytes of retained forwards on the rank with most of them."""
+    def finish(self, key: str, result: Result, retained: int) -> None:
+        """Stores the result of a command; ``retained``: bytes of retained forwards on the rank with most of them."""
 
 
 class CommandLoop:
@@ -44,17 +44,17 @@ class CommandLoop:
         spoil: called on every rank with a command that ended differently on different ranks, whose model is unusable.
         source: commands, on rank 0.
         beat: called on every rank after each beat and command, for the watchdog.
-        held: returns the bytes of this rank's retained forwards.
+        retained: returns the bytes of this rank's retained forwards.
     """
 
     def __init__(
         self, host: HostGroup, run: Run, spoil: Callable[[Command], None], source: CommandSource | None = None,
-        beat: Callable[[], None] = lambda: None, held: Callable[[], int] = lambda: 0,
+        beat: Callable[[], None] = lambda: None, retained: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         if (source is None) == (host.rank == 0):
             raise EngineError("a command loop needs a source on rank 0, and on no other rank.")
         self._host, self._run, self._spoil, self._source, self._beat = host, run, spoil, source, beat
-        self._own_held, self._held = held, 0
+        self._own_retained, self._retained = retained, 0
         self.made = 0
         """Number of commands run."""
 
@@ -74,7 +74,7 @@ class CommandLoop:
             result = self._agreed(command, self._run(command))
             self.made += 1
             if self._source is not None:
-                self._source.finish(key, result, self._held)
+                self._source.finish(key, result, self._retained)
 
     def _next(self) -> tuple[str, Command | None]:
         """Returns the next command, equal on all ranks, with its key on rank 0; None after a beat."""
@@ -86,9 +86,9 @@ class CommandLoop:
     def _agreed(self, command: Command, result: Result) -> Result:
         """Returns the result, or a failure that spoils the model if ranks ended differently."""
         error = result.error if isinstance(result, Failure) else ""
-        ends = collect(self._host, self._own_held().to_bytes(_WIDTH, "little") + error.encode())
+        ends = collect(self._host, self._own_retained().to_bytes(_WIDTH, "little") + error.encode())
         if ends is not None:
-            self._held = max(int.from_bytes(end[:_WIDTH], "little") for end in ends)
+            self._retained = max(int.from_bytes(end[:_WIDTH], "little") for end in ends)
             ends = [end[_WIDTH:] for end in ends]
         same = ends is None or len(set(ends)) == 1
         if announce(self._host, RIGHT if same else BROKEN) == RIGHT:

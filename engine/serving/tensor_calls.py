@@ -73,7 +73,7 @@ class TensorCalls:
         """Why a forward serves no backward any more."""
 
     @property
-    def held(self) -> int:
+    def retained_bytes(self) -> int:
         """Bytes of live storages of retained graphs, and of earlier weights that these need, on this rank."""
         weights = {id(one.weights): one.weights.bytes for one in self._retained.values()}
         return self._graphs + sum(weights.values())
@@ -233,7 +233,7 @@ def _noted(saved: list[Tensor]) -> Iterator[None]:
 
 
 def _storages(tensors: Iterable[Tensor], model: nn.Module) -> dict[int, int]:
-    """Returns the bytes of each storage below ``tensors`` by its number, without those of the model."""
+    """Returns the bytes of each storage below ``tensors`` by its number, without storages of the model."""
     with torch._C.DisableTorchFunctionSubclass():
         own = {value.untyped_storage()._cdata for value in (*model.parameters(), *model.buffers())}
         found = [tensor.untyped_storage() for tensor in tensors]

@@ -44,7 +44,7 @@ class _Date(NamedTuple):
 
 
 class ForwardDates:
-    """Refusals of backwards through forwards whose weights the model does not have any more.
+    """Refusals of backwards through forwards of weights that the model does not have any more.
 
     Args:
         updates: its ``made`` counts updates.
@@ -54,7 +54,7 @@ class ForwardDates:
     def __init__(self, updates: CountsUpdates, calls: PipelineCalls | None) -> None:
         self._updates, self._calls = updates, calls
         self._given: _Date | None = None
-        """The date whose weights the model has, if these are not the newest."""
+        """The date of the weights that the model has, if these are not the newest."""
 
     def note(self, output: Any) -> None:
         """Refuses a backward that reaches ``output`` after weights have changed. The check of torch covers only weights
@@ -125,7 +125,7 @@ class HeldWeights:
 
 
 class WeightHolds(StepPart):
-    """Step part that copies held weights before they change."""
+    """Step part that copies weights with holds before they change."""
 
     order = PartOrder.HELD
 
@@ -149,12 +149,12 @@ class WeightHolds(StepPart):
         return tuple(parameter._version for parameter in self._parameters())
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Copies the weights if they are held."""
+        """Copies the weights if they have a hold."""
         self._copy_held()
         return step.problem
 
     def changing(self) -> AbstractContextManager[None]:
-        """Copies the weights if they are held, before a load or the user writes them."""
+        """Copies the weights if they have a hold, before a load or the user writes them."""
         self._copy_held()
         return nullcontext()
 
@@ -168,7 +168,7 @@ class WeightHolds(StepPart):
 
     @contextmanager
     def restored(self, held: HeldWeights) -> Iterator[None]:
-        """Exchanges the model's weights with those of a hold inside the context."""
+        """Exchanges the weights of the model and of a hold inside the context."""
         newest = self.versions()
         self._exchange(held, held.versions)
         try:

@@ -167,6 +167,11 @@ class StepParts:
         self._parts = sorted(parts, key=lambda part: part.order)
         self._having: dict[str, tuple[StepPart, ...]] = {}
 
+    def add(self, part: StepPart) -> None:
+        """Adds the part of a feature that a call has turned on."""
+        self._parts = sorted((*self._parts, part), key=lambda each: each.order)
+        self._having.clear()
+
     def having(self, phase: Callable[..., object]) -> tuple[StepPart, ...]:
         """Returns the parts that override a method of ``StepPart``, such as ``StepPart.agreed``."""
         found = self._having.get(phase.__name__)

@@ -286,7 +286,9 @@ class UserLoop:
     def hold_weights(self) -> HeldWeights:
         """Returns a hold of the present weights; see :meth:`engine.Engine.hold_weights`."""
         part = self._runtime.parts.find(WeightHolds)
-        assert part is not None, "every engine has it"
+        if part is None:
+            part = WeightHolds(self._runtime.buckets, self._runtime.gatherer)
+            self._runtime.parts.add(part)
         return part.hold(self._dates)
 
     # ------------------------------------------------------------------ a backward of the user's own

@@ -337,8 +337,8 @@ class Ledger:
 
     # ---------------------------------------------------------------- results, in the main thread
 
-    def finish(self, entry: FutureEntry, result: Result, held: int = 0) -> None:
-        """Keeps the result of a command that the ranks have run; ``held``: bytes of retained forwards on a rank."""
+    def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
+        """Keeps the result of a command that the ranks have run; ``retained``: bytes of retained forwards on a rank."""
         records = self.on_finish(entry, result)
         if records:
             try:
@@ -347,7 +347,7 @@ class Ledger:
                 result = Failure(f"the service could not write its journal: {first_line(error)}.", "server")
         self._conclude(entry, result)
         with self._lock:
-            self._drop_retained(self.retained.above(held))
+            self._drop_retained(self.retained.above(retained))
 
     def _drop_retained(self, drops: Iterator[DropTicket]) -> None:
         for drop in drops:

@@ -1,7 +1,7 @@
 """Limits of retained forwards: graphs of the second door wait for their backward, up to bytes and seconds.
 
-finish    graphs and earlier weights take more than ``held.bytes`` on a rank: the oldest forward is dropped
-tick      a forward has waited for longer than ``held.seconds``: it is dropped
+finish    graphs and earlier weights take too many bytes on a rank: the oldest forward is dropped
+tick      a forward has waited for too many seconds: it is dropped
 submit    a backward of a dropped forward is refused with 410; one that was accepted earlier runs, and its forward stays
 
 Drops are decided here and not on the ranks, so that a start from the journal repeats every accepted backward.
@@ -15,7 +15,7 @@ from engine.serving.bookkeeping.entry import EntryState, FutureEntry, RequestRef
 from engine.serving.commands import BackwardTensors, Command, DropTicket, Failure, ForwardTensors, Result, UnloadModel
 
 _REFUSALS = 4096
-"""Sentences about dropped forwards that are kept, the newest ones."""
+"""Number of the newest drops that are remembered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,13 +62,13 @@ class RetainedForwards:
             raise RequestRefusedError(sentence, 410)
 
     def accept(self, entry: FutureEntry) -> None:
-        """Records an accepted backward, whose forward stays until it has run."""
+        """Records an accepted backward; its forward stays until it has run."""
         command = entry.command
         if isinstance(command, BackwardTensors) and (own := self._waiting.get(command.ticket)) is not None:
             own.backward = entry
 
     def record(self, command: Command | None, result: Result, now: float) -> None:
-        """Records what a command that has run did to retained forwards."""
+        """Records the effect of a finished command on retained forwards."""
         match command:
             case ForwardTensors(model=model, ticket=ticket) if ticket and not isinstance(result, Failure):
                 self._waiting[ticket] = _Waiting(model, now)
@@ -78,10 +78,10 @@ class RetainedForwards:
                 for ticket in [one for one, own in self._waiting.items() if own.model == model]:
                     del self._waiting[ticket]
 
-    def above(self, held: int) -> Iterator[DropTicket]:
-        """Yields the drop of the oldest forward, if ``held`` bytes are too many and no drop is under way."""
-        self.bytes = held
-        if held > self._most_bytes and not any(own.is_dropped for own in self._waiting.values()):
+    def above(self, size: int) -> Iterator[DropTicket]:
+        """Yields the drop of the oldest forward, if ``size`` bytes are too many and no drop is under way."""
+        self.bytes = size
+        if size > self._most_bytes and not any(own.is_dropped for own in self._waiting.values()):
             oldest = next((one for one, own in self._waiting.items() if own.may_drop), None)
             if oldest is not None:
                 yield self._dropped(
@@ -89,7 +89,7 @@ class RetainedForwards:
                 )
 
     def late(self, now: float) -> Iterator[DropTicket]:
-        """Yields the drops of forwards whose time is over."""
+        """Yields the drops of forwards that have waited for too long."""
         for ticket, own in list(self._waiting.items()):
             if now - own.since <= self._seconds:
                 return

@@ -43,7 +43,7 @@ def service_token(serve: ServeConfig) -> str:
 
 
 def check_front(serve: ServeConfig, rank: int) -> None:
-    """Raises before a model is read what would end a service after it.
+    """Raises errors of a start before the model is read.
 
     Raises:
         ConfigError: the token or a file of TLS is unusable.
@@ -83,10 +83,10 @@ class LedgerSource:
             return ("", Stop()) if self._ledger.queue.is_closed else None
         return entry.key, entry.command
 
-    def finish(self, key: str, result: Result, held: int = 0) -> None:
-        """Stores the result of the command that was taken last; ``held``: bytes of retained forwards on a rank."""
+    def finish(self, key: str, result: Result, retained: int = 0) -> None:
+        """Stores the result of the command that was taken last; ``retained``: bytes of retained forwards on a rank."""
         assert self._running is not None and self._running.key == key
-        self._ledger.finish(self._running, result, held)
+        self._ledger.finish(self._running, result, retained)
 
     def stop(self) -> None:
         """Ends the loop after the command that runs; may be called in any thread and in a signal handler."""

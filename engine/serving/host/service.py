@@ -102,10 +102,10 @@ def _run_loop(
 ) -> None:
     if host.rank:
         with _signals_to(lambda: None) as renew:  # rank 0 ends the loop of all
-            CommandLoop(host, executor.run, executor.spoil, beat=renew, held=executor.held).run()
+            CommandLoop(host, executor.run, executor.spoil, beat=renew, retained=executor.retained_bytes).run()
         return
     with front() as source, _signals_to(source.stop) as renew:
-        CommandLoop(host, executor.run, executor.spoil, source, renew, executor.held).run()
+        CommandLoop(host, executor.run, executor.spoil, source, renew, executor.retained_bytes).run()
 
 
 def read_model(folder: Path) -> nn.Module:

@@ -85,7 +85,7 @@ def test_all_ranks_run_commands_in_one_order_and_a_split_end_spoils_the_model(ho
             return PlainOutput({"rank": rank})
 
         own = source if rank == 0 else None
-        CommandLoop(hosts[rank], run, spoilt[rank].append, own, held=lambda: 7 * len(ran[rank]) - (rank != 1)).run()
+        CommandLoop(hosts[rank], run, spoilt[rank].append, own, retained=lambda: 7 * len(ran[rank]) - (rank != 1)).run()
 
     threads = [Thread(target=body, args=(rank,), daemon=True) for rank in range(3)]
     for thread in threads:

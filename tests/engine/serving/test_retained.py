@@ -91,7 +91,10 @@ def ran(
     pool = TenantPool(layer, load_config(config), TenantLimits(full=1), torch.from_numpy(values(0)), world)
     executor = CommandExecutor(pool, folder, staleness=staleness)
     try:
-        pairs = [(executor.run(command), executor.held()) for command in (CreateModel("m", "base", None), *commands)]
+        pairs = [
+            (executor.run(command), executor.retained_bytes())
+            for command in (CreateModel("m", "base", None), *commands)
+        ]
     finally:
         executor.close()
     return [result for result, _ in pairs[1:]], [held for _, held in pairs[1:]]

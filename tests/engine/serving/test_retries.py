@@ -24,9 +24,11 @@ def repeated(replies: list[httpx.Response | Exception], seconds: float) -> tuple
         return reply
 
     until = monotonic() + seconds
-    return repeat_request(
-        attempt, lambda: until - sum(pauses), lambda error: CallerError(str(error)), pauses.append
-    ), pauses
+
+    def describe(error: Exception) -> CallerError:
+        return CallerError(str(error))
+
+    return repeat_request(attempt, lambda: until - sum(pauses), describe, pauses.append), pauses
 
 
 def test_trouble_is_repeated_with_growing_pauses_and_after_what_the_server_asks() -> None:
