@@ -136,15 +136,20 @@ class TensorCalls:
         the grid.
         """
         trainer.complete_gradient()  # before forwards are dropped: it may refuse the update
-        following = trainer.version + 1
+        self._drop_early(command.model, trainer.version + 1)
+        return trainer.optim_step(command)
+
+    def _drop_early(self, model: str, following: int) -> None:
+        """Drops forwards of a model that are too early for a backward at version ``following``. Nothing refers to them
+        afterwards, so that the update copies no weights for them.
+        """
         for ticket, one in list(self._retained.items()):
-            if one.model == command.model and following - one.version > self._staleness:
+            if one.model == model and following - one.version > self._staleness:
                 self._end(
                     ticket,
                     f"forward {ticket!r} used version {one.version} of the weights and they are at version {following} "
                     f"or later; serve.held.staleness allows {self._staleness} between",
                 )
-        return trainer.optim_step(command)
 
     def drop(self, command: DropTicket) -> PlainOutput:
         """Drops a retained forward, if it is there."""

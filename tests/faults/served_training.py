@@ -60,6 +60,14 @@ SERVED_TRAINING = (
         tests=("tests/engine/step/test_held_weights.py::test_holds_of_one_version_share_a_copy_that_ends_with_them",),
     ),
     Fault(
+        name="updates-copy-weights-for-dropped-forwards",
+        about="Each update of a service without staleness copies the weights.",
+        file=f"{_SERVING}/tensor_calls.py",
+        old="            del loss, retained  # its weights need no copy\n",
+        new="",
+        tests=(f"{_TESTS}/test_retained.py::test_an_update_copies_weights_only_for_forwards_that_may_still_use_them",),
+    ),
+    Fault(
         name="held-bytes-of-the-first-rank",
         about="Retained graphs of other ranks than the first do not count.",
         file=f"{_SERVING}/loop.py",

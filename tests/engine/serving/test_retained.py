@@ -36,6 +36,7 @@ from engine.serving.commands import (
 )
 from engine.serving.executor import CommandExecutor
 from engine.serving.tenants.pool import TenantLimits, TenantPool
+from engine.step.held_weights import WeightHolds
 from tests.engine.serving.commands_of_tests import MODEL, SESSION, created
 from tests.engine.serving.test_training import CONFIG
 
@@ -156,6 +157,18 @@ def test_live_storages_are_counted_once_and_end_with_their_forwards(tmp_path: Pa
     assert held[4:8] == [3 * graph + version, 2 * graph + version, graph, graph]
     assert held[8] == 0, "a load ends the forwards before it"
     assert isinstance(results[-1], Failure) and "came before its model was loaded" in results[-1].error
+
+
+def test_an_update_copies_weights_only_for_forwards_that_may_still_use_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = list[int]()
+    monkeypatch.setattr(WeightHolds, "_copy_held", lambda part: copies.append(len(part._present)))
+    for staleness, expected in ((0, [0, 0]), (1, [1, 0])):
+        copies.clear()
+        commands = [forward("a"), forward("b"), forward("c"), backward("a", STEP), forward("d"), backward("d", STEP)]
+        of_first(tmp_path, "one", [*commands], staleness)
+        assert copies == expected, "holds before each update"
 
 
 class Clock:
