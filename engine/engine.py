@@ -6,6 +6,7 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from engine.checkpoint.resume import LoadOptions
 from engine.checkpoint.writer import PendingSave
 from engine.config import Config
+from engine.config.serve_section import ServeConfig
 from engine.engine_parts import EngineParts
 from engine.errors import EngineError
 from engine.generation.sampling import Completion, GenerationRequest, SamplingOptions
@@ -37,6 +39,8 @@ from engine.step.runtime import RankRuntime
 logger = logging.getLogger("trine")
 
 Path_ = str | os.PathLike[str]
+ServedFunction = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Function that clients of a served engine call by name."""
 
 
 class Engine(TrainingLoop, NamedState):
@@ -246,22 +250,6 @@ class Engine(TrainingLoop, NamedState):
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._parts.grid.rank == 0 else None
 
-    def gather_rows(self, rows: Tensor) -> Tensor:
-        """Gathers the rows [b, ...] of all data ranks: [data ranks * b, ...], in order, with exact gradients.
-        Collective.
-
-        For losses that compare rows (CLIP, SigLIP) in a user's own loop. A ``loss_fn`` with an argument ``gather_rows``
-        receives it, on pipelines too. All data ranks pass equal shapes. Each rank may compute the loss of all rows, or
-        of its own rows against all: the step averages over data ranks, or divides sum by weight. Each microbatch is one
-        all-gather over dp in forward and a reduce-scatter in backward, label "gathered rows", which ``plan`` does not
-        count.
-
-        Raises:
-            EngineError: the argument is not a tensor with rows.
-        """
-        self._parts.resources.refuse_closed("gather_rows")
-        return self._parts.runtime.program.gather(rows)
-
     # ------------------------------------------------------------------ outputs
 
     @torch.no_grad()
@@ -352,6 +340,13 @@ class Engine(TrainingLoop, NamedState):
                 f"{call} was called inside an accumulation of {loop.unfinished} microbatch(es); call "
                 "eng.step() first, or eng.zero_grad() to drop their gradients."
             )
+
+    def serve(self, functions: Mapping[str, ServedFunction] | None = None, settings: ServeConfig | None = None) -> None:
+        """Serves this engine to clients until rank 0 gets SIGTERM or SIGINT; arguments and errors as in
+        :func:`engine.serve`. Collective.
+        """
+        # by its name, because the service is built of engines
+        import_module("engine.serving.host.service").serve(self, functions, settings)
 
     # ------------------------------------------------------------------ state
 

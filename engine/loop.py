@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.engine_parts import EngineParts
 from engine.errors import EngineError
 from engine.reporting.step_report import StepReport
+from engine.step.held_weights import HeldWeights
 from engine.step.user_loop import UserLoop
 
 
@@ -79,6 +80,22 @@ class TrainingLoop:
         with self._parts.comm.within(self._parts.update.made):
             loop.backward(loss, retain_graph, metrics or {})
 
+    def hold_weights(self) -> HeldWeights:
+        """Returns a hold of the present weights, for a backward that comes after updates; take it after the forward.
+
+            output, weights = eng(batch), eng.hold_weights()
+            ...                            # updates
+            with weights.restored():
+                eng.backward(loss(output))
+
+        The backward then has the gradient of the forward's own weights, to the bit. A version costs one copy of this
+        rank's weights, from the first update after it until no hold of it is left.
+
+        Raises:
+            EngineError: the model is not placed yet, or is on a pipeline without ``open_pipeline``.
+        """
+        return self._looped("hold_weights()").hold_weights()
+
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the 0-dim loss times the loss scale of fp16 (else 1), for ``scale(loss).backward()``.
 
@@ -132,6 +149,22 @@ class TrainingLoop:
         self._parts.resources.refuse_closed("zero_grad()")
         if self._parts.loop is not None:
             self._parts.loop.zero_grad()
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Gathers the rows [b, ...] of all data ranks: [data ranks * b, ...], in order, with exact gradients.
+        Collective.
+
+        For losses that compare rows (CLIP, SigLIP) in a user's own loop. A ``loss_fn`` with an argument ``gather_rows``
+        receives it, on pipelines too. All data ranks pass equal shapes. Each rank may compute the loss of all rows, or
+        of its own rows against all: the step averages over data ranks, or divides sum by weight. Each microbatch is one
+        all-gather over dp in forward and a reduce-scatter in backward, label "gathered rows", which ``plan`` does not
+        count.
+
+        Raises:
+            EngineError: the argument is not a tensor with rows.
+        """
+        self._parts.resources.refuse_closed("gather_rows")
+        return self._parts.runtime.program.gather(rows)
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
         """Makes reads of a parameter's ``grad`` raise until the next forward, step or ``zero_grad``.

@@ -171,7 +171,7 @@ def _routers(request: PartRequest) -> StepPart | None:
 
 
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
-    _delayed, _disk, _states, _outer, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average,
-    _experts, _routers, _replay,
+    _delayed, _disk, _states, _outer, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals,
+    _average, _experts, _routers, _replay,
 )  # fmt: skip
 """Function of each feature that returns its step part; ``PartOrder`` defines the order of calls."""

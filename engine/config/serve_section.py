@@ -42,6 +42,20 @@ class ServeJournal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServeHeld:
+    """Limits of forwards that wait for their backward (second door)."""
+
+    bytes: float = setting(2e9, Real(low=0))
+    """Bytes of graphs and of earlier weights on a rank; above it the oldest forward is dropped."""
+    seconds: float = setting(300.0, _SECONDS)
+    """Seconds for which a forward is retained."""
+    staleness: int = setting(0, COUNT)
+    """Updates between a forward and its backward, which uses the weights of its forward; 0: none. Each costs a copy of
+    the weights, while it is needed.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Training service: clients keep data and losses, these ranks keep the models."""
 
@@ -59,6 +73,8 @@ class ServeConfig:
     """Limits of the models of clients."""
     queue: ServeQueue = setting(ServeQueue(), Section(cls=ServeQueue))
     """Limits of requests that wait."""
+    held: ServeHeld = setting(ServeHeld(), Section(cls=ServeHeld))
+    """Limits of forwards that wait for their backward."""
     session_seconds: float = setting(120.0, _SECONDS)
     """Seconds without a heartbeat after which a session ends; its models are saved and unloaded."""
     journal: ServeJournal = setting(ServeJournal(), Section(cls=ServeJournal))

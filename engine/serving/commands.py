@@ -265,7 +265,7 @@ class Failure:
 
     error: str
     category: str = "user"
-    """"user" or "server"."""
+    """"user", "server", or "gone": the command refers to something that has ended."""
 
 
 Result = TrainedOutput | SampledOutput | TensorOutput | PlainOutput | Failure

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from engine.engine import Engine
+from engine.engine import Engine, ServedFunction
 from engine.errors import ConfigError, EngineError, first_line
 from engine.parallel.comm.agreement import take_from
 from engine.parallel.grid import Grid
@@ -39,9 +39,9 @@ from engine.serving.commands import (
     UnloadModel,
 )
 from engine.serving.loss_graph import LossGraph
-from engine.serving.losses import ServedError
+from engine.serving.losses import GoneError, ServedError
 from engine.serving.sampling import sample
-from engine.serving.tensor_calls import Function, TensorCalls
+from engine.serving.tensor_calls import TensorCalls
 from engine.serving.training import TenantTrainer
 
 logger = logging.getLogger("trine")
@@ -81,9 +81,12 @@ class CommandExecutor:
         pool: engines of the tenants and of their base.
         folder: folder of saved weights, equal on all ranks.
         functions: functions that clients call by name, each from tensors to tensors.
+        staleness: updates after which a client's forward still serves a backward.
     """
 
-    def __init__(self, pool: EnginePool, folder: Path, functions: Mapping[str, Function] | None = None) -> None:
+    def __init__(
+        self, pool: EnginePool, folder: Path, functions: Mapping[str, ServedFunction] | None = None, staleness: int = 0
+    ) -> None:
         self._pool, self._folder = pool, folder
         self._trainers: dict[str, TenantTrainer] = {}
         self._adapters: dict[str, Adapter | None] = {}
@@ -91,11 +94,11 @@ class CommandExecutor:
         self._samplers: dict[str, None] = {}
         """Ids of tenants that are saved weights for sampling, the least recently used first."""
         self._spoilt: set[str] = set()
-        self._tensors = TensorCalls(functions or {})
+        self._tensors = TensorCalls(functions or {}, staleness)
         self._runs: Final[Mapping[type, Callable[[Any], Result]]] = {
             CreateModel: self._create,
             ForwardBackward: lambda command: self._trainer(command.model).forward_backward(command),
-            OptimStep: lambda command: self._trainer(command.model).optim_step(command),
+            OptimStep: lambda command: self._tensors.update(self._trainer(command.model), command),
             SaveWeights: self._save,
             LoadWeights: self._load,
             DropWeights: self._drop_weights,
@@ -113,6 +116,10 @@ class CommandExecutor:
         """Grid of the ranks."""
         return self._pool.base.grid
 
+    def retained_bytes(self) -> int:
+        """Returns the bytes of retained forwards on this rank."""
+        return self._tensors.retained_bytes
+
     def adopt(self, model: str, engine: Engine) -> None:
         """Adds an engine of the caller as a model."""
         self._trainers[model], self._adapters[model] = TenantTrainer(engine, self._graphs), None
@@ -121,6 +128,8 @@ class CommandExecutor:
         """Runs a command; returns its result, or a failure."""
         try:
             return self._runs[type(command)](command)
+        except GoneError as error:
+            return Failure(str(error), "gone")
         except EngineError as error:  # a sentence about the request, or about this service
             return Failure(str(error), "user")
         except Exception as error:  # the other ranks have failed alike, or the loop finds out
@@ -186,6 +195,7 @@ class CommandExecutor:
                 f"{command.name} was saved from {_worded(saved)} and the model has {_worded(adapter)}; load it into a "
                 "model of its own."
             )
+        self._tensors.forget(command.model)
         if not command.optimizer and trainer.version:  # a fresh optimizer
             version = trainer.version
             self._unload(UnloadModel(command.model))

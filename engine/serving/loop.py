@@ -19,6 +19,8 @@ BEAT_SECONDS = 1.0
 """Seconds between beats of an idle service."""
 BEAT = b""
 RIGHT, BROKEN = b"right", b"broken"
+_WIDTH = 8
+"""Bytes of the number before an error."""
 
 Run = Callable[[Command], Result]
 
@@ -29,8 +31,8 @@ class CommandSource(Protocol):
     def take(self, seconds: float) -> tuple[str, Command] | None:
         """Returns the next command with its key; None if none has come within ``seconds``."""
 
-    def finish(self, key: str, result: Result) -> None:
-        """Stores the result of a command."""
+    def finish(self, key: str, result: Result, retained: int) -> None:
+        """Stores the result of a command; ``retained``: bytes of retained forwards on the rank with most of them."""
 
 
 class CommandLoop:
@@ -42,15 +44,17 @@ class CommandLoop:
         spoil: called on every rank with a command that ended differently on different ranks, whose model is unusable.
         source: commands, on rank 0.
         beat: called on every rank after each beat and command, for the watchdog.
+        retained: returns the bytes of this rank's retained forwards.
     """
 
     def __init__(
         self, host: HostGroup, run: Run, spoil: Callable[[Command], None], source: CommandSource | None = None,
-        beat: Callable[[], None] = lambda: None,
+        beat: Callable[[], None] = lambda: None, retained: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         if (source is None) == (host.rank == 0):
             raise EngineError("a command loop needs a source on rank 0, and on no other rank.")
         self._host, self._run, self._spoil, self._source, self._beat = host, run, spoil, source, beat
+        self._own_retained, self._retained = retained, 0
         self.made = 0
         """Number of commands run."""
 
@@ -70,7 +74,7 @@ class CommandLoop:
             result = self._agreed(command, self._run(command))
             self.made += 1
             if self._source is not None:
-                self._source.finish(key, result)
+                self._source.finish(key, result, self._retained)
 
     def _next(self) -> tuple[str, Command | None]:
         """Returns the next command, equal on all ranks, with its key on rank 0; None after a beat."""
@@ -82,7 +86,10 @@ class CommandLoop:
     def _agreed(self, command: Command, result: Result) -> Result:
         """Returns the result, or a failure that spoils the model if ranks ended differently."""
         error = result.error if isinstance(result, Failure) else ""
-        ends = collect(self._host, error.encode())
+        ends = collect(self._host, self._own_retained().to_bytes(_WIDTH, "little") + error.encode())
+        if ends is not None:
+            self._retained = max(int.from_bytes(end[:_WIDTH], "little") for end in ends)
+            ends = [end[_WIDTH:] for end in ends]
         same = ends is None or len(set(ends)) == 1
         if announce(self._host, RIGHT if same else BROKEN) == RIGHT:
             return result

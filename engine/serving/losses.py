@@ -32,6 +32,10 @@ class ServedError(EngineError):
     """Error in a client's request; the client receives its sentence as a failed result."""
 
 
+class GoneError(ServedError):
+    """Error about a forward or result that the service no longer has."""
+
+
 def _cross_entropy(p: Tensor, inputs: Inputs, options: Options) -> Tensor:
     return -(p * inputs["weights"]).sum()
 

@@ -5,18 +5,22 @@
     update     optional, after the backward, by AdamW
 
 The rows of a call are split over the data ranks; a rank without rows runs the first row again, with a gradient of zero.
-A retained graph belongs to the weights of its forward: after an update its backward is refused.
+A retained graph belongs to the weights of its forward. Its backward runs on these weights, up to ``staleness`` updates
+later; then it is refused.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from engine.engine import Engine
+from engine.engine import Engine, ServedFunction
 from engine.errors import EngineError, first_line
 from engine.program.batch import tensors_by_path
 from engine.serving.commands import (
@@ -29,14 +33,12 @@ from engine.serving.commands import (
     PlainOutput,
     TensorOutput,
 )
-from engine.serving.losses import ServedError
+from engine.serving.losses import GoneError, ServedError
 from engine.serving.training import TenantTrainer, client_tensor
+from engine.step.held_weights import HeldWeights
 
-Function = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Function that clients call by name."""
-
-TICKETS = 256
-"""Maximum number of retained graphs."""
+_SENTENCES = 4096
+"""Sentences about forwards that an update or a load has ended, the newest ones."""
 
 
 @dataclass(slots=True)
@@ -49,23 +51,39 @@ class _Retained:
     """Inputs of this rank; floating ones require gradients."""
     outputs: dict[str, Tensor]
     rows: "_Rows"
+    weights: HeldWeights
+    storages: Mapping[int, int]
+    """Bytes of each storage of the graph, by its number."""
 
 
 class TensorCalls:
-    """Retained forwards of all models on this rank, and functions by name."""
+    """Retained forwards of all models on this rank, and functions by name.
 
-    def __init__(self, functions: Mapping[str, Function]) -> None:
-        self._functions = functions
+    Args:
+        staleness: updates after which a forward still serves a backward.
+    """
+
+    def __init__(self, functions: Mapping[str, ServedFunction], staleness: int = 0) -> None:
+        self._functions, self._staleness = functions, staleness
         self._retained: dict[str, _Retained] = {}
+        self._users: Counter[int] = Counter()
+        """Retained forwards that refer to each storage."""
+        self._graphs = 0
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        """Why a forward serves no backward any more."""
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes of live storages of retained graphs, and of earlier weights that these need, on this rank."""
+        weights = {id(one.weights): one.weights.bytes for one in self._retained.values()}
+        return self._graphs + sum(weights.values())
 
     def forward(self, trainer: TenantTrainer, command: ForwardTensors) -> TensorOutput:
         """Runs the model's forward; positional arguments are named "0", "1" etc. Collective over the grid.
 
         Raises:
-            ServedError: too many graphs are retained, or the outputs have no rows to join over data ranks.
+            ServedError: the outputs have no rows to join over data ranks, or the model fails on the tensors.
         """
-        if command.ticket and len(self._retained) >= TICKETS:
-            raise ServedError(f"{TICKETS} forwards wait for their backward, which is the limit; send their gradients.")
         engine = trainer.engine
         given = {name: client_tensor(value, engine.device) for name, value in command.tensors.items()}
         rows = _Rows.of(given, engine)
@@ -75,46 +93,94 @@ class TensorCalls:
             for value in own.values():
                 value.requires_grad_(value.is_floating_point())
         args, kwargs = _arguments(own)
-        with torch.set_grad_enabled(wanted):
+        saved: list[Tensor] = []
+        with torch.set_grad_enabled(wanted), _noted(saved) if wanted else nullcontext():
             outputs = dict(_outputs(_called(engine, args, kwargs)))
-        if wanted:
-            self._retained[command.ticket] = _Retained(command.model, trainer.version, own, outputs, rows)
         joined = {name: rows.joined(value.detach(), engine) for name, value in outputs.items()}
+        if wanted:
+            storages = _storages([*saved, *own.values(), *outputs.values()], engine.module)
+            self._retain(
+                command.ticket,
+                _Retained(command.model, trainer.version, own, outputs, rows, engine.hold_weights(), storages),
+            )
         return TensorOutput({name: _array(value) for name, value in joined.items()}, trainer.version)
 
     def backward(self, trainer: TenantTrainer, command: BackwardTensors) -> TensorOutput:
-        """Continues the backward of a retained forward, and drops it. Collective over the grid.
+        """Continues the backward of a retained forward on that forward's weights, and drops it. Collective over the
+        grid.
 
         Raises:
-            ServedError: there is no such forward, weights have changed since, or a gradient does not fit its output.
+            GoneError: there is no such forward, or too many updates have followed it.
+            ServedError: a gradient does not fit its output.
         """
         engine, retained = trainer.engine, self._retained.get(command.ticket)
         if retained is None or retained.model != command.model:
-            raise ServedError(f"there is no forward {command.ticket!r} that waits for gradients; call forward again.")
-        del self._retained[command.ticket]
-        if retained.version != trainer.version:
-            raise ServedError(
-                f"forward {command.ticket!r} used version {retained.version} of the weights and they are at version "
-                f"{trainer.version}; call forward again."
-            )
+            known = self._ended.get(command.ticket, f"there is no forward {command.ticket!r} that waits for gradients")
+            raise GoneError(f"{known}; call forward again.")
+        self._release(command.ticket)
         loss = self._loss(retained, command.gradients, engine)
-        trainer.accumulate(loss)
+        with retained.weights.restored():
+            trainer.accumulate(loss)
         gradients = {
             name: retained.rows.joined(_gradient(value), engine)
             for name, value in retained.inputs.items()
             if value.requires_grad
         }
         if command.step is not None:
-            trainer.optim_step(OptimStep(command.model, command.step))
+            del loss, retained  # its weights need no copy
+            self.update(trainer, OptimStep(command.model, command.step))
         return TensorOutput({name: _array(value) for name, value in gradients.items()}, trainer.version)
+
+    def update(self, trainer: TenantTrainer, command: OptimStep) -> PlainOutput:
+        """Updates a model's weights, and drops forwards that would be too early for the next version. Collective over
+        the grid.
+        """
+        trainer.complete_gradient()  # before forwards are dropped: it may refuse the update
+        self._drop_early(command.model, trainer.version + 1)
+        return trainer.optim_step(command)
+
+    def _drop_early(self, model: str, following: int) -> None:
+        """Drops forwards of a model that are too early for a backward at version ``following``. Nothing refers to them
+        afterwards, so that the update copies no weights for them.
+        """
+        for ticket, one in list(self._retained.items()):
+            if one.model == model and following - one.version > self._staleness:
+                self._end(
+                    ticket,
+                    f"forward {ticket!r} used version {one.version} of the weights and they are at version {following} "
+                    f"or later; serve.held.staleness allows {self._staleness} between",
+                )
 
     def drop(self, command: DropTicket) -> PlainOutput:
         """Drops a retained forward, if it is there."""
-        return PlainOutput({"dropped": self._retained.pop(command.ticket, None) is not None})
+        there = command.ticket in self._retained
+        if there:
+            self._release(command.ticket)
+        return PlainOutput({"dropped": there})
 
     def forget(self, model: str) -> None:
-        """Drops all retained forwards of a model."""
-        self._retained = {name: one for name, one in self._retained.items() if one.model != model}
+        """Drops all retained forwards of a model that is unloaded, or that gets other weights."""
+        for ticket in [ticket for ticket, one in self._retained.items() if one.model == model]:
+            self._end(ticket, f"forward {ticket!r} came before its model was loaded or unloaded")
+
+    def _retain(self, ticket: str, one: _Retained) -> None:
+        self._retained[ticket] = one
+        self._graphs += sum(size for key, size in one.storages.items() if not self._users[key])
+        self._users.update(one.storages.keys())
+
+    def _release(self, ticket: str) -> None:
+        one = self._retained.pop(ticket)
+        self._users.subtract(one.storages.keys())
+        ended = [key for key in one.storages if not self._users[key]]
+        self._graphs -= sum(one.storages[key] for key in ended)
+        for key in ended:
+            del self._users[key]
+
+    def _end(self, ticket: str, why: str) -> None:
+        self._release(ticket)
+        self._ended[ticket] = why
+        while len(self._ended) > _SENTENCES:
+            self._ended.popitem(last=False)
 
     def call(self, command: CallFunction) -> TensorOutput:
         """Calls a function by name; every rank calls it.
@@ -146,6 +212,37 @@ class TensorCalls:
         if not total.requires_grad:
             raise ServedError("no gradient was sent; send one for an output.")
         return total
+
+
+@contextmanager
+def _noted(saved: list[Tensor]) -> Iterator[None]:
+    """Adds the tensors to ``saved`` that graphs save inside the context. As in torch, a backward raises if one of them
+    was written since.
+    """
+
+    def pack(tensor: Tensor) -> tuple[Tensor, int]:
+        saved.append(tensor)
+        return tensor, tensor._version
+
+    def unpack(packed: tuple[Tensor, int]) -> Tensor:
+        tensor, version = packed
+        if tensor._version != version:
+            raise ServedError(
+                f"a tensor {list(tensor.shape)} that this backward needs was written since its forward; call forward "
+                "again."
+            )
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _storages(tensors: Iterable[Tensor], model: nn.Module) -> dict[int, int]:
+    """Returns the bytes of each storage below ``tensors`` by its number, without storages of the model."""
+    with torch._C.DisableTorchFunctionSubclass():
+        own = {value.untyped_storage()._cdata for value in (*model.parameters(), *model.buffers())}
+        found = [tensor.untyped_storage() for tensor in tensors]
+    return {one._cdata: one.nbytes() for one in found if one._cdata not in own}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +302,8 @@ def _called(engine: Engine, args: list[Tensor], kwargs: dict[str, Tensor]) -> An
     except EngineError:
         raise
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
-        raise ServedError(f"the model failed on these tensors: {first_line(error)}") from error
+        why = first_line(error).rstrip(".")
+        raise ServedError(f"the model failed on these tensors: {why}; send the arguments of its forward.") from error
 
 
 def _outputs(output: Any) -> Iterable[tuple[str, Tensor]]:

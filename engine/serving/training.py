@@ -23,6 +23,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from engine.engine import Engine
+from engine.errors import EngineError
 from engine.parallel.comm.agreement import gather_from_all
 from engine.serving.commands import (
     AdamParameters,
@@ -163,11 +164,14 @@ class TenantTrainer:
         return self._output(data, results, sums)
 
     def optim_step(self, command: OptimStep) -> PlainOutput:
-        """Updates the weights with the accumulated gradient by AdamW. Collective over the grid."""
+        """Updates the weights with the accumulated gradient by AdamW. Collective over the grid.
+
+        Raises:
+            ServedError: as in ``complete_gradient``.
+        """
         engine = self.engine
         self._retained = None
-        if not self._seen:  # AdamW moves weights without a gradient too, by its moments
-            self._backward(self._logprobs(None).sum() * 0.0, 0)
+        self.complete_gradient()
         for group in engine.optimizer.param_groups:
             _set_group(group, command.adam)
         engine.set_gradient_accumulation_boundary(True)
@@ -175,6 +179,17 @@ class TenantTrainer:
         self.version, self._seen = self.version + 1, 0
         norm = report.grad_norm if report is not None else math.nan
         return PlainOutput({"grad_norm": norm, "version": self.version})
+
+    def complete_gradient(self) -> None:
+        """Adds a gradient of zero if there is none, since AdamW moves weights by its moments too. Collective over the
+        grid.
+
+        Raises:
+            ServedError: the model is no language model.
+        """
+        if not self._seen:
+            self._backward(self._filler(), 0)
+            self._seen = 1
 
     def accumulate(self, loss: Tensor) -> None:
         """Adds the gradient of a 0-dim loss of this rank to the next update. Collective over the grid."""
@@ -234,6 +249,18 @@ class TenantTrainer:
         if targets.ndim == 1:
             return -functional.cross_entropy(logits, targets, reduction="none")
         return torch.log_softmax(logits, -1).gather(-1, targets)
+
+    def _filler(self) -> Tensor:
+        """Returns a loss without a gradient."""
+        try:
+            return self._logprobs(None).sum() * 0.0
+        except EngineError:
+            raise
+        except (RuntimeError, TypeError, ValueError, LookupError) as error:
+            raise ServedError(
+                "an update came without a gradient since the last one, and this model takes no token ids; send a "
+                "backward before it."
+            ) from error
 
     def _loss(self, logprobs: Tensor, datum: _Prepared | None, loss: LossCall, sums: _Metrics) -> Tensor:
         if datum is None:

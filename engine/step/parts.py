@@ -30,6 +30,8 @@ from engine.step.state import StepState, StepTotals
 class PartOrder(IntEnum):
     """Order in which step parts are called, the same in every phase."""
 
+    HELD = auto()
+    """Part that copies weights for late backwards before any other part may change them."""
     DELAYED_UPDATE = auto()
     """Part that finishes an overlapped optimizer update before other parts read weights."""
     DISK = auto()
@@ -164,6 +166,11 @@ class StepParts:
     def __init__(self, parts: Iterable[StepPart]) -> None:
         self._parts = sorted(parts, key=lambda part: part.order)
         self._having: dict[str, tuple[StepPart, ...]] = {}
+
+    def add(self, part: StepPart) -> None:
+        """Adds the part of a feature that a call has turned on."""
+        self._parts = sorted((*self._parts, part), key=lambda each: each.order)
+        self._having.clear()
 
     def having(self, phase: Callable[..., object]) -> tuple[StepPart, ...]:
         """Returns the parts that override a method of ``StepPart``, such as ``StepPart.agreed``."""

@@ -283,9 +283,14 @@ class PipelineCalls:
             arrivals.open = False
             arrivals.calls.clear()
 
-    def expire(self) -> None:
-        """Marks all earlier calls as stale, because weights may have changed; a backward of a stale call raises."""
-        self._arrivals.updates += 1
+    @property
+    def updates(self) -> int:
+        """Times that weights may have changed; a backward of a call before the last of them raises."""
+        return self._arrivals.updates
+
+    @updates.setter
+    def updates(self, number: int) -> None:
+        self._arrivals.updates = number
 
     def check_trace(self) -> None:
         """Checks after a NaN loss that the forward has not changed: traces the newest call again.

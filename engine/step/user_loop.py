@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
 from engine.parallel.model.forward_patch import PatchLayer
@@ -31,8 +30,9 @@ from engine.program.batch import Batch
 from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable, with_metrics
 from engine.step.batch_check import check_batch
 from engine.step.failed_ranks import note_failure
+from engine.step.held_weights import ForwardDates, HeldWeights, WeightHolds
 from engine.step.parts import StepPart
-from engine.step.pipeline_call import PipelineCalls, stale_forward
+from engine.step.pipeline_call import PipelineCalls
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
@@ -115,6 +115,7 @@ class UserLoop:
         self._continues = False
         """The last update was made by this loop, so a backward through the model itself is one of its next step."""
         self._calls = PipelineCalls(runtime) if runtime.pipeline is not None else None
+        self._dates = ForwardDates(runner, self._calls)
         runtime.user_backward.serve(self._enter)
         runtime.gradient_guard.serve(self.zero_grad)
 
@@ -151,7 +152,7 @@ class UserLoop:
                 raise told from error
             raise
         if training and self._calls is None:
-            self._date(output)
+            self._dates.note(output)
         return output
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], moved: bool) -> Any:
@@ -201,7 +202,7 @@ class UserLoop:
         self._expected = self._backwards
         self._forget()
         self._continues = True
-        self._expire()
+        self._dates.expire()
         return self._runner.finish(step)
 
     def zero_grad(self) -> None:
@@ -275,30 +276,20 @@ class UserLoop:
                 f"{call} was called inside an unfinished accumulation; call step() first, or zero_grad()."
             )
         self._forget()
-        self._expire()
+        self._dates.expire()
         self.state = LoopState.LEFT
 
     def _enter_loop(self) -> None:
         if self.state is LoopState.LEFT:
             self.state = LoopState.ENTERED
 
-    def _expire(self) -> None:
-        if self._calls is not None:
-            self._calls.expire()
-
-    def _date(self, output: Any) -> None:
-        """Refuses a backward that reaches ``output`` after weights have changed. The check of torch covers only weights
-        that the graph has saved."""
-        made = self._runner.made
-
-        def check(_: Tensor) -> None:
-            if self._runner.made != made:
-                raise stale_forward()
-
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                with torch._C.DisableTorchFunctionSubclass():
-                    leaf.register_hook(check)  # type: ignore[no-untyped-call]
+    def hold_weights(self) -> HeldWeights:
+        """Returns a hold of the present weights; see :meth:`engine.Engine.hold_weights`."""
+        part = self._runtime.parts.find(WeightHolds)
+        if part is None:
+            part = WeightHolds(self._runtime.buckets, self._runtime.gatherer)
+            self._runtime.parts.add(part)
+        return part.hold(self._dates)
 
     # ------------------------------------------------------------------ a backward of the user's own
 

@@ -1,37 +1,34 @@
 """Requests of one client to a server, numbered so that a repeated request is answered once.
 
-A request repeats after a broken connection and after 408, 429 and 5xx, with growing pauses; ``Retry-After`` is obeyed.
-Bodies are safetensors in both directions.
+A request repeats as ``engine.web.retries`` has it, but only briefly until the server has answered once: its address may
+be wrong. Bodies are safetensors in both directions.
 """
 
-import json
+import logging
+import ssl
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from random import uniform
 from threading import Lock
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
 
-from engine.errors import EngineError, GridError, first_line
+from engine.errors import EngineError, first_line
+from engine.web.retries import TroubleError, httpx, refuse_trouble, repeat_request, sentence_of
 from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
-try:
-    import httpx
-except ImportError as error:
-    raise GridError("engine.remote needs httpx, which is not installed; run: pip install httpx.") from error
-
-_LATER = (408, 429)
-_TROUBLE = 500
+logger = logging.getLogger("trine")
 _REFUSED = 400
 _WAITING = 202
 _ENDED = 404
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+_FIRST_SECONDS = 0.5
+"""Patience until the first reply."""
 Tensors = Mapping[str, Tensor]
 
 
@@ -55,17 +52,36 @@ class RemoteLine:
         token: its secret; empty: none.
         patience: seconds for which a request repeats.
         transport: replaces the network.
+        certificate: file (PEM) of the certificate, or of the authority that has signed it; empty: an authority that
+            this host knows.
+
+    Raises:
+        RemoteError: the address is none, or the certificate cannot be read.
     """
 
     def __init__(
-        self, url: str, token: str = "", patience: float = 600.0, transport: httpx.BaseTransport | None = None
-    ) -> None:
+        self, url: str, token: str = "", patience: float = 600.0, transport: httpx.BaseTransport | None = None,
+        certificate: str = "",
+    ) -> None:  # fmt: skip
         self.url, self._patience = url.rstrip("/"), patience
         headers = {SESSION: uuid.uuid4().hex, **({"authorization": f"Bearer {token}"} if token else {})}
         timeout = httpx.Timeout(60.0, connect=5.0)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+        try:
+            checked = ssl.create_default_context(cafile=certificate) if certificate else True
+            self._client = httpx.Client(
+                base_url=self.url, headers=headers, timeout=timeout, transport=transport, verify=checked
+            )
+        except (httpx.InvalidURL, OSError, ValueError) as error:  # a token with other characters than ASCII too
+            raise RemoteError(
+                f"no line to {self.url!r} can be made ({first_line(error)}); check the address, the token, and the "
+                f"certificate {certificate!r}."
+            ) from error
+        if self._client.base_url.scheme not in ("http", "https"):
+            raise RemoteError(f"{self.url!r} is no address of a server; give http://HOST:PORT or https://HOST:PORT.")
         weakref.finalize(self, self._client.close)  # sockets end with the line
         self._numbers, self._tickets, self._lock = count(1), count(1), Lock()
+        self._is_known = False
+        """The server has answered a request."""
 
     def post(self, path: str, tensors: Tensors, options: Mapping[str, str] | None = None) -> Reply:
         """Sends tensors and returns the tensors of the reply.
@@ -73,7 +89,7 @@ class RemoteLine:
         Raises:
             RemoteError: the server refuses the request, or does not answer in time.
         """
-        body = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+        body = save(_apart({name: value.detach().cpu().contiguous() for name, value in tensors.items()}))
         response = self._numbered("POST", path, options, content=body, headers={"content-type": TENSORS})
         return _reply(response)
 
@@ -107,31 +123,51 @@ class RemoteLine:
         return self._repeat(lambda: self._client.request(method, path, params=options, headers=headers, **request))
 
     def _repeat(self, request: Callable[[], httpx.Response]) -> httpx.Response:
-        began, pause, why, renewed = monotonic(), _FIRST_PAUSE, "", False
-        while True:
-            wait = pause
-            try:
+        began, renewed = monotonic(), False
+
+        def attempt() -> httpx.Response:
+            nonlocal began, renewed
+            while True:
                 response = request()
-            except httpx.TransportError as error:
-                why = f"{type(error).__name__}: {first_line(error)}"
-            else:
-                status = response.status_code
-                if status == _WAITING:
-                    began, wait = monotonic(), 0.0  # the server works, and has a place for the reply
-                elif status < _REFUSED:
-                    return response
-                elif status == _ENDED and not renewed and _sentence(response).startswith("session "):
+                self._is_known = True
+                if response.status_code == _WAITING:
+                    began = monotonic()  # the server works, and has a place for the reply
+                elif response.status_code == _ENDED and not renewed and sentence_of(response).startswith("session "):
                     # this client was silent for long; all of its earlier requests have been answered
-                    self._client.headers[SESSION], renewed, wait = uuid.uuid4().hex, True, 0.0
-                elif (status in _LATER or status >= _TROUBLE) and not _field(response, "final"):
-                    why = _sentence(response) or f"status {status}"
-                    wait = max(pause, _retry_after(response))
+                    self._client.headers[SESSION], renewed = uuid.uuid4().hex, True
                 else:
-                    raise RemoteError(_sentence(response) or f"{self.url} replies with status {status}.")
-            if monotonic() - began + wait > self._patience:
-                raise RemoteError(f"{self.url} does not answer for {monotonic() - began:,.0f} s ({why}).")
-            sleep(uniform(wait / 2, wait))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+                    break
+            refuse_trouble(response)
+            if response.status_code >= _REFUSED:
+                bare = f"{self.url} replies with status {response.status_code}; check the address."
+                raise RemoteError(sentence_of(response) or bare)
+            return response
+
+        told = False
+
+        def describe(error: Exception) -> RemoteError:
+            nonlocal told
+            why = str(error) if isinstance(error, TroubleError) else f"{type(error).__name__}: {first_line(error)}"
+            if not self._is_known:
+                return RemoteError(
+                    f"{self.url} does not answer ({why}); check the address, http or https, the certificate, and that "
+                    "the server runs."
+                )
+            sentence = f"{self.url} does not answer for {monotonic() - began:,.0f} s ({why})"
+            if not told:
+                logger.warning("%s; the request repeats for up to %g s.", sentence, self._patience)
+            told = True
+            return RemoteError(f"{sentence}; start the server again.")
+
+        return repeat_request(attempt, lambda: began + (self._patience if self._is_known else _FIRST_SECONDS), describe)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of which no two share memory, which safetensors refuses: a call may have one argument twice."""
+    users = Counter(value.untyped_storage()._cdata for value in tensors.values())
+    return {
+        name: value.clone() if users[value.untyped_storage()._cdata] > 1 else value for name, value in tensors.items()
+    }
 
 
 def _reply(response: httpx.Response) -> Reply:
@@ -139,21 +175,3 @@ def _reply(response: httpx.Response) -> Reply:
         return Reply(load(response.content), int(response.headers.get(VERSION, 0)))
     except Exception as error:
         raise RemoteError(f"the reply of {response.url} is no set of tensors: {first_line(error)}") from error
-
-
-def _field(response: httpx.Response, name: str) -> Any:
-    try:
-        return json.loads(response.content)[name]
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _sentence(response: httpx.Response) -> str:
-    return str(_field(response, "detail") or "")
-
-
-def _retry_after(response: httpx.Response) -> float:
-    try:
-        return min(60.0, float(response.headers.get("retry-after", 0)))
-    except ValueError:
-        return 0.0

@@ -28,14 +28,15 @@ class RemoteModel:
         token: secret of the server; empty: none.
         optimize: options of AdamW (lr, beta1, beta2, eps, weight_decay, max_norm), with which each backward updates the
             server's weights; None: gradients accumulate until ``step``.
+        certificate: file (PEM) of the server's certificate, unless an authority that this host knows has signed it.
         line: existing line to the server, instead of a new one.
     """
 
     def __init__(
         self, url: str = "", model: str = "shared", *, token: str = "", optimize: Mapping[str, float] | None = None,
-        line: RemoteLine | None = None,
+        certificate: str = "", line: RemoteLine | None = None,
     ) -> None:  # fmt: skip
-        self.line = line or RemoteLine(url, token)
+        self.line = line or RemoteLine(url, token, certificate=certificate)
         self.model, self.version = model, 0
         """Id of the model, and the version of its weights in the last reply."""
         self._optimize = {"step": json.dumps(dict(optimize))} if optimize is not None else {}

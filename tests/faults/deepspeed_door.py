@@ -92,8 +92,8 @@ DEEPSPEED_DOOR = (
     Fault(
         name="stale-forward-not-named",
         about="A backward through a forward from before the step is torch's error, without the rule.",
-        file="engine/step/user_loop.py",
-        old="            if self._runner.made != made:\n",
+        file="engine/step/held_weights.py",
+        old="            if self._made != made:\n",
         new="            if made < 0:\n",
         tests=("tests/engine/step/test_user_loop.py::test_mistakes_of_a_loop_are_sentences",),
     ),

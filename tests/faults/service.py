@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 SERVING, TESTS = "engine/serving", "tests/engine/serving"
 _INPUTS = f"{TESTS}/test_input_gradients.py::test_inputs_get_the_gradients_of_one_process[pp2-trained]"
+_OLDEST = "test_the_oldest_forward_is_dropped_by_bytes_and_seconds_and_never_one_with_an_accepted_backward"
 
 SERVICE = (
     Fault(
@@ -109,5 +110,79 @@ SERVICE = (
         old="        _count_fields(body)\n",
         new="",
         tests=(f"{TESTS}/wire/test_routes.py::test_a_refused_request_has_a_status_and_a_sentence",),
+    ),
+    Fault(
+        name="forwards-with-an-accepted-backward-are-dropped",
+        about="Memory runs short between a backward's acceptance and its run, and an accepted command fails.",
+        file=f"{SERVING}/bookkeeping/retained.py",
+        old="not self.is_dropped and (self.backward is None or self.backward.state is EntryState.DONE)",
+        new="not self.is_dropped",
+        tests=(f"{TESTS}/test_retained.py::{_OLDEST}",),
+    ),
+    Fault(
+        name="dropped-forwards-accept-backwards",
+        about="A backward of a forward that was dropped is accepted, and fails without the reason.",
+        file=f"{SERVING}/bookkeeping/ledger.py",
+        old="            self.retained.check(entry.command)\n",
+        new="",
+        tests=(f"{TESTS}/test_retained.py::{_OLDEST}",),
+    ),
+    Fault(
+        name="forwards-are-retained-forever",
+        about="A client that never sends gradients keeps its graphs.",
+        file=f"{SERVING}/bookkeeping/ledger.py",
+        old="            self._drop_retained(self.retained.late(now))\n",
+        new="",
+        tests=(f"{TESTS}/test_retained.py::{_OLDEST}",),
+    ),
+    Fault(
+        name="oldest-sessions-first",
+        about="The first page of sessions has the oldest ones.",
+        file=f"{SERVING}/wire/directory.py",
+        old="for name in reversed(self.notes(SESSION))",
+        new="for name in self.notes(SESSION)",
+        tests=(f"{TESTS}/wire/test_routes.py::test_a_training_run_of_all_calls",),
+    ),
+    Fault(
+        name="any-certificate-will-do",
+        about="A client sends its token to whoever answers at the address.",
+        file="engine/web/remote_line.py",
+        old="transport=transport, verify=checked",
+        new="transport=transport, verify=False",
+        tests=(f"{TESTS}/test_mistakes.py::test_a_client_checks_the_certificate_of_a_service",),
+    ),
+    Fault(
+        name="wrong-addresses-are-tried-for-long",
+        about="A client with a wrong address waits without a word.",
+        file="engine/web/remote_line.py",
+        old="_FIRST_SECONDS = 0.5\n",
+        new="_FIRST_SECONDS = 4.0\n",
+        tests=(f"{TESTS}/test_mistakes.py::test_mistakes_of_a_client",),
+    ),
+    Fault(
+        name="port-in-use-after-the-model",
+        about="A port in use is found after the model has been read, which takes minutes.",
+        file=f"{SERVING}/host/front.py",
+        old="        listen(serve.host, serve.port, SERVER).close()\n",
+        new="        pass\n",
+        tests=(f"{TESTS}/test_mistakes.py::test_mistakes_at_the_start_are_found_before_a_model_is_read",),
+    ),
+    Fault(
+        name="final-replies-are-repeated",
+        about="A command that has failed for good is sent again for ten minutes.",
+        file="engine/web/retries.py",
+        old=' and field_of(response, "final") is not True:',
+        new=":",
+        tests=(f"{TESTS}/test_retries.py::test_a_final_reply_is_no_trouble_and_patience_ends",),
+    ),
+    Fault(
+        name="retry-after-is-ignored",
+        about="A full server is asked again at once.",
+        file="engine/web/retries.py",
+        old="max(seconds, error.pause if isinstance(error, TroubleError) else 0.0)",
+        new="seconds",
+        tests=(
+            f"{TESTS}/test_retries.py::test_trouble_is_repeated_with_growing_pauses_and_after_what_the_server_asks",
+        ),
     ),
 )

@@ -17,14 +17,13 @@ from PIL import Image, ImageStat
 
 import engine
 from engine.launch.cli import main
+from tests.browser import MODES, photographed
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "figures"
 SIZE = (1240, 2560)
 EXPERTS = (1240, 680)
 COLOURS = 128
-MODES = {"dark": 0, "light": 1}
-"""What Chromium calls the reader's preference."""
 
 
 def trained(folder: Path) -> None:
@@ -70,18 +69,10 @@ def routed(folder: Path) -> None:
             eng.train_batch({"input_ids": tokens, "labels": tokens})
 
 
-def photographed(page: Path, mode: str, size: tuple[int, int] = SIZE) -> Image.Image:
+def pictured(page: Path, mode: str, size: tuple[int, int] = SIZE) -> Image.Image:
     """The top of the page as Chromium shows it to a reader who prefers ``mode``, in few colours."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    assert browser is not None, "needs Chromium: apt-get install chromium"
-    picture = page.with_name(f"{mode}.png")
-    subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-         f"--blink-settings=preferredColorScheme={MODES[mode]}", f"--window-size={size[0]},{size[1]}",
-         f"--screenshot={picture}", page.as_uri()],
-        check=True, capture_output=True, timeout=100,
-    )  # fmt: skip
-    return Image.open(picture).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    picture = photographed(page.as_uri(), mode, size, page.with_name(f"{mode}.png"))
+    return picture.quantize(COLOURS, dither=Image.Dither.NONE)
 
 
 @pytest.mark.long
@@ -89,7 +80,7 @@ def test_the_page_follows_the_reader_from_light_to_dark(request: pytest.FixtureR
     trained(tmp_path / "train")
     assert main(["report", str(tmp_path / "train")]) == 0
     for mode in MODES:
-        picture, kept = photographed(tmp_path / "train" / "report.html", mode), tmp_path / f"report-{mode}.png"
+        picture, kept = pictured(tmp_path / "train" / "report.html", mode), tmp_path / f"report-{mode}.png"
         picture.save(kept, optimize=True)
         brightness = ImageStat.Stat(picture.convert("L")).mean[0]
         assert (brightness > 220) if mode == "light" else (brightness < 50), f"{mode}: {brightness}"
@@ -113,7 +104,7 @@ def test_the_expert_load_follows_it_too(request: pytest.FixtureRequest, tmp_path
     alone = "section:not(#experts),header,footer{display:none}section{margin:24px 0}</style>"
     page.write_text(page.read_text().replace("</style>", alone))
     for mode in MODES:
-        picture, kept = photographed(page, mode, EXPERTS), tmp_path / f"report-experts-{mode}.png"
+        picture, kept = pictured(page, mode, EXPERTS), tmp_path / f"report-experts-{mode}.png"
         picture.save(kept, optimize=True)
         assert kept.stat().st_size < 150_000
         if request.config.getoption("--write-figures"):

@@ -1,14 +1,13 @@
 """Connection of one rank to one store: requests that repeat until it answers, and bodies in ranges.
 
-Requests repeat after broken connections and replies of a server in trouble (5xx, 429), with growing pauses. Repeating
-is harmless: joins have a number of their attempt, pushes their key, offers a number.
+Requests repeat as ``engine.web.retries`` has it. Repeating is harmless: joins have a number of their attempt, pushes
+their key, offers a number.
 """
 
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from random import uniform
 from threading import Event
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar, cast
@@ -33,30 +32,13 @@ from engine.outer.http.requests import ARRIVED, PULL, ArrivedCall, authorization
 from engine.outer.http.values import from_json
 from engine.outer.messages import PushState, StoreRefusedError
 from engine.web.json_text import dump_json, parse_json
+from engine.web.retries import FOREVER, TroubleError, field_of, httpx, refuse_trouble, repeat_request, sentence_of
 
-try:
-    import httpx
-except ImportError as error:
-    raise GridError(
-        "the outer loop connects to its store by httpx, which is not installed; run: pip install 'trine[outer]'."
-    ) from error
-
-FOREVER = float("inf")
 _CONNECT_SECONDS, _READ_SECONDS = 5.0, 60.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
-_OK, _REDIRECTED, _REFUSED, _IN_TROUBLE = 200, 300, 400, 500
-_LATER = (408, 429)
+_OK, _REDIRECTED, _REFUSED = 200, 300, 400
 _DAMAGED_AT_MOST = 4
 """Times that a body is sent or read while it arrives damaged."""
 T = TypeVar("T")
-
-
-class _TroubleError(Exception):
-    """Failure of one request that may succeed later."""
-
-
-class _DescribedTroubleError(_TroubleError):
-    """Failure that the store describes in a sentence of its own."""
 
 
 @dataclass(slots=True)
@@ -120,30 +102,34 @@ class StoreConnection:
 
     def repeat(self, request: Callable[[], T], patience: float = FOREVER) -> T:
         """Repeats a request until it succeeds, is refused, or ``patience`` seconds are over."""
-        began, pause, own = monotonic(), _FIRST_PAUSE, object()
-        while True:
+        began, own = monotonic(), object()
+
+        def attempt() -> T:
             if self._closed.is_set():
                 raise GridError(
                     f"the connection to the {self.noun} {self.url} has been closed; start the engine again."
                 )
             try:
                 result = request()
-            except (_TroubleError, httpx.TransportError, RuntimeError) as error:
-                if isinstance(error, RuntimeError) and not self._closed.is_set():
-                    raise  # httpx raises it for a client that is closed in another thread
-                now = monotonic()
-                waited, self._silent_since = now - began, self._silent_since or began
-                self.outage = self._in_trouble[own] = self._sentence(error, now - self._silent_since)
-                if waited + pause > patience or now + pause > self._until:
-                    raise GridError(self._in_trouble.pop(own)) from error
-                self._closed.wait(uniform(pause / 2, pause))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+            except RuntimeError as error:  # httpx raises it for a client that is closed in another thread
+                if self._closed.is_set():
+                    raise TroubleError(str(error)) from error
+                raise
             except StoreRefusedError:
                 self._answered(own)
                 raise
-            else:
-                self._answered(own)
-                return result
+            self._answered(own)
+            return result
+
+        def describe(error: Exception) -> GridError:
+            self._silent_since = self._silent_since or began
+            self.outage = self._in_trouble[own] = self._sentence(error, monotonic() - self._silent_since)
+            return GridError(self.outage)
+
+        try:
+            return repeat_request(attempt, lambda: min(began + patience, self._until), describe, self._closed.wait)
+        finally:
+            self._in_trouble.pop(own, None)
 
     def _answered(self, request: object) -> None:
         """Ends the outage, unless another request is still repeated."""
@@ -152,9 +138,9 @@ class StoreConnection:
         self._silent_since = self._silent_since if self.outage else None
 
     def _sentence(self, error: Exception, seconds: float) -> str:
-        if isinstance(error, _DescribedTroubleError):
+        if isinstance(error, TroubleError) and error.described:
             return f"the {self.noun} {self.url} cannot serve for {seconds:,.0f} s: {error}"
-        why = str(error) if isinstance(error, _TroubleError) else f"{type(error).__name__}: {first_line(error)}"
+        why = str(error) if isinstance(error, TroubleError) else f"{type(error).__name__}: {first_line(error)}"
         return f"the {self.noun} {self.url} does not answer for {seconds:,.0f} s ({why}); {self.remedy}"
 
     def _reply(self, method: str, path: str, **request: Any) -> dict[str, Any]:
@@ -166,17 +152,14 @@ class StoreConnection:
         status = response.status_code
         if status < _REDIRECTED:
             return
-        if status in _LATER or status >= _IN_TROUBLE:
-            if reason := _reason(response):
-                raise _DescribedTroubleError(reason)
-            raise _TroubleError(f"status {status}")
+        refuse_trouble(response)
         if status < _REFUSED:
             target = response.headers.get("location", "another address")
             raise StoreRefusedError(f"the {self.noun} {self.url} redirects to {target}; give that address.", status)
-        if _field(response, "again") is True:
-            raise DamagedBodyError(_reason(response))
+        if field_of(response, "again") is True:
+            raise DamagedBodyError(sentence_of(response))
         raise StoreRefusedError(
-            _reason(response) or f"the {self.noun} {self.url} replies with status {status}.", status
+            sentence_of(response) or f"the {self.noun} {self.url} replies with status {status}.", status
         )
 
     # ---------------------------------------------------------------- bodies
@@ -277,31 +260,18 @@ def _source(response: httpx.Response) -> _Source:
     try:
         return _Source(int(headers[TOTAL_HEADER]), headers[HASH_HEADER])
     except (KeyError, ValueError) as error:
-        raise _TroubleError("the reply is not one of a store") from error
+        raise TroubleError("the reply is not one of a store") from error
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:
     try:
         return parse_json(response.content)
     except ValueError as error:
-        raise _TroubleError("the reply is not one of a store") from error
+        raise TroubleError("the reply is not one of a store") from error
 
 
 def _message(kind: type[T], reply: Mapping[str, Any]) -> T:
     try:
         return from_json(kind, reply, "reply", least=-1)
     except ValueError as error:
-        raise _TroubleError(f"the reply is no {kind.__name__}: {error}") from error
-
-
-def _field(response: httpx.Response, name: str) -> object:
-    try:
-        return parse_json(response.content).get(name)
-    except ValueError:
-        return None
-
-
-def _reason(response: httpx.Response) -> str:
-    """Returns the sentence in a refusal; empty if it has none."""
-    reason = _field(response, "error")
-    return f"{reason}" if reason else ""
+        raise TroubleError(f"the reply is no {kind.__name__}: {error}") from error

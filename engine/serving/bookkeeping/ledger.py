@@ -10,7 +10,7 @@ new requests are refused; of fetched futures a session retains the newest ``RETA
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from threading import RLock
@@ -22,10 +22,12 @@ from engine.serving.bookkeeping.entry import INTERNAL, EntryState, FutureEntry, 
 from engine.serving.bookkeeping.journal import CommandJournal, JournalRecord
 from engine.serving.bookkeeping.line import ModelLine, command_digest, record_of, snapshot_record
 from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.retained import RetainedForwards
 from engine.serving.bookkeeping.session import HOUSE, WAITS, ClientSession, LedgerLimits
 from engine.serving.commands import (
     Command,
     CreateModel,
+    DropTicket,
     DropWeights,
     Failure,
     LoadWeights,
@@ -73,6 +75,7 @@ class Ledger:
         self.result_bytes = 0
         self.commands_done = 0
         self.is_replaying = False
+        self.retained = RetainedForwards(limits.held_bytes, limits.held_seconds)
         self._marks: list[JournalRecord] = []
         self._internal = 0
         self._lock = RLock()
@@ -132,10 +135,12 @@ class Ledger:
         session.entries[entry.key] = entry
         if entry.command is not None:
             session.open[entry.key] = entry
+            self.retained.accept(entry)
         entry.cost = 1 if entry.command is None else cost_of(entry.command)
         if isinstance(entry.command, CreateModel):
-            self.lines[entry.command.model] = ModelLine(entry.command.model, entry.session)
-            session.models.append(entry.command.model)
+            model, staleness = entry.command.model, self.limits.staleness
+            self.lines[model] = ModelLine(model, entry.session, staleness)
+            session.models.append(model)
         line = self.lines.get(entry.line or "")
         if line is not None:
             if entry.number is None:
@@ -149,6 +154,7 @@ class Ledger:
         """Refuses commands of unknown models, numbers of long ago, and more than the queue takes."""
         created = {entry.command.model for entry in new if isinstance(entry.command, CreateModel)}
         for entry in new:
+            self.retained.check(entry.command)
             if entry.line is None:
                 continue
             line = self.lines.get(entry.line)
@@ -295,9 +301,10 @@ class Ledger:
             return True
 
     def tick(self) -> None:
-        """Ends commands after their deadline, and sessions without a heartbeat."""
+        """Ends commands after their deadline, sessions without a heartbeat, and forwards retained for too long."""
         now = self.clock()
         with self._lock:
+            self._drop_retained(self.retained.late(now))
             for session in list(self.sessions.values()):
                 if session.is_ending:
                     continue
@@ -330,8 +337,8 @@ class Ledger:
 
     # ---------------------------------------------------------------- results, in the main thread
 
-    def finish(self, entry: FutureEntry, result: Result) -> None:
-        """Keeps the result of a command that the ranks have run."""
+    def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
+        """Keeps the result of a command that the ranks have run; ``retained``: bytes of retained forwards on a rank."""
         records = self.on_finish(entry, result)
         if records:
             try:
@@ -339,6 +346,14 @@ class Ledger:
             except OSError as error:
                 result = Failure(f"the service could not write its journal: {first_line(error)}.", "server")
         self._conclude(entry, result)
+        with self._lock:
+            self._drop_retained(self.retained.above(retained))
+
+    def _drop_retained(self, drops: Iterator[DropTicket]) -> None:
+        for drop in drops:
+            if (line := self.lines.get(drop.model)) is not None:
+                line.tickets.pop(drop.ticket, None)
+            self.run_internal("retained", drop)
 
     def _conclude(self, entry: FutureEntry, result: Result) -> None:
         with self._lock:
@@ -347,6 +362,7 @@ class Ledger:
             if line is not None and entry.session != INTERNAL:
                 line.advance(entry, result)
             command, entry.command = entry.command, None
+            self.retained.record(command, result, self.clock())
             session = self.sessions.get(entry.session)
             entry.result = result
             if session is not None and entry.key in session.entries:

@@ -16,6 +16,7 @@ from engine.serving.commands import (
     Failure,
     ForwardBackward,
     ForwardTensors,
+    LoadWeights,
     OptimStep,
     Result,
     encode_message,
@@ -28,6 +29,8 @@ class ModelLine:
 
     model: str
     session: str
+    staleness: int = 0
+    """Updates after which a retained forward still serves a backward."""
     following: int = 1
     """Number that runs next; higher ones wait for it."""
     held: dict[int, FutureEntry] = field(default_factory=dict)
@@ -45,8 +48,10 @@ class ModelLine:
     """Name of the newest snapshot's weights."""
     has_gradient: bool = False
     """True if a gradient is accumulated, which a snapshot would lose."""
-    tickets: set[str] = field(default_factory=set)
-    """Retained forwards that wait for their backward, which a snapshot would lose; an update makes them stale."""
+    tickets: dict[str, int] = field(default_factory=dict)
+    """Retained forwards that wait for their backward, which a snapshot would lose, with the updates until they are
+    stale.
+    """
     is_saving: bool = False
     """True while a snapshot is being made."""
 
@@ -79,20 +84,19 @@ class ModelLine:
         """Records that an entry has run."""
         if entry.number:
             self.done = max(self.done, entry.number)
+        if isinstance(entry.command, BackwardTensors | DropTicket):
+            self.tickets.pop(entry.command.ticket, None)
         if isinstance(result, Failure):
             return
         match entry.command:
             case ForwardTensors(ticket=ticket) if ticket:
-                self.tickets.add(ticket)
-            case DropTicket(ticket=ticket):
-                self.tickets.discard(ticket)
-            case ForwardBackward(forward_only=False):
+                self.tickets[ticket] = self.staleness
+            case ForwardBackward(forward_only=False) | BackwardTensors(step=None):
                 self.has_gradient = True
-            case BackwardTensors(step=None, ticket=ticket):
-                self.has_gradient = True
-                self.tickets.discard(ticket)
             case OptimStep() | BackwardTensors():
                 self.has_gradient = False
+                self.tickets = {ticket: left - 1 for ticket, left in self.tickets.items() if left}
+            case LoadWeights():
                 self.tickets.clear()
 
 

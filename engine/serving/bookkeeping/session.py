@@ -29,6 +29,12 @@ class LedgerLimits:
     """Commands of a model between two snapshots."""
     result_bytes: int = 1 << 30
     """Bytes of results that are retained."""
+    held_bytes: float = 2e9
+    """Bytes of retained forwards, and of earlier weights that these need, on a rank."""
+    held_seconds: float = 300.0
+    """Seconds for which a forward is retained."""
+    staleness: int = 0
+    """Updates of its model after which a forward still serves a backward."""
 
 
 @dataclass(eq=False, slots=True)

@@ -1,12 +1,13 @@
 """Rank 0's side of a service: ledger and journal, the HTTP server in a thread, and the source of the command loop."""
 
 import os
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from engine.config.serve_section import ServeConfig
-from engine.errors import ConfigError, LaunchError
+from engine.errors import ConfigError, LaunchError, first_line
 from engine.serving.bookkeeping.entry import FutureEntry
 from engine.serving.bookkeeping.journal import read_journal
 from engine.serving.bookkeeping.ledger import Ledger
@@ -35,10 +36,30 @@ def service_token(serve: ServeConfig) -> str:
         raise ConfigError(f"the token in {serve.token_env} is not one word of printable ASCII; give one.")
     if not token and not is_loopback(serve.host):
         raise LaunchError(
-            f"--host {serve.host} serves other hosts, and a service without a token serves its own only; set "
-            f"{serve.token_env}, or leave --host out."
+            f"the address {serve.host} serves other hosts, and a service without a token serves its own only; set "
+            f"{serve.token_env}, or serve 127.0.0.1."
         )
     return token
+
+
+def check_front(serve: ServeConfig, rank: int) -> None:
+    """Raises errors of a start before the model is read.
+
+    Raises:
+        ConfigError: the token or a file of TLS is unusable.
+        LaunchError: other hosts would be served without a token, or the address is in use.
+    """
+    service_token(serve)
+    if serve.tls_certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(serve.tls_certificate, serve.tls_key)
+        except OSError as error:
+            raise ConfigError(
+                f"serve.tls_certificate {serve.tls_certificate} and serve.tls_key {serve.tls_key} are no certificate "
+                f"with its key ({first_line(error)}); give PEM files."
+            ) from error
+    if rank == 0:
+        listen(serve.host, serve.port, SERVER).close()
 
 
 class LedgerSource:
@@ -62,10 +83,10 @@ class LedgerSource:
             return ("", Stop()) if self._ledger.queue.is_closed else None
         return entry.key, entry.command
 
-    def finish(self, key: str, result: Result) -> None:
-        """Stores the result of the command that was taken last."""
+    def finish(self, key: str, result: Result, retained: int = 0) -> None:
+        """Stores the result of the command that was taken last; ``retained``: bytes of retained forwards on a rank."""
         assert self._running is not None and self._running.key == key
-        self._ledger.finish(self._running, result)
+        self._ledger.finish(self._running, result, retained)
 
     def stop(self) -> None:
         """Ends the loop after the command that runs; may be called in any thread and in a signal handler."""
@@ -74,10 +95,11 @@ class LedgerSource:
 
 def limits_of(serve: ServeConfig) -> LedgerLimits:
     """Returns the limits of a ledger."""
-    queue = serve.queue
+    queue, held = serve.queue, serve.held
     return LedgerLimits(
-        queue.depth, queue.per_session, queue.seconds, serve.session_seconds, serve.journal.snapshot_every
-    )
+        queue.depth, queue.per_session, queue.seconds, serve.session_seconds, serve.journal.snapshot_every,
+        held_bytes=held.bytes, held_seconds=held.seconds, staleness=held.staleness,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -19,16 +19,16 @@ from torch import nn
 
 from engine.config import Config
 from engine.config.serve_section import ServeConfig
-from engine.engine import Engine
+from engine.engine import Engine, ServedFunction
 from engine.errors import ConfigError, EngineError, PlanError, first_line
 from engine.parallel.comm.host_group import HostGroup, TorchHostGroup
+from engine.parallel.comm.world import read_world
 from engine.serving.bookkeeping.session import SHARED
 from engine.serving.commands import Adapter
 from engine.serving.executor import CommandExecutor
-from engine.serving.host.front import LedgerSource, open_front
+from engine.serving.host.front import LedgerSource, check_front, open_front
 from engine.serving.loop import CommandLoop
 from engine.serving.tenants.pool import TenantLimits, TenantPool
-from engine.serving.tensor_calls import Function
 from engine.serving.training import LENGTH
 from engine.serving.wire.served_model import ServedModel
 
@@ -47,15 +47,19 @@ def serve_folder(config: Config, folder: Path) -> None:
         EngineError: configuration, address or journal have a mistake, or a rank is lost.
     """
     settings = config.serve or ServeConfig()
+    check_front(settings, read_world().rank)
     limits = TenantLimits(adapters=settings.tenants.most, full=settings.tenants.full)
     example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
     weights = replace(config.checkpoint, init_from=config.checkpoint.init_from or str(folder))
     pool = TenantPool(lambda: empty_model(folder), replace(config, checkpoint=weights), limits, example)
     model = describe(pool.base, settings.models or (folder.resolve().name,), read_tokenizer(folder))
-    serve_ranks(CommandExecutor(pool, Path(settings.folder) / WEIGHTS), settings, model)
+    executor = CommandExecutor(pool, Path(settings.folder) / WEIGHTS, staleness=settings.held.staleness)
+    serve_ranks(executor, settings, model)
 
 
-def serve(engine: Engine, functions: Mapping[str, Function] | None = None, settings: ServeConfig | None = None) -> None:
+def serve(
+    engine: Engine, functions: Mapping[str, ServedFunction] | None = None, settings: ServeConfig | None = None
+) -> None:
     """Serves one engine as the model that all clients share, until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
 
     Args:
@@ -66,7 +70,8 @@ def serve(engine: Engine, functions: Mapping[str, Function] | None = None, setti
         EngineError: address or journal have a mistake, or a rank is lost.
     """
     settings = settings or engine.config.serve or ServeConfig()
-    executor = CommandExecutor(_OneEngine(engine), Path(settings.folder) / WEIGHTS, functions)
+    weights = Path(settings.folder) / WEIGHTS
+    executor = CommandExecutor(_OneEngine(engine), weights, functions, settings.held.staleness)
     executor.adopt(SHARED, engine)
     serve_ranks(executor, settings, describe(engine, settings.models or (SHARED,)), journals=False)
 
@@ -99,10 +104,10 @@ def _run_loop(
 ) -> None:
     if host.rank:
         with _signals_to(lambda: None) as renew:  # rank 0 ends the loop of all
-            CommandLoop(host, executor.run, executor.spoil, beat=renew).run()
+            CommandLoop(host, executor.run, executor.spoil, beat=renew, retained=executor.retained_bytes).run()
         return
     with front() as source, _signals_to(source.stop) as renew:
-        CommandLoop(host, executor.run, executor.spoil, source, renew).run()
+        CommandLoop(host, executor.run, executor.spoil, source, renew, executor.retained_bytes).run()
 
 
 def empty_model(folder: Path) -> nn.Module:

@@ -90,7 +90,9 @@ class ServiceApplication:
 
         if scope["path"] not in _OPEN and not self._is_known(scope):
             error = RequestRefusedError(
-                "the request has a wrong X-API-Key or none; give TINKER_API_KEY the token of the service.", 401
+                "the request has a wrong X-API-Key or none; give the token of the service, as TINKER_API_KEY or as "
+                "token= of engine.remote.",
+                401,
             )
             await _error_reply(error)(scope, receive, counted)
         elif self.ledger.is_replaying and scope["path"] not in _OPEN:

@@ -14,6 +14,7 @@ from typing import Any
 from engine.serving.bookkeeping.entry import FutureEntry, RequestRefusedError
 from engine.serving.bookkeeping.journal import JournalRecord
 from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.session import HOUSE
 from engine.serving.commands import DropWeights, Failure, Result, SaveWeights
 
 SESSION, RUN, SAMPLER, WEIGHTS = "session", "run", "sampler", "weights"
@@ -83,36 +84,34 @@ class Directory:
                     self.remove_weights(path)
 
     def run(self, model: str) -> Mapping[str, Any]:
-        """Returns the note of a training run.
-
-        Raises:
-            RequestRefusedError: 404, there is none.
-        """
-        found = self.notes(RUN).get(model)
-        if found is None:
-            raise RequestRefusedError(f"model {model[:80]!r} is unknown; create it first.", 404)
-        return found
+        """Returns the note of a training run; errors as in ``_found``."""
+        return self._found(RUN, model, "model", "create it first")
 
     def sampler(self, name: str) -> Mapping[str, Any]:
-        """Returns the note of a sampling session.
+        """Returns the note of a sampling session; errors as in ``_found``."""
+        return self._found(SAMPLER, name, "sampling session", "create it first")
+
+    def weights(self, path: str) -> Mapping[str, Any]:
+        """Returns the note of saved weights; errors as in ``_found``."""
+        return self._found(WEIGHTS, path, "path of saved weights", "save them, or give another path")
+
+    def session(self, name: str) -> Mapping[str, Any]:
+        """Returns the note of a session; errors as in ``_found``."""
+        return self._found(SESSION, name, "session", "list sessions for those that are open")
+
+    def sessions(self) -> list[str]:
+        """Returns the ids of the clients' sessions, the newest first."""
+        return [name for name in reversed(self.notes(SESSION)) if name != HOUSE]
+
+    def _found(self, kind: str, name: str, noun: str, remedy: str) -> Mapping[str, Any]:
+        """Returns a note.
 
         Raises:
             RequestRefusedError: 404, there is none.
         """
-        found = self.notes(SAMPLER).get(name)
+        found = self.notes(kind).get(name)
         if found is None:
-            raise RequestRefusedError(f"sampling session {name[:80]!r} is unknown; create it first.", 404)
-        return found
-
-    def weights(self, path: str) -> Mapping[str, Any]:
-        """Returns the note of saved weights.
-
-        Raises:
-            RequestRefusedError: 404, there are none.
-        """
-        found = self.notes(WEIGHTS).get(path)
-        if found is None:
-            raise RequestRefusedError(f"no weights are saved at {path[:160]!r}; save them, or give another path.", 404)
+            raise RequestRefusedError(f"{noun} {name[:160]!r} is unknown; {remedy}.", 404)
         return found
 
     def record_result(self, entry: FutureEntry, result: Result) -> list[JournalRecord]:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from engine.serving.bookkeeping.entry import RequestRefusedError
 from engine.serving.bookkeeping.ledger import Ledger
-from engine.serving.wire.directory import KIND, RUN, Directory
+from engine.serving.wire.directory import KIND, RUN, SAMPLER, Directory
 from engine.serving.wire.fields import BodyFields
 from engine.serving.wire.routes import CLIENT_CONFIG, Handler, ReadBody, json_reply
 from engine.serving.wire.served_model import ServedModel
@@ -35,7 +35,7 @@ class ListingRoutes:
             "healthz": self._health, "get_server_capabilities": self._capabilities,
             "samplers/{sampler:path}": self._sampler, "training_runs": self._runs,
             "training_runs/{run}/checkpoints": self._run_checkpoints, "training_runs/{run}": self._run,
-            "checkpoints": self._checkpoints,
+            "checkpoints": self._checkpoints, "sessions": self._sessions, "sessions/{session}": self._session,
         }  # fmt: skip
 
     async def delete_checkpoint(self, request: Request) -> Response:
@@ -87,6 +87,16 @@ class ListingRoutes:
         name = request.path_params["sampler"]
         note = self._directory.sampler(name)
         return json_reply({"sampler_id": name, "base_model": note["base_model"], "model_path": note.get("model_path")})
+
+    async def _sessions(self, request: Request) -> Response:
+        return _page(request, "sessions", self._directory.sessions())
+
+    async def _session(self, request: Request) -> Response:
+        name = request.path_params["session"]
+        note, notes = self._directory.session(name), self._directory.notes
+        runs, samplers = ([one for one in notes(kind) if one.startswith(f"{name}:")] for kind in (RUN, SAMPLER))
+        about = {field: note.get(field) for field in ("display_name", "user_metadata")}
+        return json_reply({"training_run_ids": runs, "sampler_ids": samplers, **about})
 
     async def _run(self, request: Request) -> Response:
         return json_reply(self._directory.training_run(request.path_params["run"]))

@@ -24,7 +24,8 @@ def reply_of(entry: FutureEntry) -> tuple[bytes, str]:
         case SampledOutput():
             return sampled_bytes(result, entry.about.get("last")), PROTOBUF
         case Failure():
-            return dump_json({"error": result.error, "category": result.category}), JSON
+            category = "user" if result.category == "gone" else result.category  # of these Tinker's client knows three
+            return dump_json({"error": result.error, "category": category}), JSON
         case PlainOutput():
             return dump_json(_values(entry, result)), JSON
     values = {} if not isinstance(result, TensorOutput) else {"version": result.version}

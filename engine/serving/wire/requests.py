@@ -154,7 +154,7 @@ class RequestReader:
         about |= {
             "path": path,
             "ttl_seconds": body.integer("ttl_seconds", None, low=1, high=1 << 34),
-            "user_metadata": _metadata(body),
+            "user_metadata": metadata_of(body),
         }
         return self._numbered_json(route, body, command, about)
 
@@ -179,7 +179,7 @@ class RequestReader:
         if saved["is_lora"]:
             parts = [saved[one] is not False for one in ("train_attn", "train_mlp", "train_unembed")]
             adapter = Adapter(saved["lora_rank"], saved["seed"], *parts)
-        run = {name: saved[name] for name in (*KIND, "seed")} | {"user_metadata": _metadata(body), "time": now()}
+        run = {name: saved[name] for name in (*KIND, "seed")} | {"user_metadata": metadata_of(body), "time": now()}
         create = CreateModel(model, saved["base_model"], adapter)
         load = LoadWeights(model, saved["name"], optimizer)
         about = {**about, "model_id": model, "run": run}
@@ -229,7 +229,7 @@ class RequestReader:
             )
         run = {
             "base_model": base, "is_lora": rank > 0, "lora_rank": rank or None, "time": now(),
-            "user_metadata": _metadata(body), "seed": adapter.seed if adapter is not None else None,
+            "user_metadata": metadata_of(body), "seed": adapter.seed if adapter is not None else None,
             **{name: lora.flag(name, True) for name in ("train_attn", "train_mlp", "train_unembed") if rank},
         }  # fmt: skip
         about = {"type": "create_model", "model_id": model, "run": run}
@@ -369,7 +369,12 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
     return value
 
 
-def _metadata(body: BodyFields) -> Mapping[str, str] | None:
+def metadata_of(body: BodyFields) -> Mapping[str, str] | None:
+    """Returns the texts by name that a client adds to its request; None without any.
+
+    Raises:
+        RequestRefusedError: they are too long.
+    """
     given = body.mapping("user_metadata", {}).values
     if len(json.dumps(given)) > 1 << 14:
         raise RequestRefusedError("user_metadata is longer than 16,384 characters; give less.")

@@ -13,7 +13,7 @@ from engine.serving.bookkeeping.ledger import Ledger
 from engine.serving.wire.directory import SAMPLER, Directory, now
 from engine.serving.wire.fields import BodyFields
 from engine.serving.wire.replies import JSON, reply_of
-from engine.serving.wire.requests import LONGEST_SEQUENCE_NUMBER, ParsedRequest, RequestReader
+from engine.serving.wire.requests import LONGEST_SEQUENCE_NUMBER, ParsedRequest, RequestReader, metadata_of
 from engine.web.json_text import dump_json
 
 PREFIX = "/api/v1/"
@@ -113,7 +113,9 @@ class FutureRoutes:
                 raise RequestRefusedError(f"{_MOST_SESSIONS} sessions are open; end one, or repeat later.", 429, 30)
             name = f"s{secrets.token_hex(8)}"
             tags = [str(tag)[:100] for tag in body.items("tags", [], most=100)]
-            values = {"tags": tags, "display_name": body.text("display_name", None)}
+            values = {
+                "tags": tags, "display_name": body.text("display_name", None), "user_metadata": metadata_of(body),
+            }  # fmt: skip
             record = self._directory.open_session(name, attempt, values)
             await self.wait_stored(self._ledger.append(record))
         return json_reply({"type": "create_session", "session_id": name})

@@ -56,6 +56,7 @@ class ServiceStatistics:
             "commands": ledger.commands_done,
             "failures": self._failures,
             "queue": {"waiting": len(ledger.queue), "depth": ledger.limits.depth, "result_bytes": ledger.result_bytes},
+            "retained": {"forwards": len(ledger.retained), "bytes": ledger.retained.bytes},
             "sessions": sessions,
             "tenants": [self._tenant(line, ledger) for line in list(ledger.lines.values())],
             "routes": self.routes(),

@@ -47,6 +47,8 @@ MOST_TENSORS = 256
 """Maximum number of tensors of a request."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,119}")
 _DONE, _WAITING = 200, 202
+_STATUS: Mapping[str, int] = {"user": 400, "gone": 410}
+"""Status of failures by who is at fault; others are 500."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -161,7 +163,7 @@ def _reply(result: Result | None) -> Response:
     if result is None:
         return Response(status_code=_WAITING)
     if isinstance(result, Failure):
-        return JSONResponse({"detail": result.error, "final": True}, 400 if result.category == "user" else 500)
+        return JSONResponse({"detail": result.error, "final": True}, _STATUS.get(result.category, 500))
     if isinstance(result, TensorOutput):
         body = save({name: np.ascontiguousarray(value) for name, value in result.tensors.items()})
         return Response(body, _DONE, {VERSION: str(result.version)}, TENSORS)

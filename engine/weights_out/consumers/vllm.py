@@ -25,6 +25,7 @@ from engine.errors import EngineError, GridError, first_line
 from engine.outer.http.connection import StoreConnection
 from engine.outer.messages import StoreRefusedError
 from engine.web.json_text import dump_json
+from engine.web.retries import TroubleError
 from engine.weights_out.blocks import WeightBlocks
 from engine.weights_out.vllm_backend import BACKEND, BackendInit, BackendUpdate
 
@@ -73,7 +74,7 @@ class VllmServer(StoreConnection):
             self._client.timeout = httpx.Timeout(min(_LONGEST_SECONDS, max(0.1, self._until - monotonic())))
             reply = self._client.request(method, path, content=dump_json(body) if body else None, headers=_JSON)
             if reply.status_code in _LATER:
-                raise httpx.RemoteProtocolError(f"status {reply.status_code}")
+                raise TroubleError(f"status {reply.status_code}")
             if reply.status_code >= _REFUSED:
                 raise StoreRefusedError(f"the vLLM server {self.url}: {_reason(reply)}", reply.status_code)
             try:

@@ -49,14 +49,15 @@ class Listed:
     """Source of a list of commands."""
 
     def __init__(self, commands: list[Command | None]) -> None:
-        self._commands, self.results = iter(commands), list[tuple[str, Result]]()
+        self._commands, self.results, self.held = iter(commands), list[tuple[str, Result]](), list[int]()
 
     def take(self, seconds: float) -> tuple[str, Command] | None:
         found = next(self._commands)
         return None if found is None else (f"k{len(self.results)}", found)
 
-    def finish(self, key: str, result: Result) -> None:
+    def finish(self, key: str, result: Result, held: int) -> None:
         self.results.append((key, result))
+        self.held.append(held)
 
 
 @pytest.fixture
@@ -83,7 +84,8 @@ def test_all_ranks_run_commands_in_one_order_and_a_split_end_spoils_the_model(ho
                 return Failure("disk full", "server") if rank == 1 else PlainOutput()
             return PlainOutput({"rank": rank})
 
-        CommandLoop(hosts[rank], run, spoilt[rank].append, source if rank == 0 else None).run()
+        own = source if rank == 0 else None
+        CommandLoop(hosts[rank], run, spoilt[rank].append, own, retained=lambda: 7 * len(ran[rank]) - (rank != 1)).run()
 
     threads = [Thread(target=body, args=(rank,), daemon=True) for rank in range(3)]
     for thread in threads:
@@ -93,6 +95,7 @@ def test_all_ranks_run_commands_in_one_order_and_a_split_end_spoils_the_model(ho
     assert ran[0] == ran[1] == ran[2] == [step, UnloadModel("bad"), UnloadModel("split"), step]
     assert spoilt == [[UnloadModel("split")]] * 3
     assert [key for key, _ in source.results] == ["k0", "k1", "k2", "k3"]
+    assert source.held == [7, 14, 21, 28], "the bytes of the rank with most"
     results = [result for _, result in source.results]
     assert results[0] == results[3] == PlainOutput({"rank": 0}) and results[1] == Failure("no model bad")
     assert isinstance(results[2], Failure) and "disk full" in results[2].error and results[2].category == "server"

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from engine.errors import GridError
 from engine.outer.fragments import Fragment, divide
-from engine.outer.http import bodies, connection
+from engine.outer.http import bodies
 from engine.outer.http import requests as wire
 from engine.outer.http.line import LIFE_BITS, HttpLink, joined_lives, life_on
 from engine.outer.messages import Offer, PushShare, PushState, StoreLink, StoreRefusedError, StoreStatus
 from engine.outer.store.store import Store
+from engine.web import retries
 from tests.engine.outer.http.served import (
     ELEMENTS,
     TENSORS,
@@ -69,8 +70,8 @@ class Breaking(httpx.BaseTransport):
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(connection, "_LONGEST_PAUSE", 0.002)
+    monkeypatch.setattr(retries, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(retries, "_LONGEST_PAUSE", 0.002)
 
 
 def start(link: StoreLink, site: int, settings: dict[str, object]) -> int:
@@ -121,7 +122,7 @@ def train(links: list[StoreLink], settings: dict[str, object], rounds: int) -> l
 
 def test_lost_replies_and_doubled_requests_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "RANGE", 50)
-    monkeypatch.setattr(connection, "RANGE", 50)
+    monkeypatch.setattr("engine.outer.http.connection.RANGE", 50)
     monkeypatch.setattr("engine.outer.http.server.RANGE", 50)
     settings = settings_of(rule="diloco", sites=2, period=10, fragments=2)
     quiet = Store(settings)

@@ -55,6 +55,16 @@ def test_a_training_run_of_all_calls() -> None:
         assert listed["cursor"] == {"offset": 1, "limit": 1, "total_count": 2} and len(listed["checkpoints"]) == 1
         assert own.client.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a").status_code == 200
         assert own.refused("weights_info", {"tinker_path": path})[0] == 404
+        session = own.client.get(f"/api/v1/sessions/{own.session}").json()
+        assert (session["training_run_ids"], session["display_name"]) == ([model, f"{own.session}:train:9"], None)
+        assert session["sampler_ids"] == [f"{own.session}:sample:3"]
+        newer = own.json("create_session", {"tags": [], "sdk_version": "0.38", "user_metadata": {"who": "me"}})
+        listed = own.client.get("/api/v1/sessions?limit=20&offset=0&access_scope=owned").json()
+        assert listed["sessions"] == [newer["session_id"], own.session]
+        assert own.client.get("/api/v1/sessions?limit=1&offset=1").json()["sessions"] == [own.session]
+        about = own.client.get(f"/api/v1/sessions/{newer['session_id']}").json()
+        assert about["user_metadata"] == {"who": "me"} and about["training_run_ids"] == []
+        assert own.client.get("/api/v1/sessions/none").status_code == 404
         assert own.result("unload_model", {"model_id": model})["model_id"] == model
         assert own.refused("optim_step", optim_step(model, 9))[0] == 404
 
@@ -141,7 +151,7 @@ def test_a_wrong_datum_fails_its_future_and_the_next_number_runs(change: dict[st
             400,
             "adamw only",
         ),
-        ("create_sampling_session", SAMPLER | {"model_path": "../x"}, 404, "no weights"),
+        ("create_sampling_session", SAMPLER | {"model_path": "../x"}, 404, "saved weights"),
         ("asample", {"sampling_session_id": "nobody", "seq_id": 1, "prompt": {"chunks": []}}, 404, "is unknown"),
         ("retrieve_future", {"request_id": "SESSION:train:0:1"}, 404, "is unknown"),
         ("retrieve_future", {}, 422, "request_id is missing"),

@@ -116,6 +116,10 @@ def test_every_call_of_a_training_loop(tinker: Any, tmp_path: Path) -> None:
         ahead = train(tinker, lora, range(900, 902))
         again = service.create_training_client_from_state_with_optimizer(path).result()
         assert train(tinker, again, range(900, 902)) == ahead
+        rest = service.create_rest_client()
+        (session,) = rest.list_sessions(limit=5).result().sessions
+        found = rest.get_session(session).result()
+        assert lora.model_id in found.training_run_ids and len(found.training_run_ids) == 5 and found.sampler_ids
         service.close("success")
 
 

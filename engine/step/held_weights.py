@@ -1,0 +1,197 @@
+"""Weights of earlier updates for late backwards: a forward, then updates, then the backward of that forward.
+
+hold        eng.hold_weights() after the forward
+update      while a hold of the present weights is alive, they are copied first: one copy, however many holds
+backward    inside ``restored`` the model has the weights of the hold again, and afterwards the newest ones
+
+Contents are exchanged, never addresses: saved views, saved parameters and recomputed blocks all read the same memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from engine.step.parts import PartOrder, StepPart
+from engine.step.pipeline_call import PipelineCalls, stale_forward
+from engine.step.state import StepState
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.gatherer import ParameterGatherer
+
+_AT_ONCE = 1 << 22
+"""Elements that are exchanged at a time, so that no second copy of the weights exists."""
+
+
+class CountsUpdates(Protocol):
+    """Interface of the runner of steps."""
+
+    @property
+    def made(self) -> int:
+        """Number of updates so far."""
+
+
+class _Date(NamedTuple):
+    """Place of a forward among the updates."""
+
+    made: int
+    """Updates before it."""
+    calls: int
+    """Times that earlier calls of a pipeline became stale before it."""
+
+
+class ForwardDates:
+    """Refusals of backwards through forwards of weights that the model does not have any more.
+
+    Args:
+        updates: its ``made`` counts updates.
+        calls: calls of a pipeline; None without one.
+    """
+
+    def __init__(self, updates: CountsUpdates, calls: PipelineCalls | None) -> None:
+        self._updates, self._calls = updates, calls
+        self._given: _Date | None = None
+        """The date of the weights that the model has, if these are not the newest."""
+
+    def note(self, output: Any) -> None:
+        """Refuses a backward that reaches ``output`` after weights have changed. The check of torch covers only weights
+        that the graph has saved."""
+        made = self._made
+
+        def check(_: Tensor) -> None:
+            if self._made != made:
+                raise stale_forward()
+
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    leaf.register_hook(check)  # type: ignore[no-untyped-call]
+
+    def expire(self) -> None:
+        """Marks earlier calls of a pipeline as stale."""
+        if self._calls is not None:
+            self._calls.updates += 1
+
+    @property
+    def now(self) -> _Date:
+        """Date of a forward that has just run."""
+        return _Date(self._made, self._calls.updates if self._calls is not None else 0)
+
+    @contextmanager
+    def at(self, date: _Date) -> Iterator[None]:
+        """Accepts backwards through forwards of ``date`` inside the context, and no others."""
+        newest, self._given = self.now, date
+        try:
+            if self._calls is not None:
+                self._calls.updates = date.calls
+            yield
+        finally:
+            self._given = None
+            if self._calls is not None:
+                self._calls.updates = newest.calls
+
+    @property
+    def _made(self) -> int:
+        return self._updates.made if self._given is None else self._given.made
+
+
+class HeldWeights:
+    """Hold of the weights of one update on this rank; it ends when nothing refers to it."""
+
+    def __init__(self, part: "WeightHolds", dates: ForwardDates) -> None:
+        self._part, self._dates, self._date = part, dates, dates.now
+        self.versions = part.versions()
+        """Versions of the parameters, by which autograd knows the weights of a graph."""
+        self.copies: tuple[Tensor, ...] | None = None
+        """Weights of each bucket; None: the model has these weights."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the copy on this rank, which all holds of these weights share; 0 before the next update."""
+        return sum(copy.nbytes for copy in self.copies or ())
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Gives the model these weights inside the context, in which backwards through their forwards run.
+
+        Gradients add up as always, and the next update applies them to the newest weights. No forward runs inside. At
+        ZeRO 3 gathered parameters are dropped; every rank enters and leaves the context.
+        """
+        with self._dates.at(self._date), self._part.restored(self):
+            yield
+
+
+class WeightHolds(StepPart):
+    """Step part that copies weights with holds before they change."""
+
+    order = PartOrder.HELD
+
+    def __init__(self, buckets: Sequence[FlatBucket], gatherer: ParameterGatherer | None) -> None:
+        self._buckets, self._gatherer = buckets, gatherer
+        self._present: WeakSet[HeldWeights] = WeakSet()
+        """Holds of the weights that the model has."""
+
+    def hold(self, dates: ForwardDates) -> HeldWeights:
+        """Returns a hold of the present weights; copies nothing."""
+        now = self.versions()
+        for known in self._present:
+            if known.versions == now:
+                return known
+        made = HeldWeights(self, dates)
+        self._present.add(made)
+        return made
+
+    def versions(self) -> tuple[int, ...]:
+        """Returns autograd's version of each trained parameter of this rank."""
+        return tuple(parameter._version for parameter in self._parameters())
+
+    def before_update(self, step: StepState) -> BaseException | None:
+        """Copies the weights if they have a hold."""
+        self._copy_held()
+        return step.problem
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Copies the weights if they have a hold, before a load or the user writes them."""
+        self._copy_held()
+        return nullcontext()
+
+    @torch.no_grad()
+    def _copy_held(self) -> None:
+        held, self._present = list(self._present), WeakSet()
+        if held:
+            copies = tuple(_weights(flat).clone() for flat in self._buckets)
+            for one in held:
+                one.copies = copies
+
+    @contextmanager
+    def restored(self, held: HeldWeights) -> Iterator[None]:
+        """Exchanges the weights of the model and of a hold inside the context."""
+        newest = self.versions()
+        self._exchange(held, held.versions)
+        try:
+            yield
+        finally:
+            self._exchange(held, newest)
+
+    @torch.no_grad()
+    def _exchange(self, held: HeldWeights, versions: tuple[int, ...]) -> None:
+        if self._gatherer is not None and held.copies is not None:
+            self._gatherer.end()  # what a pass has left gathered has the other weights
+        for flat, copy in zip(self._buckets, held.copies or (), strict=False):
+            for here, there in zip(torch.split(_weights(flat), _AT_ONCE), torch.split(copy, _AT_ONCE), strict=True):
+                before = here.clone()
+                here.copy_(there)
+                there.copy_(before)
+        torch.clear_autocast_cache()
+        torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters()), versions)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for flat in self._buckets for parameter in flat.parameters)
+
+
+def _weights(flat: FlatBucket) -> Tensor:
+    """Returns the weights that this rank stores, outside autograd."""
+    return (flat.kept if flat.sharded else flat.params).data
