@@ -24,7 +24,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.checkpoint": (
         "format", "memory_folder", "memory_checkpoints", "contents", "full_state", "huggingface", "load", "foreign",
-        "run_state", "weights_transfer", "resume", "save", "writer", "coordinator",
+        "published_keys", "run_state", "weights_transfer", "resume", "save", "writer", "coordinator",
     ),
     "engine.zero": (
         "layout", "wire_formats", "flat_buckets", "state_inventory", "offload", "gather", "reduce",

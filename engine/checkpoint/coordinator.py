@@ -313,8 +313,7 @@ class CheckpointCoordinator:
                 encoders=self._encoders,
             )
             with run.runtime.saving():
-                write_adapters(resolved(folder), source, self._comm, self.device)
-            return
+                return write_adapters(resolved(folder), source, self._comm, self.device)
         refuse_adapters(self._model)
         checkpoints, run = self._writer("save_pretrained")
         with run.runtime.saving():
