@@ -223,7 +223,7 @@ REASONS = {
     "python -m tests.reliability R4 R5": "runs tests of the suite for minutes",
     "bash .ci/run": "runs all tests, this one too",
     'pip install "trine[outer]"': "needs an index of packages",
-    'VLLM_SERVER_DEV_MODE=1 vllm serve folder --weight-transfer-config \'{"backend": "trine_http"}\'': (
+    'VLLM_SERVER_DEV_MODE=1 vllm serve folder --weight-transfer-config \'{"backend": "trine_http"}\' --enable-scale-out': (
         "needs vLLM: tests/engine/weights_out/test_vllm_server.py"
     ),
     'pip install "trine[sweep]"': "needs an index of packages",

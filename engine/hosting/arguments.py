@@ -61,6 +61,7 @@ _OWNED: Mapping[str, _Owned] = MappingProxyType({
     "scheduler.params.warmup_max_lr": _plain("learning_rate"),
     "scheduler.params.warmup_num_steps": _Owned("warmup_steps", _warmup),
     "scheduler.params.total_num_steps": _Owned("max_steps", _all_steps),
+    "weights_out.vllm": _plain("vllm_server_base_url"),
 })  # fmt: skip
 """Key of the configuration -> the argument with its value."""
 _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "seed")

@@ -161,6 +161,8 @@ def fake_server(folder: Path) -> Iterator[str]:
         return Response(reply.content, reply.status_code, media_type="application/json")
 
     application = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
-    with listen("127.0.0.1", 0, "fake vLLM") as listening:
-        with run_in_thread(HostedApplication(application, listening, lambda: None), "fake-vllm"):
-            yield address_of(listening)
+    with (
+        listen("127.0.0.1", 0, "fake vLLM") as listening,
+        run_in_thread(HostedApplication(application, listening, lambda: None), "fake-vllm"),
+    ):
+        yield address_of(listening)

@@ -34,7 +34,17 @@ HOSTS: Mapping[str, Host] = {
     "GRPO": Host(2, {"kind": "GRPO"}),
     "GRPO on one data rank": Host(1, {"kind": "GRPO"}),
     "GRPO of several updates": Host(
-        2, {"kind": "GRPO", "arguments": {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 4, "max_steps": 8, "adam_epsilon": 1e-4}}
+        2,
+        {
+            "kind": "GRPO",
+            "arguments": {
+                "beta": 0.1,
+                "num_iterations": 2,
+                "steps_per_generation": 4,
+                "max_steps": 8,
+                "adam_epsilon": 1e-4,
+            },
+        },
     ),
     "GRPO with adapters": Host(2, {"kind": "GRPO", "adapters": True, "arguments": {"beta": 0.1}}),
     "RLOO": Host(2, {"kind": "RLOO", "arguments": {"beta": 0.1}}),

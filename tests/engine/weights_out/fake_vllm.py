@@ -16,14 +16,13 @@ from engine.weights_out.consumers.vllm import VllmServer
 from engine.weights_out.vllm_backend import BackendInit, BackendUpdate, StagedVersion, VllmModel
 from tests.engine.weights_out.trainer import SHAPES, Trainer
 
+Drawn = list[tuple[list[int], list[float]]]
+"""Tokens and log-probabilities of completions."""
+Draw = Callable[[Mapping[str, Tensor], Sequence[int], Mapping[str, Any]], Drawn]
+"""Function from weights, prompt and sampling parameters to completions."""
 
-Draw = Callable[[Mapping[str, Tensor], Sequence[int], Mapping[str, Any]], list[tuple[list[int], list[float]]]]
-"""Function from weights, prompt and sampling parameters to tokens and log-probabilities of completions."""
 
-
-def fixed_tokens(
-    weights: Mapping[str, Tensor], prompt: Sequence[int], settings: Mapping[str, Any]
-) -> list[tuple[list[int], list[float]]]:
+def fixed_tokens(weights: Mapping[str, Tensor], prompt: Sequence[int], settings: Mapping[str, Any]) -> Drawn:
     """Completions that name their prompt and their number."""
     return [([*prompt, number], [-0.5] * (len(prompt) + 1)) for number in range(settings.get("n", 1))]
 
@@ -129,15 +128,13 @@ class FakeVllm:
         """As in vLLM at /inference/v1/generate; other keys than these are refused there too."""
         assert body.keys() == {"token_ids", "sampling_params"} and not self.paused
         found = self.draw(self.weights or {}, body["token_ids"], body["sampling_params"])
+        return {"choices": [self._choice(*each) for each in found]}
+
+    def _choice(self, tokens: list[int], values: list[float]) -> Any:
+        content = [{"token_id": token, "logprob": value} for token, value in zip(tokens, values, strict=True)]
+        spans = [{"version": self.version, "start": 0, "end": len(tokens)}] if self.spans else None
         return {
-            "choices": [
-                {
-                    "token_ids": tokens, "finish_reason": "length",
-                    "logprobs": {"content": [{"token_id": a, "logprob": b} for a, b in zip(tokens, values, strict=True)]},
-                    "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}] if self.spans else None,
-                }
-                for tokens, values in found
-            ]
+            "token_ids": tokens, "finish_reason": "length", "logprobs": {"content": content}, "weight_versions": spans,
         }  # fmt: skip
 
     def weight_checker(self, body: Any) -> Any:

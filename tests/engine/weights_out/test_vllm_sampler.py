@@ -44,7 +44,9 @@ def test_one_token_of_an_older_version_is_enough() -> None:
         reply["choices"][0]["weight_versions"].insert(0, {"version": "2", "start": 0, "end": 1})
         return reply
 
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=mixed({"token_ids": [1], "sampling_params": {}})))
+    transport = httpx.MockTransport(
+        lambda request: httpx.Response(200, json=mixed({"token_ids": [1], "sampling_params": {}}))
+    )
     server = type(vllm.server())("http://vllm", transport=transport)
     with pytest.raises(EngineError, match="from version '2', but version 3"):
         VllmSampler([server]).sample([[1]], {}, 3, 5.0)
