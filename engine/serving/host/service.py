@@ -50,7 +50,8 @@ def serve_folder(config: Config, folder: Path) -> None:
     example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
     pool = TenantPool(lambda: read_model(folder), config, limits, example)
     model = describe(pool.base, settings.models or (folder.resolve().name,), read_tokenizer(folder))
-    serve_ranks(CommandExecutor(pool, Path(settings.folder) / WEIGHTS), settings, model)
+    executor = CommandExecutor(pool, Path(settings.folder) / WEIGHTS, vllm=settings.sampler.vllm)
+    serve_ranks(executor, settings, model)
 
 
 def serve(engine: Engine, functions: Mapping[str, Function] | None = None, settings: ServeConfig | None = None) -> None:
@@ -64,7 +65,8 @@ def serve(engine: Engine, functions: Mapping[str, Function] | None = None, setti
         EngineError: address or journal have a mistake, or a rank is lost.
     """
     settings = settings or engine.config.serve or ServeConfig()
-    executor = CommandExecutor(_OneEngine(engine), Path(settings.folder) / WEIGHTS, functions)
+    folder, vllm = Path(settings.folder) / WEIGHTS, settings.sampler.vllm
+    executor = CommandExecutor(_OneEngine(engine), folder, functions, vllm)
     executor.adopt(SHARED, engine)
     serve_ranks(executor, settings, describe(engine, settings.models or (SHARED,)), journals=False)
 

@@ -1,14 +1,12 @@
-"""GRPO of TRL over the engine, with completions from a vLLM server, of which one can live in this process."""
+"""GRPO of TRL over the engine, with completions from a vLLM server."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-from torch import Tensor
 
 from tests.engine.huggingface.host_runs import ENVIRONMENT
 from tests.engine.huggingface.trl_runs import even_words
@@ -115,54 +113,3 @@ def run_served(case: Served, ranks: int) -> list[dict[str, Any]]:
         ended = job.end(240)
     assert [end.code for end in ended] == [0] * ranks, "\n".join(end.error for end in ended)
     return [end.said[0] for end in ended]
-
-
-class Sampler:
-    """Draws of the fake server: those of a model with its weights, equal for equal weights and prompts."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    @torch.no_grad()
-    def __call__(
-        self, weights: Mapping[str, Tensor], prompt: Sequence[int], settings: Mapping[str, Any]
-    ) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probabilities of each completion."""
-        self._model.load_state_dict(weights)
-        drawn = torch.Generator().manual_seed(hash(tuple(prompt)) % 2**31)
-        ids, found = torch.tensor([list(prompt)] * settings["n"]), []
-        for _ in range(settings["max_tokens"]):
-            logs = self._model(ids).logits[:, -1].log_softmax(-1)
-            token = torch.multinomial(logs.exp(), 1, generator=drawn)
-            found.append(logs.gather(1, token))
-            ids = torch.cat([ids, token], 1)
-        return list(zip(ids[:, len(prompt) :].tolist(), torch.cat(found, 1).tolist(), strict=True))
-
-
-@contextmanager
-def fake_server(folder: Path) -> Iterator[str]:
-    """Address of a fake vLLM with the model of ``folder``, which it writes."""
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.routing import Route
-
-    from engine.web.hosted import HostedApplication, run_in_thread
-    from engine.web.sockets import address_of, listen
-    from engine.weights_out.vllm_backend import vllm_model
-    from tests.engine.weights_out.fake_vllm import FakeVllm
-
-    model = save_model(folder)
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    fake = FakeVllm(None, vllm_model(model.config, torch.float32), weights, draw=Sampler(model))
-
-    async def answer(request: Request) -> Response:
-        reply = fake.answer(httpx.Request(request.method, str(request.url), content=await request.body()))
-        return Response(reply.content, reply.status_code, media_type="application/json")
-
-    application = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
-    with (
-        listen("127.0.0.1", 0, "fake vLLM") as listening,
-        run_in_thread(HostedApplication(application, listening, lambda: None), "fake-vllm"),
-    ):
-        yield address_of(listening)

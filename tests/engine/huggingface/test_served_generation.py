@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.huggingface.served_runs import RENAMED, STALE, Served, fake_server, run_served
+from tests.engine.huggingface.served_runs import RENAMED, STALE, Served, run_served, save_model
+from tests.engine.weights_out.fake_vllm_server import fake_server
 
 GRIDS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "dp2 ZeRO 1": (2, 2, {"zero_optimization": {"stage": 1}}),
@@ -34,18 +35,18 @@ def check_served(found: list[dict[str, Any]]) -> None:
 
 
 def test_each_step_samples_from_its_own_weights(tmp_path: Path) -> None:
-    with fake_server(tmp_path) as url:
+    with fake_server(save_model(tmp_path)) as url:
         found = run_served(Served(folder=str(tmp_path), url=url), 1)
     check_served(found)
 
 
 @pytest.mark.long
 def test_grids_train_as_one_process_does(tmp_path: Path) -> None:
-    with fake_server(tmp_path) as url:
+    with fake_server(save_model(tmp_path)) as url:
         alone = run_served(Served(folder=str(tmp_path), url=url), 1)[0]
     for name, (ranks, rows, config) in GRIDS.items():
         folder = tmp_path / name
-        with fake_server(folder) as url:
+        with fake_server(save_model(folder)) as url:
             found = run_served(Served(folder=str(folder), url=url, config=config, rows=rows), ranks)
         check_served(found)
         for key in ("loss", "grad_norm", "reward", "reward_std"):

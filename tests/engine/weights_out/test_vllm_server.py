@@ -3,14 +3,32 @@
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
 import engine
+from engine.config import load_config
 from engine.errors import EngineError
+from engine.serving.commands import (
+    AdamParameters,
+    CreateModel,
+    Datum,
+    Failure,
+    ForwardBackward,
+    LossCall,
+    OptimStep,
+    SampledOutput,
+    SampleTokens,
+    SamplingParameters,
+    SaveWeights,
+)
+from engine.serving.executor import CommandExecutor
+from engine.serving.tenants.pool import TenantLimits, TenantPool
 from engine.weights_out.blocks import WeightBlocks
 from tests.engine.parity.expert_runs import run
 from tests.engine.weights_out.test_grids import meet
@@ -38,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a vLLM server with the model before training."""
     folder = tmp_path_factory.mktemp("vllm")
     model().save_pretrained(folder)
-    with vllm_server(folder, "--skip-tokenizer-init", "--max-num-seqs", "4") as url:
+    with vllm_server(folder, "--skip-tokenizer-init", "--max-num-seqs", "4", "--enable-scale-out") as url:
         yield url
 
 
@@ -148,3 +166,26 @@ def test_another_model_is_refused_by_name(server: str) -> None:
         eng.publish_weights().wait()
     assert time.monotonic() - began < 10 and tokens_of(server) == before
     eng.close()
+
+
+def test_a_service_samples_saved_weights_through_vllm(server: str, tmp_path: Path) -> None:
+    config = load_config({"train_micro_batch_size_per_gpu": 1, "serve": {"sampler": {"vllm": server}}})
+    pool = TenantPool(model, config, TenantLimits(full=1), {"input_ids": torch.zeros(1, 32, dtype=torch.int64)})
+    executor = CommandExecutor(pool, tmp_path, vllm=server)
+    executor.run(CreateModel("m", "base", None))
+    drawn, trained = SamplingParameters(samples=3, max_tokens=8, temperature=0.7, seed=3), pool.get("m")
+    for step in range(2):
+        data = (Datum(np.arange(1, 9), {"target_tokens": np.arange(2, 10), "weights": np.ones(8, np.float32)}),)
+        executor.run(ForwardBackward("m", data, LossCall("cross_entropy")))
+        executor.run(OptimStep("m", AdamParameters(lr=1e-2)))
+        executor.run(SaveWeights("m", f"saved-{step}", False))
+        found = executor.run(SampleTokens(f"saved-{step}", np.array(PROMPT), drawn))
+        assert isinstance(found, SampledOutput), found
+        for sequence in found.sequences:
+            ids = torch.tensor([[*PROMPT, *sequence.tokens.tolist()]])
+            logs = trained.predict({"input_ids": ids}).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+            expected = logs.gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
+            assert abs(sequence.logprobs - expected).max() < 5e-6, "under the model, before temperature"
+    earlier = executor.run(SampleTokens("saved-0", np.array(PROMPT), drawn))
+    assert isinstance(earlier, Failure) and "the weights saved-0 are not in the vLLM server" in earlier.error
+    executor.close()
