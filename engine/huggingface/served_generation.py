@@ -16,6 +16,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
+from engine.checkpoint.contents.adapter_folder import is_peft_model
 from engine.errors import ConfigError, EngineError
 from engine.huggingface.accelerator import EngineAccelerator
 from engine.parallel.comm.agreement import from_first
@@ -38,13 +39,18 @@ class ServedGeneration:
         given: settings of generation; those of the server's process and of TRL's NCCL group have no effect.
 
     Raises:
-        ConfigError: a server does not answer; the same on all ranks.
+        ConfigError: the model has adapters, or a server does not answer; the same on all ranks.
     """
 
     def __init__(self, servers: Sequence[str], accelerator: EngineAccelerator, **given: Any) -> None:
         from engine.weights_out.consumers.vllm import VllmServer  # needs the packages of a server
         from engine.weights_out.consumers.vllm_sampler import VllmSampler
 
+        if is_peft_model(given["model"]):
+            raise ConfigError(
+                "GRPOTrainer was given a model with adapters and use_vllm, but vLLM loads whole models; remove "
+                "use_vllm or peft_config."
+            )
         self._accelerator, self._seconds = accelerator, float(given["server_timeout"])
         own = {name: given[key] for key, name in _SETTINGS.items() if given[key] is not None}
         if (pattern := given.get("structured_outputs_regex")) is not None:

@@ -14,7 +14,8 @@ from engine.weights_out.consumers import vllm
 from tests.engine.weights_out.fake_vllm import FakeVllm
 
 GIVEN = {
-    "mode": "server", "server_timeout": 0.3, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": None,
+    "model": torch.nn.Linear(1, 1), "mode": "server", "server_timeout": 0.3, "temperature": 0.5, "top_p": 1.0,
+    "top_k": 0, "min_p": None,
     "repetition_penalty": 1.0, "max_completion_length": 8, "logprobs": 0, "generation_kwargs": {"seed": 3},
     "structured_outputs_regex": None,
 }  # fmt: skip
@@ -91,4 +92,10 @@ def test_trl_is_told_of_a_server_whose_log_probabilities_are_raw(made: ServedGen
 def test_a_server_that_does_not_answer_is_refused_before_training(made: ServedGeneration, fake: FakeVllm) -> None:
     fake.fails = lambda called: httpx.ConnectError("no route")
     with pytest.raises(ConfigError, match="the vLLM server http://vllm does not answer"):
+        ServedGeneration(["http://vllm"], made._accelerator, **GIVEN)
+
+
+def test_adapters_are_refused(made: ServedGeneration, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_generation, "is_peft_model", lambda model: model is GIVEN["model"])
+    with pytest.raises(ConfigError, match="a model with adapters and use_vllm, but vLLM loads whole models"):
         ServedGeneration(["http://vllm"], made._accelerator, **GIVEN)
