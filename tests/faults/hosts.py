@@ -168,6 +168,22 @@ HOSTS = (
         tests=(f"{_TRL_RANKS}::test_ranks_of_a_replica_draw_the_same_and_data_ranks_do_not",),
     ),
     Fault(
+        name="vllm-without-its-weights",
+        about="TRL samples from a vLLM server to which no weights go, or from one inside the ranks.",
+        file="engine/hosting/arguments.py",
+        old='    if getattr(args, "use_vllm", False):\n',
+        new="    if False:\n",
+        tests=(f"{_TRL_SETTINGS}::test_grids_on_which_trl_would_compute_something_else_are_refused",),
+    ),
+    Fault(
+        name="adapters-in-place-of-a-model",
+        about="vLLM gets a model with adapters, whose keys it does not have.",
+        file="engine/huggingface/served_generation.py",
+        old='        if is_peft_model(given["model"]):\n',
+        new="        if False:\n",
+        tests=(f"{_SERVED}::test_adapters_are_refused",),
+    ),
+    Fault(
         name="completions-of-another-data-rank",
         about="Every data rank scores the completions of the first one.",
         file="engine/huggingface/served_generation.py",

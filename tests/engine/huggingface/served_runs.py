@@ -57,21 +57,19 @@ def save_model(folder: Path) -> Any:
 
 def train_served(line: Line, case: Served) -> None:
     """Trains; says what was logged, the versions of the server after each step, and the sentence of the refusal."""
-    import trl
+    import trl as library
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     from engine.errors import EngineError
     from engine.huggingface import Trainer
 
+    trl: Any = library
     versions: list[str] = []
 
     class Watch(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             versions.append(httpx.get(f"{case.url}/weight_info").json()["weight_version"])
-
-    class Tuner(Trainer, trl.GRPOTrainer):  # type: ignore[misc]
-        pass
 
     prompts = [" ".join(str((7 * row + 3 * place) % 120 + 1) for place in range(3 + row % 3)) for row in range(32)]
     arguments = trl.GRPOConfig(
@@ -80,6 +78,7 @@ def train_served(line: Line, case: Served) -> None:
         save_strategy="no", report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
         dataloader_pin_memory=False, use_vllm=True, vllm_mode="server",
     )  # fmt: skip
+    Tuner: Any = type("Tuner", (Trainer, trl.GRPOTrainer), {})
     trainer = Tuner(
         model=AutoModelForCausalLM.from_pretrained(case.folder), args=arguments, reward_funcs=even_words,
         train_dataset=Dataset.from_list([{"prompt": each} for each in prompts]), callbacks=[Watch()],

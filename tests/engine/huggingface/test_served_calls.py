@@ -55,9 +55,13 @@ def made(fake: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> ServedGeneration:
 
 
 def test_a_data_rank_takes_its_completions_of_the_version_of_this_step(made: ServedGeneration, fake: FakeVllm) -> None:
-    asked = []
-    own = fake.draw
-    fake.draw = lambda weights, prompt, settings: asked.append((prompt, settings)) or own(weights, prompt, settings)
+    asked, own = list[Any](), fake.draw
+
+    def draw(*given: Any) -> Any:
+        asked.append(given[1:])
+        return own(*given)
+
+    fake.draw = draw
     for number in (7, 8):
         made.sync_weights()
         assert fake.version == str(number)

@@ -44,7 +44,7 @@ def trl() -> Iterator[Any]:
 
 def tuner_of(module: Any, rank: int) -> Any:
     """A trainer over the engine that was not constructed."""
-    kind = type("Tuner", (trl_loop.TrlLoop, module.GRPOTrainer), {})
+    kind: Any = type("Tuner", (trl_loop.TrlLoop, module.GRPOTrainer), {})
     tuner: Any = kind.__new__(kind)
     tuner.accelerator, tuner.args = accelerator_of(rank), SimpleNamespace(seed=5)
     return tuner
