@@ -19,6 +19,9 @@ from benchmarks.harness.figures import ROOT, with_sections
 from engine.launch.cli import main
 from tests.test_documents import PAGES
 
+VLLM = (
+    'VLLM_SERVER_DEV_MODE=1 vllm serve folder --weight-transfer-config \'{"backend": "trine_http"}\' --enable-scale-out'
+)
 PROGRAMS = ("python", "trine", "torchrun", "pytest", "ruff", "mypy", "bash", "pip", "srun", "mpirun")
 EXAMPLES = "tests/test_examples.py::"
 JOBS = "tests/launch/jobs/"
@@ -223,9 +226,7 @@ REASONS = {
     "python -m tests.reliability R4 R5": "runs tests of the suite for minutes",
     "bash .ci/run": "runs all tests, this one too",
     'pip install "trine[outer]"': "needs an index of packages",
-    'VLLM_SERVER_DEV_MODE=1 vllm serve folder --weight-transfer-config \'{"backend": "trine_http"}\'': (
-        "needs vLLM: tests/engine/weights_out/test_vllm_server.py"
-    ),
+    VLLM: "needs vLLM: tests/engine/weights_out/test_vllm_server.py",
     'pip install "trine[sweep]"': "needs an index of packages",
     'pip install "trine[serve]"': "needs an index of packages",
     "export TRINE_TOKEN=a-secret": "a setting of the commands after it",

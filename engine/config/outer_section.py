@@ -221,8 +221,13 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
 def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) -> None:
     """Adds problems of addresses of vLLM servers."""
     for url in weights_out.servers if weights_out is not None else ():
-        if not url.startswith(("http://", "https://")) or not _has_host(url):
-            problems.add("weights_out.vllm", f'"{url}" is not an address; give http://HOST:PORT.')
+        check_vllm("weights_out.vllm", url, problems)
+
+
+def check_vllm(key: str, url: str | None, problems: Problems) -> None:
+    """Adds the problem of an address of a vLLM server in a key."""
+    if url is not None and not (url.startswith(("http://", "https://")) and _has_host(url)):
+        problems.add(key, f'"{url}" is not an address; give http://HOST:PORT.')
 
 
 def check_outer(

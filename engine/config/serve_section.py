@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.config.optim_sections import COUNT, SIZE
+from engine.config.outer_section import check_vllm
 from engine.config.reader import Section, setting
 from engine.config.rules import Int, ListOf, Problems, Real, Text
 
@@ -56,6 +57,16 @@ class ServeHeld:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSampler:
+    """Sampler of saved weights."""
+
+    vllm: str | None = setting(None, Text(noun="an address", null=True))
+    """Address of a vLLM server that gets the weights that a full-parameter model saves for sampling, and samples from
+    the last ones; null: the ranks sample, as they do from adapters.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Training service: clients keep data and losses, these ranks keep the models."""
 
@@ -75,6 +86,8 @@ class ServeConfig:
     """Limits of requests that wait."""
     held: ServeHeld = setting(ServeHeld(), Section(cls=ServeHeld))
     """Limits of forwards that wait for their backward."""
+    sampler: ServeSampler = setting(ServeSampler(), Section(cls=ServeSampler))
+    """Sampler of saved weights."""
     session_seconds: float = setting(120.0, _SECONDS)
     """Seconds without a heartbeat after which a session ends; its models are saved and unloaded."""
     journal: ServeJournal = setting(ServeJournal(), Section(cls=ServeJournal))
@@ -89,6 +102,7 @@ def check_serve(serve: ServeConfig | None, problems: Problems) -> None:
     """Adds problems of settings that exclude each other."""
     if serve is None:
         return
+    check_vllm("serve.sampler.vllm", serve.sampler.vllm, problems)
     if serve.queue.per_session > serve.queue.depth:
         problems.add(
             "serve.queue.per_session",

@@ -61,6 +61,7 @@ _OWNED: Mapping[str, _Owned] = MappingProxyType({
     "scheduler.params.warmup_max_lr": _plain("learning_rate"),
     "scheduler.params.warmup_num_steps": _Owned("warmup_steps", _warmup),
     "scheduler.params.total_num_steps": _Owned("max_steps", _all_steps),
+    "weights_out.vllm": _plain("vllm_server_base_url"),
 })  # fmt: skip
 """Key of the configuration -> the argument with its value."""
 _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "seed")
@@ -259,12 +260,11 @@ def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
 
 
 GENERATING = ("GRPOTrainer", "RLOOTrainer")
-_ON_TENSOR_RANKS = ("SFTTrainer", "DPOTrainer")
+_ON_TENSOR_RANKS = ("SFTTrainer", "DPOTrainer", *GENERATING)
 BARE_REFERENCE = ("DPOTrainer", "KTOTrainer")
-_TESTED = (*_ON_TENSOR_RANKS, *GENERATING, "KTOTrainer", "RewardTrainer")
+_TESTED = (*_ON_TENSOR_RANKS, "KTOTrainer", "RewardTrainer")
 
 _REFUSED_OF_TRL: Mapping[str, str] = MappingProxyType({
-    "use_vllm": "completions come from the engine's weights, which vLLM cannot read; remove it",
     "use_transformers_continuous_batching": "completions come from eng.generate; remove it",
     "cache_implementation": "eng.generate chooses its own cache; remove it",
 })  # fmt: skip
@@ -309,6 +309,43 @@ def _check_generations(args: Any) -> None:
         )
 
 
+def rows_of_generation(args: Any, data_ranks: int) -> int:
+    """Returns the rows for which TRL generates at a time on ``data_ranks``; its arguments count all processes.
+
+    Raises:
+        ConfigError: they are not full groups of ``num_generations``.
+    """
+    rows = args.per_device_train_batch_size * data_ranks * args.steps_per_generation
+    if rows % args.num_generations:
+        raise ConfigError(
+            f"{type(args).__name__} has num_generations {args.num_generations}, but {rows} rows are generated at a "
+            f"time on {data_ranks} data rank(s); set per_device_train_batch_size to a multiple of num_generations."
+        )
+    return int(rows)
+
+
+def _check_servers(kind: str, args: Any, config: Config) -> None:
+    """Raises for vLLM without a server that follows the weights, or by another address."""
+    servers = config.weights_out.servers if config.weights_out is not None else ()
+    name = type(args).__name__
+    if kind != "GRPOTrainer":
+        raise ConfigError(
+            f"{name} has use_vllm, but {kind} does not compare log-probabilities of vLLM and trainer; remove it, or "
+            "use GRPOTrainer."
+        )
+    if args.vllm_mode != "server":
+        raise ConfigError(
+            f'{name} has vllm_mode "{args.vllm_mode}", but vLLM reads the weights as a server; set vllm_mode="server".'
+        )
+    if not servers:
+        raise ConfigError(
+            f"{name} has use_vllm, but engine_config names no vLLM server to which the weights go; set "
+            'weights_out.vllm, such as "http://vllm:8000".'
+        )
+    if args.vllm_server_base_url not in (None, *servers):
+        raise conflict("weights_out.vllm", ", ".join(servers), "vllm_server_base_url", args.vllm_server_base_url)
+
+
 def refuse_rewards(name: str, rewards: Any, count: int) -> None:
     """Raises for an invalid result of a TRL reward function for ``count`` completions.
 
@@ -341,8 +378,10 @@ def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:
     if config.tp > 1 and kind not in _ON_TENSOR_RANKS:
         raise ConfigError(
             f"{kind} of TRL was given parallel.tensor {config.tp}, but it counts every process as a data rank; remove "
-            f"parallel.tensor, or use {' or '.join(_ON_TENSOR_RANKS)}."
+            f"parallel.tensor, or use {', '.join(_ON_TENSOR_RANKS[:-1])} or {_ON_TENSOR_RANKS[-1]}."
         )
+    if getattr(args, "use_vllm", False):
+        _check_servers(kind, args, config)
     if getattr(args, "sync_ref_model", False) and (config.tp > 1 or config.zero_optimization.stage == 3):
         raise ConfigError(
             f"{type(args).__name__} has sync_ref_model, which reads full weights of the trained model on every rank, "

@@ -6,7 +6,7 @@ finish_step              eng.step, which clips and updates; its norm is then in 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -124,10 +124,14 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Gathers like accelerate, but from data ranks only; also objects."""
         if self.grid.size("replica") == 1 or not (use_gather_object or _has_others(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
-        gathered = gather_object([input_data])
-        rows = [row for rank in self.grid.peers(self.grid.rows, 0) for row in gathered[rank]]
+        rows = self.gather_objects(input_data)
         ends, remainder = self.gradient_state.end_of_dataloader, self.gradient_state.remainder
         return rows[:remainder] if ends and remainder > 0 else rows
+
+    def gather_objects(self, objects: Sequence[Any]) -> list[Any]:
+        """All-gathers lists of objects over the world; returns those of all data ranks in one list, in order."""
+        gathered = gather_object([objects])
+        return [each for rank in self.grid.peers(self.grid.rows, 0) for each in gathered[rank]]
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

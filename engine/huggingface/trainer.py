@@ -235,7 +235,8 @@ class Trainer(TrlLoop):
         self._steps: WholeSteps | None = None
         self._parameters = 0
         """Parameters of the full model without embeddings; counted before the engine places it."""
-        super().__init__(*args, **kwargs)
+        with self._making_trl():
+            super().__init__(*args, **kwargs)
         if self.compute_metrics is not None:
             self.compute_metrics = checked_metrics(self.compute_metrics)
         self._check_rewards()

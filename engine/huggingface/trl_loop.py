@@ -1,12 +1,14 @@
 """Overrides for TRL's trainers, which call more methods than ``transformers.Trainer``.
 
-generate             completions come from ``eng.generate``, collectively
+generate             completions come from ``eng.generate``, collectively, or from the servers in weights_out.vllm
+rows                 rewards, logs and draws are those of data ranks, not of all processes
 log-probabilities    forwards without gradients, which TRL calls on the bare model, run through the engine
 fused head           tensor ranks compute on their shards of the logits, which are never gathered
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -14,12 +16,20 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.hosting.arguments import BARE_REFERENCE, refuse_rewards, refuse_trl_grid
+from engine.hosting.arguments import (
+    BARE_REFERENCE,
+    GENERATING,
+    refuse_rewards,
+    refuse_trl_grid,
+    rows_of_generation,
+)
 from engine.huggingface.accelerator import EngineAccelerator
+from engine.huggingface.served_generation import ServedGeneration
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.tensor.logits.token_values import token_values
 
@@ -32,6 +42,8 @@ class TrlLoop(transformers.Trainer):
     accelerator: EngineAccelerator
     _sharded: bool
     """True if a rank has a part of each parameter; set once a TRL trainer is found among the bases."""
+    _servers: Sequence[str] = ()
+    """Addresses of the vLLM servers that follow the weights."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -53,6 +65,11 @@ class TrlLoop(transformers.Trainer):
         if (kind := self.trl_kind()) is not None:
             refuse_trl_grid(kind, self.args, config)
             self._sharded = config.tp > 1 or config.zero_optimization.stage == 3
+            if config.weights_out is not None:
+                self._servers = config.weights_out.servers
+        if kind in GENERATING:
+            args: Any = self.args
+            args.generation_batch_size = rows_of_generation(args, self.accelerator.num_processes)
 
     def _check_reference(self) -> None:
         """Routes TRL's reference, a call of the bare model without its adapters, through the engine.
@@ -84,6 +101,14 @@ class TrlLoop(transformers.Trainer):
         if self.trl_kind() is not None and self.accelerator.grid.tp > 1:
             shard_fused_head(model)
 
+    @contextmanager
+    def _making_trl(self) -> Iterator[None]:
+        """Replaces TRL's vLLM by servers that follow the weights, while TRL's trainer is made."""
+        with _replaced(type(self), VLLMGeneration=lambda **given: ServedGeneration(self._servers, **given)):
+            yield
+        if self.trl_kind() in GENERATING and self.accelerator.grid.size("replica") > 1:
+            set_seed(self.args.seed + self.accelerator.process_index)  # TRL has drawn a seed for each process
+
     def _check_rewards(self) -> None:
         """Wraps reward functions so that an error on one rank ends every rank, which would otherwise wait for it."""
         functions: Any = getattr(self, "reward_funcs", None)
@@ -93,6 +118,13 @@ class TrlLoop(transformers.Trainer):
                 functions[index] = _checked_reward(function, self.accelerator)
 
     # ------------------------------------------------------------------ calls of TRL
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        """Generates and scores completions; rewards and logs are gathered over data ranks. Collective."""
+        host: Any = super()
+        counted = {"gather": self.accelerator.gather, "gather_object": self.accelerator.gather_objects}
+        with _replaced(type(self), **counted):
+            return host._generate_and_score_completions(*args, **kwargs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generates completions of this data rank's prompts by the engine. Collective."""
@@ -134,6 +166,21 @@ def _route_reference(model: Any, accelerator: EngineAccelerator) -> None:
 def _of_trl(cls: type) -> type | None:
     """Returns the first TRL class among ``cls`` and its bases."""
     return next((kind for kind in cls.__mro__ if kind.__module__.startswith("trl.")), None)
+
+
+@contextmanager
+def _replaced(cls: type, **values: Any) -> Iterator[None]:
+    """Replaces names of the module of ``cls``'s TRL trainer inside the context, those that it has."""
+    kind = _of_trl(cls)
+    module = None if kind is None else sys.modules[kind.__module__]
+    own = {name: value for name, value in vars(module).items() if name in values} if module is not None else {}
+    try:
+        for name in own:
+            setattr(module, name, values[name])
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(module, name, value)
 
 
 def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:

@@ -2,7 +2,7 @@
 
 commands        commands and results, and their encoding
 losses          losses by name; ``loss_graph``: uploaded ones
-training        forward_backward and optim_step with an engine; ``sampling``, ``tensor_calls``: its other calls
+training        forward_backward and optim_step with an engine; ``sampling``, ``vllm_samples``, ``tensor_calls``: others
 executor        every command on one rank
 loop            the command loop that all ranks follow
 tenants         models of clients: adapters over one frozen base, full copies

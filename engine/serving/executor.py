@@ -43,6 +43,7 @@ from engine.serving.losses import GoneError, ServedError
 from engine.serving.sampling import sample
 from engine.serving.tensor_calls import TensorCalls
 from engine.serving.training import TenantTrainer
+from engine.serving.vllm_samples import VllmSamples
 
 logger = logging.getLogger("trine")
 
@@ -82,12 +83,19 @@ class CommandExecutor:
         folder: folder of saved weights, equal on all ranks.
         functions: functions that clients call by name, each from tensors to tensors.
         staleness: updates after which a client's forward still serves a backward.
+        vllm: address of the vLLM server that samples from full-parameter models; None: the ranks do.
     """
 
     def __init__(
-        self, pool: EnginePool, folder: Path, functions: Mapping[str, ServedFunction] | None = None, staleness: int = 0
+        self,
+        pool: EnginePool,
+        folder: Path,
+        functions: Mapping[str, ServedFunction] | None = None,
+        staleness: int = 0,
+        vllm: str | None = None,
     ) -> None:
         self._pool, self._folder = pool, folder
+        self._served = VllmSamples(vllm, pool.base) if vllm is not None else None
         self._trainers: dict[str, TenantTrainer] = {}
         self._adapters: dict[str, Adapter | None] = {}
         self._graphs: dict[str, LossGraph] = {}
@@ -185,6 +193,8 @@ class CommandExecutor:
         size = trainer.save(folder)
         if engine.grid.rank == 0:  # the last file: without it, nothing was saved
             (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        if self._served is not None and adapter is None and not command.optimizer:
+            self._served.push(command.name, engine)
         return PlainOutput({"name": command.name, "bytes": size, "version": trainer.version})
 
     def _load(self, command: LoadWeights) -> PlainOutput:
@@ -242,6 +252,8 @@ class CommandExecutor:
             return sample(self._pool.base, command)
         if command.source in self._trainers:
             return sample(self._trainer(command.source).engine, command)
+        if self._served is not None and self._saved(command.source)[0] is None:
+            return self._served.sample(command)
         return sample(self._sampler(command.source), command)
 
     def _sampler(self, name: str) -> Engine:

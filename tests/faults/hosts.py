@@ -3,6 +3,8 @@
 from tests.faults.fault import Fault
 
 _TRL_SETTINGS = "tests/engine/huggingface/test_trl_settings.py"
+_TRL_RANKS = "tests/engine/huggingface/test_trl_ranks.py"
+_SERVED = "tests/engine/huggingface/test_served_calls.py"
 _ARGUMENTS = "tests/engine/huggingface/test_arguments.py"
 _STEPS = "tests/engine/huggingface/test_whole_steps.py"
 _SETTINGS = "tests/engine/huggingface/test_loop_settings.py"
@@ -135,11 +137,67 @@ HOSTS = (
     ),
     Fault(
         name="groups-over-tensor-ranks",
-        about="GRPO on tensor ranks runs, and counts each of them as a data rank.",
+        about="KTO on tensor ranks runs, and counts each of them as a data rank.",
         file="engine/hosting/arguments.py",
         old="    if config.tp > 1 and kind not in _ON_TENSOR_RANKS:\n",
         new="    if False:\n",
         tests=(f"{_TRL_SETTINGS}::test_grids_on_which_trl_would_compute_something_else_are_refused",),
+    ),
+    Fault(
+        name="half-groups-on-tensor-ranks",
+        about="TRL's arguments count tensor ranks, so a group of completions would be generated in two parts.",
+        file="engine/hosting/arguments.py",
+        old="    if rows % args.num_generations:\n",
+        new="    if False:\n",
+        tests=(f"{_TRL_SETTINGS}::test_rows_of_a_generation_are_those_of_data_ranks",),
+    ),
+    Fault(
+        name="rewards-of-every-process",
+        about="TRL's rewards and logs have the rows of a data rank once for each of its tensor ranks.",
+        file="engine/huggingface/trl_loop.py",
+        old="        with _replaced(type(self), **counted):\n",
+        new="        with _replaced(type(self)):\n",
+        tests=(f"{_TRL_RANKS}::test_rows_are_gathered_once_for_each_data_rank",),
+    ),
+    Fault(
+        name="tensor-ranks-shuffle-apart",
+        about="The ranks of a replica draw different numbers, so they shuffle their completions differently.",
+        file="engine/huggingface/trl_loop.py",
+        old='        if self.trl_kind() in GENERATING and self.accelerator.grid.size("replica") > 1:\n',
+        new="        if False:\n",
+        tests=(f"{_TRL_RANKS}::test_ranks_of_a_replica_draw_the_same_and_data_ranks_do_not",),
+    ),
+    Fault(
+        name="vllm-without-its-weights",
+        about="TRL samples from a vLLM server to which no weights go, or from one inside the ranks.",
+        file="engine/hosting/arguments.py",
+        old='    if getattr(args, "use_vllm", False):\n',
+        new="    if False:\n",
+        tests=(f"{_TRL_SETTINGS}::test_grids_on_which_trl_would_compute_something_else_are_refused",),
+    ),
+    Fault(
+        name="adapters-in-place-of-a-model",
+        about="vLLM gets a model with adapters, whose keys it does not have.",
+        file="engine/huggingface/served_generation.py",
+        old='        if is_peft_model(given["model"]):\n',
+        new="        if False:\n",
+        tests=(f"{_SERVED}::test_adapters_are_refused",),
+    ),
+    Fault(
+        name="completions-of-another-data-rank",
+        about="Every data rank scores the completions of the first one.",
+        file="engine/huggingface/served_generation.py",
+        old="        begin = self._accelerator.process_index * len(prompts)\n",
+        new="        begin = 0\n",
+        tests=(f"{_SERVED}::test_a_data_rank_takes_its_completions_of_the_version_of_this_step",),
+    ),
+    Fault(
+        name="sampled-before-the-weights-arrive",
+        about="A step samples while vLLM still has the weights of the step before.",
+        file="engine/huggingface/served_generation.py",
+        old="        pending.wait()\n",
+        new="",
+        tests=(f"{_SERVED}::test_a_data_rank_takes_its_completions_of_the_version_of_this_step",),
     ),
     Fault(
         name="ranks-of-different-arguments",

@@ -115,4 +115,20 @@ SERVED_TRAINING = (
         new="return not self.has_gradient",
         tests=(f"{_TESTS}/test_ledger.py::test_a_line_is_clean_without_gradient_and_retained_forward",),
     ),
+    Fault(
+        name="earlier-weights-sampled-as-the-last",
+        about="A client that names earlier weights gets tokens of the ones in the vLLM server.",
+        file=f"{_SERVING}/vllm_samples.py",
+        old="if command.source != self._name:",
+        new="if False:",
+        tests=(f"{_TESTS}/test_vllm_samples.py::test_the_weights_saved_last_are_sampled_and_others_are_refused",),
+    ),
+    Fault(
+        name="log-probabilities-after-temperature",
+        about="Clients get vLLM's log-probabilities after temperature as those under the model.",
+        file=f"{_SERVING}/vllm_samples.py",
+        old="if not self._is_raw and",
+        new="if False and",
+        tests=(f"{_TESTS}/test_vllm_samples.py::test_a_request_that_vllm_would_answer_differently_is_refused",),
+    ),
 )

@@ -104,6 +104,22 @@ WEIGHTS_OUT = (
         tests=(f"{TESTS}/test_vllm.py::test_an_update_that_a_killed_trainer_has_left_open_is_dropped",),
     ),
     Fault(
+        name="vllm-samples-of-any-version",
+        about="Tokens count as those of the published weights, whichever version vLLM has sampled them from.",
+        file=f"{OUT}/consumers/vllm_sampler.py",
+        old='if span["version"] != str(number)]',
+        new="if False]",
+        tests=(f"{TESTS}/test_vllm_sampler.py::test_tokens_of_another_version_are_refused_by_name",),
+    ),
+    Fault(
+        name="vllm-samples-of-a-mix",
+        about="Only the last tokens of a completion have the published version.",
+        file=f"{OUT}/consumers/vllm_sampler.py",
+        old='for span in spans if span["version"]',
+        new='for span in spans[-1:] if span["version"]',
+        tests=(f"{TESTS}/test_vllm_sampler.py::test_one_token_of_an_older_version_is_enough",),
+    ),
+    Fault(
         name="vllm-stale-hashes",
         about="A bucket that broke off counts as the version before it.",
         file=f"{OUT}/vllm_backend.py",

@@ -53,7 +53,9 @@ def serve_folder(config: Config, folder: Path) -> None:
     weights = replace(config.checkpoint, init_from=config.checkpoint.init_from or str(folder))
     pool = TenantPool(lambda: empty_model(folder), replace(config, checkpoint=weights), limits, example)
     model = describe(pool.base, settings.models or (folder.resolve().name,), read_tokenizer(folder))
-    executor = CommandExecutor(pool, Path(settings.folder) / WEIGHTS, staleness=settings.held.staleness)
+    executor = CommandExecutor(
+        pool, Path(settings.folder) / WEIGHTS, staleness=settings.held.staleness, vllm=settings.sampler.vllm
+    )
     serve_ranks(executor, settings, model)
 
 
@@ -70,8 +72,8 @@ def serve(
         EngineError: address or journal have a mistake, or a rank is lost.
     """
     settings = settings or engine.config.serve or ServeConfig()
-    weights = Path(settings.folder) / WEIGHTS
-    executor = CommandExecutor(_OneEngine(engine), weights, functions, settings.held.staleness)
+    weights, held, vllm = Path(settings.folder) / WEIGHTS, settings.held, settings.sampler.vllm
+    executor = CommandExecutor(_OneEngine(engine), weights, functions, held.staleness, vllm)
     executor.adopt(SHARED, engine)
     serve_ranks(executor, settings, describe(engine, settings.models or (SHARED,)), journals=False)
 

@@ -11,6 +11,7 @@ from engine.api import initialize
 from engine.build.place_model import make_model
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
+from engine.config.outer_section import WeightsOutConfig
 from engine.config.sections import CheckpointConfig, MonitorConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
@@ -177,7 +178,11 @@ class TenantPool:
         self._park_others(None)
         model = make_model(self._build, self._config.seed, self._world.device)
         weights = CheckpointConfig(init_from=self._config.checkpoint.init_from)
-        return self._initialize(model, replace(self._config, checkpoint=weights))
+        config = replace(self._config, checkpoint=weights)
+        if config.serve is not None and config.serve.sampler.vllm is not None:
+            published = config.weights_out or WeightsOutConfig()
+            config = replace(config, weights_out=replace(published, vllm=config.serve.sampler.vllm))
+        return self._initialize(model, config)
 
     def _park_others(self, chosen: _Tenant | None) -> None:
         """Moves the state of full-parameter tenants other than ``chosen`` to the host, and that of ``chosen`` back."""

@@ -61,9 +61,11 @@ class VllmServer(StoreConnection):
         super().limit(seconds)
         self._client.timeout = httpx.Timeout(min(_LONGEST_SECONDS, max(0.1, seconds)))
 
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Sends a request and returns the JSON of its reply; repeats it while the server does not answer, also because
-        vLLM closes the connection after each refusal.
+    def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, longest: float = _LONGEST_SECONDS
+    ) -> Any:
+        """Sends a request and returns the JSON of its reply; repeats it while the server does not answer within
+        ``longest`` seconds, also because vLLM closes the connection after each refusal.
 
         Raises:
             StoreRefusedError: the server refuses the request.
@@ -71,7 +73,7 @@ class VllmServer(StoreConnection):
         """
 
         def request() -> Any:
-            self._client.timeout = httpx.Timeout(min(_LONGEST_SECONDS, max(0.1, self._until - monotonic())))
+            self._client.timeout = httpx.Timeout(min(longest, max(0.1, self._until - monotonic())))
             reply = self._client.request(method, path, content=dump_json(body) if body else None, headers=_JSON)
             if reply.status_code in _LATER:
                 raise TroubleError(f"status {reply.status_code}")
@@ -229,7 +231,8 @@ def _fields(message: BackendInit | BackendUpdate) -> dict[str, Any]:
 def _reason(reply: httpx.Response) -> str:
     """Returns the sentence in a refusal."""
     if reply.status_code == _NOT_FOUND:
-        return f"it has no {reply.request.url.path}; start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1."
+        started = "--enable-scale-out" if reply.request.url.path.startswith("/inference") else "VLLM_SERVER_DEV_MODE=1"
+        return f"it has no {reply.request.url.path}; start vLLM 0.32 or later with {started}."
     try:
         error = decode_json(reply.content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -45,6 +45,7 @@ FULL: Tree = json.loads("""{
                 "warmup_num_steps": 100, "cos_min_ratio": 0.01, "warmup_type": "linear"}},
   "ema": {"decay": 0.99},
   "serve": {"host": "0.0.0.0", "port": 8101, "token_env": "TOKEN", "models": ["Qwen/Qwen3-8B"], "folder": "service",
+            "sampler": {"vllm": "http://vllm:8000"},
             "tenants": {"most": 8, "full": 2},
             "queue": {"depth": 128, "per_session": 16, "body_bytes": 1e6, "seconds": 60.0},
             "session_seconds": 60.0, "journal": {"snapshot_every": 20}, "tls_certificate": "crt", "tls_key": "key",

@@ -51,6 +51,12 @@ def test_what_is_left_out_auto_or_the_same_is_that_of_the_arguments(raw: dict[st
     assert config.optimizer is None and config.scheduler is None and not config.bf16.enabled
 
 
+def test_the_address_of_vllm_is_that_of_the_arguments() -> None:
+    given = settled({"weights_out": {"vllm": "auto"}}, arguments(vllm_server_base_url="http://vllm:8000"))
+    config = load_config(given, 2)
+    assert config.weights_out is not None and config.weights_out.servers == ("http://vllm:8000",)
+
+
 def test_bf16_is_autocast_unless_the_configuration_has_a_section_for_it() -> None:
     assert load_config(settled({}, arguments(bf16=True)), 1).torch_autocast.enabled
     stated = load_config(settled({"bf16": {"enabled": "auto"}}, arguments(bf16=True)), 1)

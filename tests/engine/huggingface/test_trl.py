@@ -32,8 +32,19 @@ HOSTS: Mapping[str, Host] = {
         1, {"kind": "DPO", "arguments": {"sync_ref_model": True, "ref_model_sync_steps": 1}}
     ),
     "GRPO": Host(2, {"kind": "GRPO"}),
+    "GRPO on one data rank": Host(1, {"kind": "GRPO"}),
     "GRPO of several updates": Host(
-        2, {"kind": "GRPO", "arguments": {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 4, "max_steps": 8}}
+        2,
+        {
+            "kind": "GRPO",
+            "arguments": {
+                "beta": 0.1,
+                "num_iterations": 2,
+                "steps_per_generation": 4,
+                "max_steps": 8,
+                "adam_epsilon": 1e-4,
+            },
+        },
     ),
     "GRPO with adapters": Host(2, {"kind": "GRPO", "adapters": True, "arguments": {"beta": 0.1}}),
     "RLOO": Host(2, {"kind": "RLOO", "arguments": {"beta": 0.1}}),
@@ -57,10 +68,11 @@ WHERE: Mapping[str, tuple[str, ...]] = {
     "DPO": (*DATA, "tp2", "dp2 x tp2"),
     "DPO with adapters": ("zero1", "zero3", "tp2"),
     "DPO of a moving reference": ("zero2",),
-    "GRPO": DATA,
-    "GRPO of several updates": ("dp2", "zero3"),
-    "GRPO with adapters": ("zero3",),
-    "RLOO": ("zero3",),
+    "GRPO": (*DATA, "dp2 x tp2"),
+    "GRPO on one data rank": ("tp2",),
+    "GRPO of several updates": ("dp2", "zero3", "dp2 x tp2"),
+    "GRPO with adapters": ("zero3", "dp2 x tp2"),
+    "RLOO": ("zero3", "dp2 x tp2"),
     "KTO": ("zero3",),
     "KTO with adapters": ("zero3",),
     "Reward": ("zero3",),

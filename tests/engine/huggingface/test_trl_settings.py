@@ -7,9 +7,10 @@ import pytest
 
 import engine
 from engine.config import load_config
-from engine.hosting.arguments import refuse_rewards, refuse_trl, refuse_trl_grid
+from engine.hosting.arguments import refuse_rewards, refuse_trl, refuse_trl_grid, rows_of_generation
 
 SIZES = {"train_batch_size": 16}
+VLLM = {"weights_out": {"vllm": "http://a:8000"}}
 
 
 def of_trl(**changes: Any) -> SimpleNamespace:
@@ -25,11 +26,6 @@ def of_trl(**changes: Any) -> SimpleNamespace:
             "DistillationTrainer", {}, {},
             "DistillationTrainer of TRL is not tested over the engine; use SFTTrainer, DPOTrainer, GRPOTrainer, "
             "RLOOTrainer, KTOTrainer or RewardTrainer.",
-        ),
-        (
-            "GRPOTrainer", {}, {"use_vllm": True},
-            "SimpleNamespace has use_vllm, but completions come from the engine's weights, which vLLM cannot read; "
-            "remove it.",
         ),
         (
             "GRPOTrainer", {}, {"cache_implementation": "static"},
@@ -66,9 +62,28 @@ def test_what_trl_can_do_is_not() -> None:
     ("kind", "changes", "raw", "sentence"),
     [
         (
-            "GRPOTrainer", {}, {"parallel": {"tensor": 2}},
-            "GRPOTrainer of TRL was given parallel.tensor 2, but it counts every process as a data rank; remove "
-            "parallel.tensor, or use SFTTrainer or DPOTrainer.",
+            "KTOTrainer", {}, {"parallel": {"tensor": 2}},
+            "KTOTrainer of TRL was given parallel.tensor 2, but it counts every process as a data rank; remove "
+            "parallel.tensor, or use SFTTrainer, DPOTrainer, GRPOTrainer or RLOOTrainer.",
+        ),
+        (
+            "GRPOTrainer", {"use_vllm": True}, {},
+            "SimpleNamespace has use_vllm, but engine_config names no vLLM server to which the weights go; set "
+            'weights_out.vllm, such as "http://vllm:8000".',
+        ),
+        (
+            "GRPOTrainer", {"use_vllm": True, "vllm_mode": "colocate"}, VLLM,
+            'SimpleNamespace has vllm_mode "colocate", but vLLM reads the weights as a server; set vllm_mode="server".',
+        ),
+        (
+            "GRPOTrainer", {"use_vllm": True, "vllm_server_base_url": "http://b:8000"}, VLLM,
+            "weights_out.vllm is http://a:8000 in engine_config and vllm_server_base_url is http://b:8000 in "
+            'TrainingArguments, but a run has one; set the same value, or "auto" in engine_config.',
+        ),
+        (
+            "RLOOTrainer", {"use_vllm": True}, VLLM,
+            "SimpleNamespace has use_vllm, but RLOOTrainer does not compare log-probabilities of vLLM and trainer; "
+            "remove it, or use GRPOTrainer.",
         ),
         (
             "SFTTrainer", {}, {"parallel": {"pipeline": 2}},
@@ -87,10 +102,25 @@ def test_grids_on_which_trl_would_compute_something_else_are_refused(
     kind: str, changes: dict[str, Any], raw: dict[str, Any], sentence: str
 ) -> None:
     config = load_config(SIZES | raw, 2)
+    args = SimpleNamespace(**{"vllm_mode": "server", "vllm_server_base_url": None} | changes)
     with pytest.raises(engine.ConfigError) as caught:
-        refuse_trl_grid(kind, SimpleNamespace(**changes), config)
+        refuse_trl_grid(kind, args, config)
     assert str(caught.value) == sentence
-    refuse_trl_grid(kind, SimpleNamespace(**changes), load_config(SIZES, 2))
+    args.use_vllm, args.vllm_server_base_url = raw == VLLM and kind == "GRPOTrainer", "http://a:8000"
+    args.vllm_mode = "server"
+    refuse_trl_grid(kind, args, load_config(SIZES | (VLLM if args.use_vllm else {}), 2))
+
+
+def test_rows_of_a_generation_are_those_of_data_ranks() -> None:
+    args = SimpleNamespace(per_device_train_batch_size=2, steps_per_generation=2, num_generations=4)
+    assert [rows_of_generation(args, ranks) for ranks in (1, 2)] == [4, 8]
+    args.num_generations = 8
+    with pytest.raises(engine.ConfigError) as caught:
+        rows_of_generation(args, 1)
+    assert str(caught.value) == (
+        "SimpleNamespace has num_generations 8, but 4 rows are generated at a time on 1 data rank(s); set "
+        "per_device_train_batch_size to a multiple of num_generations."
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,23 @@ from engine.weights_out.consumers.vllm import VllmServer
 from engine.weights_out.vllm_backend import BackendInit, BackendUpdate, StagedVersion, VllmModel
 from tests.engine.weights_out.trainer import SHAPES, Trainer
 
+Drawn = list[tuple[list[int], list[float]]]
+"""Tokens and log-probabilities of completions."""
+Draw = Callable[[Mapping[str, Tensor], Sequence[int], Mapping[str, Any]], Drawn]
+"""Function from weights, prompt and sampling parameters to completions."""
+
+
+def fixed_tokens(weights: Mapping[str, Tensor], prompt: Sequence[int], settings: Mapping[str, Any]) -> Drawn:
+    """Completions that name their prompt and their number."""
+    return [([*prompt, number], [-0.5] * (len(prompt) + 1)) for number in range(settings.get("n", 1))]
+
 
 @dataclass(slots=True)
 class FakeVllm:
     """Server that loads versions as vLLM does: any exception of an update ends it, one of "finish" does not."""
 
-    trainer: Trainer
+    trainer: Trainer | None
+    """Training of this process; None: one with an address."""
     model: VllmModel = field(default_factory=lambda: VllmModel("Model", torch.float32, dict(SHAPES)))
     weights: Mapping[str, Tensor] | None = None
     """Live weights."""
@@ -36,10 +47,15 @@ class FakeVllm:
     """True: the server performs a request, and its reply is lost."""
     spoils: Callable[[dict[str, Tensor]], object] = lambda weights: None
     """Change of the weights on their way to the model."""
+    draw: Draw = fixed_tokens
+    mode: str = "processed_logprobs"
+    spans: bool = True
+    """False: as a vLLM that names no versions of tokens."""
     staged: StagedVersion = field(init=False)
 
     def __post_init__(self) -> None:
-        self.staged = StagedVersion(lambda url: self.trainer.reader())
+        trainer = self.trainer
+        self.staged = StagedVersion(None if trainer is None else lambda url: trainer.reader())
 
     def server(self, url: str = "http://vllm", **options: Any) -> VllmServer:
         """Returns a connection to this server."""
@@ -57,7 +73,7 @@ class FakeVllm:
             raise failure
         body = json.loads(request.read() or b"{}")
         try:
-            reply = getattr(self, self.calls[-1])(body)
+            reply = getattr(self, self.calls[-1].rpartition("/")[2])(body)
         except (EngineError, RuntimeError) as error:
             return httpx.Response(500, json={"error": {"message": f"Call to collective_rpc method failed: {error}"}})
         if self.loses(self.calls[-1]):
@@ -103,6 +119,23 @@ class FakeVllm:
     def weight_info(self, body: Any) -> Any:
         """As in vLLM."""
         return {"weight_version": self.version}
+
+    def server_info(self, body: Any) -> Any:
+        """As in vLLM."""
+        return {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
+
+    def generate(self, body: Any) -> Any:
+        """As in vLLM at /inference/v1/generate; other keys than these are refused there too."""
+        assert body.keys() == {"token_ids", "sampling_params"} and not self.paused
+        found = self.draw(self.weights or {}, body["token_ids"], body["sampling_params"])
+        return {"choices": [self._choice(*each) for each in found]}
+
+    def _choice(self, tokens: list[int], values: list[float]) -> Any:
+        content = [{"token_id": token, "logprob": value} for token, value in zip(tokens, values, strict=True)]
+        spans = [{"version": self.version, "start": 0, "end": len(tokens)}] if self.spans else None
+        return {
+            "token_ids": tokens, "finish_reason": "length", "logprobs": {"content": content}, "weight_versions": spans,
+        }  # fmt: skip
 
     def weight_checker(self, body: Any) -> Any:
         """As in vLLM, for one worker."""

