@@ -16,11 +16,11 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from engine.checkpoint.contents.adapter_folder import is_peft_model
 from engine.errors import ConfigError, EngineError
 from engine.huggingface.accelerator import EngineAccelerator
 from engine.parallel.comm.agreement import from_first
 from engine.parallel.comm.world import patience_seconds
+from engine.parallel.model.adapters import is_peft_model
 from engine.web.json_text import dump_json
 
 _SETTINGS: Mapping[str, str] = MappingProxyType({
