@@ -166,7 +166,14 @@ def test_an_update_copies_weights_only_for_forwards_that_may_still_use_them(
     monkeypatch.setattr(WeightHolds, "_copy_held", lambda part: copies.append(len(part._present)))
     for staleness, expected in ((0, [0, 0]), (1, [1, 0])):
         copies.clear()
-        commands = [forward("a"), forward("b"), forward("c"), backward("a", STEP), forward("d"), backward("d", STEP)]
+        commands: list[Command] = [
+            forward("a"),
+            forward("b"),
+            forward("c"),
+            backward("a", STEP),
+            forward("d"),
+            backward("d", STEP),
+        ]
         of_first(tmp_path, "one", [*commands], staleness)
         assert copies == expected, "holds before each update"
 
