@@ -51,6 +51,8 @@ def _products(plan: Plan) -> Iterator[tuple[str, Operation, int, int, str]]:
         row, cut = table.get(weight), plan.tensor.parameters.get(weight)
         if row is None or cut is None or len(row.shape) != 2 or layer.kind not in ("column", "row"):
             continue
+        if layer.around:  # the products of its pairs are added before the collective
+            continue
         cut_width, whole = cut.widths(plan.config.tp)[0], row.shape[1 - cut.dim]
         dtype = plan.precision.compute or plan.precision.autocast or row.dtype
         name = str(dtype).removeprefix("torch.")

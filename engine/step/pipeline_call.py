@@ -141,19 +141,23 @@ class GradedInputs:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> None:
         given = args[0] if len(args) == 1 and not kwargs else kwargs or args
-        for name, tensor in named_tensors(given):
-            if tensor.requires_grad and torch.is_grad_enabled() and not tensor.is_leaf:
+        named = named_tensors(given) if torch.is_grad_enabled() else ()
+        graded = [(name, tensor) for name, tensor in named if tensor.requires_grad]
+        for name, tensor in graded:
+            if not tensor.is_leaf:
                 raise EngineError(
                     f"{name} requires a gradient and was computed from other tensors, but with parallel.pipeline "
                     f"{ranks} a backward ends at the inputs of the call; pass x = {name}.detach().requires_grad_(), "
                     "and call backward(x.grad) on the original afterwards."
                 )
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self.arguments: Arguments = map_tensors(args, self._copy), map_tensors(kwargs, self._copy)
+        self.arguments: Arguments = args, kwargs
         """The arguments, with a copy of each such input."""
+        if graded:
+            self.arguments = map_tensors(args, self._copy), map_tensors(kwargs, self._copy)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
+        if not tensor.requires_grad:
             return tensor
         self._copies.append((tensor, tensor.detach().requires_grad_()))
         return self._copies[-1][1]
