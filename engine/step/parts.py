@@ -32,6 +32,8 @@ class PartOrder(IntEnum):
 
     DELAYED_UPDATE = auto()
     """Part that finishes an overlapped optimizer update before other parts read weights."""
+    BACKGROUND_READS = auto()
+    """Part that waits for threads that read weights before they change."""
     DISK = auto()
     """Part that refuses to save optimizer moments that a disk has lost."""
     OFFLOADED = auto()

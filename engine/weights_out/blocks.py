@@ -1,6 +1,8 @@
 """Whole tensors of one version, a bucket at a time, for consumers that know Hugging Face names only."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Protocol
 
@@ -9,7 +11,8 @@ from torch import Tensor
 
 from engine.checkpoint.format.host_image import in_batches, torch_dtype
 from engine.checkpoint.load import AT_ONCE
-from engine.weights_out.reader import Known, Shadows, WeightReader
+from engine.weights_out.reader import Known, WeightReader
+from engine.weights_out.transfer import Shadows
 from engine.weights_out.version import Geometry, PublishedTensor, WeightVersion
 
 Memory = Callable[[], Mapping[str, Tensor]]
@@ -17,14 +20,42 @@ Memory = Callable[[], Mapping[str, Tensor]]
 
 
 class WeightConsumer(Protocol):
-    """Interface of a consumer."""
+    """Interface of a consumer: it takes versions over in two phases."""
 
     @property
     def last(self) -> int:
         """Number of the last version that it has; 0 before the first one."""
 
-    def take(self, blocks: "WeightBlocks") -> None:
-        """Takes a version over, or raises and keeps the last one."""
+    def prepare(self, blocks: "WeightBlocks") -> None:
+        """Gets all that a version needs before the last one is given up; raises if it cannot."""
+
+    def commit(self, blocks: "WeightBlocks") -> None:
+        """Takes the prepared version over."""
+
+    def drop(self) -> None:
+        """Drops the version that is prepared, or partly; keeps the last one."""
+
+
+def deliver(blocks: "WeightBlocks", consumers: Sequence[WeightConsumer]) -> None:
+    """Passes a version to all consumers, or to none: all are prepared before the first one takes it over.
+
+    Raises:
+        EngineError: names the consumer that fails. One that fails while it takes the version over is left without a
+            version; those before it have the new one.
+    """
+    left = list(consumers)
+    try:
+        with ThreadPoolExecutor(len(left), "weights-out") as pool:
+            for job in [pool.submit(consumer.prepare, blocks) for consumer in left]:
+                job.result()
+        while left:
+            left[0].commit(blocks)
+            left.pop(0)
+    except BaseException:
+        for consumer in left:
+            with suppress(Exception):  # the first error is the one that counts
+                consumer.drop()
+        raise
 
 
 class WeightBlocks:
@@ -73,9 +104,7 @@ class WeightBlocks:
         """Returns the destination of a bucket; ``old``: its memory begins with values of an earlier version."""
         opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]
         return Shadows(
-            wanted,
-            values=lambda index: opened()[keys[index]] if old else None,
-            make=lambda index: opened()[keys[index]],
+            wanted, values=lambda key: opened()[key] if old else None, make=lambda key: opened()[key]
         )
 
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:

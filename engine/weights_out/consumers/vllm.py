@@ -161,25 +161,32 @@ class VllmServers:
                     self._last = max(self._last, int(server.version))
         return self._last
 
-    def take(self, blocks: WeightBlocks) -> None:
-        """Passes a version to all servers.
+    def prepare(self, blocks: WeightBlocks) -> None:
+        """Passes a version to all servers and pauses them.
 
         Raises:
-            EngineError: names the server that fails. All have the old version, or a server stays paused.
+            EngineError: names the server that fails.
         """
-        number, url = blocks.version.number, blocks.geometry.owners[0].url
-        try:
-            self._on_all(lambda server: server.prepare(blocks, url))
-            self._on_all(VllmServer.pause)
-        except EngineError:
-            for step in (VllmServer.drop, VllmServer.resume):
-                with suppress(EngineError):
-                    self._on_all(lambda server, step=step: _after_failure(server, step))  # type: ignore[misc]
-            raise
-        self._on_all(lambda server: _install(server, number))
-        self._last = number
+        url = blocks.geometry.owners[0].url
+        self._on_all(lambda server: server.prepare(blocks, url))
+        self._on_all(VllmServer.pause)
+
+    def commit(self, blocks: WeightBlocks) -> None:
+        """Replaces the weights of all servers, which generate again.
+
+        Raises:
+            EngineError: names the server that fails; it stays paused.
+        """
+        self._on_all(lambda server: _install(server, blocks.version.number))
+        self._last = blocks.version.number
         if self._check:
             self.compare(blocks)
+
+    def drop(self) -> None:
+        """Drops the version on all servers, which continue with the old one unless their weights may be a mix."""
+        for step in (VllmServer.drop, VllmServer.resume):
+            with suppress(EngineError):
+                self._on_all(lambda server, step=step: _after_failure(server, step))  # type: ignore[misc]
 
     def compare(self, blocks: WeightBlocks) -> None:
         """Compares the parameters of all servers with a version; reads its blocks once more.
