@@ -255,7 +255,9 @@ def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) 
         (kind,) = kinds
         if kind != "folder" and (not each.address.startswith(("http://", "https://")) or not _has_host(each.address)):
             problems.add(f"{at}.{kind}", f'"{each.address}" is not an address; give http://HOST:PORT.')
-        modes = {"vllm": ("wait", "abort", "keep"), "sglang": ("wait", "abort", "retract", "in_place")}.get(kind, PAUSES)
+        modes = {"vllm": ("wait", "abort", "keep"), "sglang": ("wait", "abort", "retract", "in_place")}.get(
+            kind, PAUSES
+        )
         if each.pause not in modes:
             problems.add(f"{at}.pause", f'"{each.pause}" is no mode of {kind}; give {", ".join(modes)}.')
 

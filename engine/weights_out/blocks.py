@@ -103,9 +103,7 @@ class WeightBlocks:
     def bucket(self, keys: Sequence[str], memory: Memory, old: bool = False) -> Shadows:
         """Returns the destination of a bucket; ``old``: its memory begins with values of an earlier version."""
         opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]
-        return Shadows(
-            wanted, values=lambda key: opened()[key] if old else None, make=lambda key: opened()[key]
-        )
+        return Shadows(wanted, values=lambda key: opened()[key] if old else None, make=lambda key: opened()[key])
 
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:
         """Reads the blocks that ``into`` lacks; returns the hashes of all blocks. See ``WeightReader.fetch``."""

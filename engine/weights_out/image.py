@@ -48,9 +48,7 @@ class WeightImage:
         filled: the image has memory of its own, which ``put`` fills; False: tensors of a receiver, by ``share``.
     """
 
-    def __init__(
-        self, owned: Mapping[str, Piece], tensors: Mapping[str, PublishedTensor], filled: bool = True
-    ) -> None:
+    def __init__(self, owned: Mapping[str, Piece], tensors: Mapping[str, PublishedTensor], filled: bool = True) -> None:
         self.owned, self._tensors, self._later = owned, tensors, NOT_YET if filled else EARLY
         self._values = {
             key: torch.empty(piece.elements if filled else 0, dtype=torch_dtype(tensors[key].kind))
@@ -97,9 +95,7 @@ class WeightImage:
         """Returns True if no version has written a tensor yet."""
         return key not in self._written
 
-    def hashes(
-        self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True
-    ) -> tuple[str, list[Hashes]]:
+    def hashes(self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True) -> tuple[str, list[Hashes]]:
         """Returns a name for the wanted pieces, and the hashes of each flow; computes those of rewritten tensors only.
 
         ``hashed``: False: only the name.

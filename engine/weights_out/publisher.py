@@ -243,7 +243,7 @@ class WeightPublisher:
 
         Frozen weights are yielded once. All-gathers buckets of quantized ones over dp, label "full state".
         """
-        weights, run = {held.tensor: held for held in self._run.local_tensors.weights()}, self._run
+        weights, run = {held.tensor: held for held in self._run.local_tensors.weights(copies=True)}, self._run
         for tensor in self._own:
             if tensor.row is None:
                 yield tensor.key, run.buffers[tensor.name].reshape(-1), Part(tensor.kind.shape).whole(), False
@@ -302,7 +302,9 @@ def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
     return other if other != rank else None
 
 
-def make_owners(run: RunState, settings: WeightsOutConfig, urls: Sequence[str]) -> Iterator[tuple[list[int], OwnerRank]]:
+def make_owners(
+    run: RunState, settings: WeightsOutConfig, urls: Sequence[str]
+) -> Iterator[tuple[list[int], OwnerRank]]:
     """Yields the owners with the ranks that serve them; rank 0 has the first one.
 
     A rank is the owner of the elements that it saves, once for each rank that has copies of some of them.

@@ -1,21 +1,18 @@
 """Connections of a receiver: it reads each block that it lacks once, from its owner or from an earlier receiver.
 
-    hashes    of all blocks, from the owner rank, or from a rank with a copy of its elements
-    blocks    from the receivers that began to read the version earlier, as far as they have the elements
-              from the owner rank: the others, and those that a receiver does not give in time
+hashes    of all blocks, from the owner rank, or from a rank with a copy of its elements
+blocks    from the receivers that began to read the version earlier, as far as they have the elements
+          from the owner rank: the others, and those that a receiver does not give in time
 """
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from threading import Lock
 from time import monotonic
 
 import httpx
-from torch import Tensor
 
 from engine.checkpoint.format.checked_blocks import BLOCK, Hashes
 from engine.errors import EngineError, GridError, first_line

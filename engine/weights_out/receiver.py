@@ -182,9 +182,7 @@ class WeightReceiver:
         )
         if (peer := self._peer) is not None:
             peer.begin(version)
-            shadows.ready = lambda key: peer.image.share(
-                key, shadows.made[key] if key in shadows.made else own(key)
-            )
+            shadows.ready = lambda key: peer.image.share(key, shadows.made[key] if key in shadows.made else own(key))
         peers, known = self._reader.peers, self._known
         same = known is not None and known[:2] == (version.run, peers)
         hashes = self._reader.fetch(version, shadows, known[2] if known is not None and same else None, until)
@@ -202,9 +200,7 @@ class WeightReceiver:
         return version
 
 
-def follow(
-    model: nn.Module, url: str, token: str = "", deadline: float = 30.0, serve: str = ""
-) -> WeightReceiver:
+def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0, serve: str = "") -> WeightReceiver:
     """Returns a receiver that keeps a whole model of this process at the versions of a training.
 
     Args:

@@ -7,7 +7,7 @@ group. Messages between two ranks keep their order; an error names the rank that
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,61 @@ class TorchHostGroup:
             f"rank {self.rank} has lost rank {other}, which has ended or hangs ({first_line(error)}); look for the "
             "first traceback of the job."
         )
+
+
+class BroadcastGroup:
+    """Group from which this process broadcasts tensors to processes of another program, such as an inference engine.
+
+    It is independent of all groups of the engine. Its keys are those of torch's own groups with this name, so the
+    others join by torch's functions, as ranks 1 and up.
+
+    Args:
+        host: address of this host for the others, which connect to ``port``.
+        size: number of processes with this one.
+        name: name of the group.
+        backend: "gloo" for tensors of the host, or "nccl".
+    """
+
+    def __init__(self, host: str, size: int, name: str, backend: str) -> None:
+        self._store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+        self.port, self._size, self._name, self._backend = self._store.port, size, name, backend
+        self._group: Any = None
+
+    def join(self, seconds: float) -> None:
+        """Waits until all processes have joined.
+
+        Raises:
+            EngineError: one has not joined in time.
+        """
+        device = "cuda" if self._backend == "nccl" else "cpu"
+        store: Any = self._store
+        for prefix in (self._name, f"{self._name}/", f"{device}/"):
+            store = dist.PrefixStore(prefix, store)
+        kind = dist.ProcessGroupNCCL if self._backend == "nccl" else dist.ProcessGroupGloo
+        with self._lost(seconds):
+            self._group = kind(store, 0, self._size, timedelta(seconds=seconds))
+
+    def broadcast(self, tensor: torch.Tensor, seconds: float) -> None:
+        """Sends a tensor to all processes.
+
+        Raises:
+            EngineError: one has not received it in time.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = 0, timedelta(seconds=seconds)
+        sent = tensor.cuda() if self._backend == "nccl" else tensor
+        with self._lost(seconds):
+            self._group.broadcast([sent.contiguous()], options).wait(timedelta(seconds=seconds))
+
+    @contextmanager
+    def _lost(self, seconds: float) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineError(
+                f"the group {self._name} has lost one of {self._size} processes within {seconds:.1f} s "
+                f"({first_line(error)}); look for the first error of the others."
+            ) from error
 
 
 @contextmanager

@@ -18,7 +18,13 @@ from tests.engine.weights_out.trainer import DIMS, SHAPES, Trainer, has, random_
 
 TOTAL = sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
 DEADLINE = 2.0
-CUTS = [[(0, 1), (0, 1)], [(0, 2), (0, 1)], [(0, 1), (1, 2), (2, 3)], [(0, 2), (1, 3), (0, 1)], [(1, 3), (2, 3), (0, 2)]]
+CUTS = [
+    [(0, 1), (0, 1)],
+    [(0, 2), (0, 1)],
+    [(0, 1), (1, 2), (2, 3)],
+    [(0, 2), (1, 3), (0, 1)],
+    [(1, 3), (2, 3), (0, 2)],
+]
 """Parts of receivers, in the order in which they read: (part, parts)."""
 
 
