@@ -195,7 +195,7 @@ class WeightsOutConfig:
     """Published weights: versions that receivers on any cut read from the ranks of this training."""
 
     to: tuple[ConsumerConfig, ...] = setting((), Sections(cls=ConsumerConfig))
-    """Consumers to which rank 0 passes each version, such as ``[{"vllm": "http://vllm:8000"}]``. All get it, or none."""
+    """Consumers to which rank 0 passes each version, like ``[{"vllm": "http://vllm:8000"}]``: all get it, or none."""
     every: int = setting(0, COUNT)
     """Updates between two versions; 0: only ``eng.publish_weights()`` makes one. A step makes none while a receiver
     still reads the last one.

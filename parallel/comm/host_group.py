@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from engine.errors import EngineError, first_line
 from engine.parallel.comm.world import OwnedGroups
@@ -122,7 +123,7 @@ class BroadcastGroup:
     """
 
     def __init__(self, host: str, size: int, name: str, backend: str) -> None:
-        self._store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+        self._store: Store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
         self.port, self._size, self._name, self._backend = self._store.port, size, name, backend
         self._group: Any = None
 
@@ -132,13 +133,16 @@ class BroadcastGroup:
         Raises:
             EngineError: one has not joined in time.
         """
-        device = "cuda" if self._backend == "nccl" else "cpu"
-        store: Any = self._store
-        for prefix in (self._name, f"{self._name}/", f"{device}/"):
-            store = dist.PrefixStore(prefix, store)
-        kind = dist.ProcessGroupNCCL if self._backend == "nccl" else dist.ProcessGroupGloo
+        limit, on_host, store = timedelta(seconds=seconds), self._backend == "gloo", self._store
+        for prefix in (self._name, f"{self._name}/", "cpu/" if on_host else "cuda/"):
+            store = PrefixStore(prefix, store)
         with self._lost(seconds):
-            self._group = kind(store, 0, self._size, timedelta(seconds=seconds))
+            if on_host:
+                self._group = dist.ProcessGroupGloo(store, 0, self._size, limit)
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit
+                self._group = dist.ProcessGroupNCCL(store, 0, self._size, options)
 
     def broadcast(self, tensor: torch.Tensor, seconds: float) -> None:
         """Sends a tensor to all processes.

@@ -4,8 +4,8 @@
     commit    begin, update a bucket at a time, end, number of the version   live weights change in place
               continue
 
-SGLang has no second memory for weights. So it takes a version over before other consumers do, and a server that fails in
-between has a mix: it stays paused until a version succeeds, and its number ends with "incomplete" meanwhile.
+SGLang has no second memory for weights. So it takes a version over before other consumers do, and a server that fails
+in between has a mix: it stays paused until a version succeeds, and its number ends with "incomplete" meanwhile.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +85,7 @@ class SglangServer(InferenceServer):
             self.call("POST", "/end_weight_update", {})
             self.call("POST", "/begin_weight_update", {})
 
-    def receive(self, tensors: Mapping[str, Tensor], group: str) -> None:
+    def update(self, tensors: Mapping[str, Tensor], group: str) -> None:
         """Receives tensors that the group broadcasts in this order. It is asked once, because a broadcast is, too."""
         body = {
             "names": [*tensors], "dtypes": [str(each.dtype).removeprefix("torch.") for each in tensors.values()],
@@ -204,7 +204,7 @@ class SglangServers:
             for tensor in tensors.values():
                 group.broadcast(tensor, max(0.1, until - monotonic()))
 
-        self._beside(lambda server: server.receive(tensors, self._name), broadcast)
+        self._beside(lambda server: server.update(tensors, self._name), broadcast)
 
     def _beside(self, step: Callable[[SglangServer], None], own: Callable[[], None]) -> None:
         """Performs a step on all servers while this process does its part of it in the group."""

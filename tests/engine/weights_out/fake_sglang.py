@@ -12,6 +12,7 @@ import httpx
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from engine.weights_out.consumers.sglang import SglangServer
 
@@ -90,10 +91,8 @@ class FakeSglang:
         members: list[Any] = [None] * self.ranks
 
         def join(rank: int) -> None:
-            store = dist.TCPStore(master_address, master_port, world_size, False, SECONDS)
-            members[rank] = self._member(
-                dist.PrefixStore(group_name, store), rank_offset + rank, world_size, group_name
-            )
+            store = TCPStore(master_address, master_port, world_size, False, SECONDS)
+            members[rank] = self._member(PrefixStore(group_name, store), rank_offset + rank, world_size, group_name)
 
         self._on_ranks(join)
         self.groups[group_name] = members
@@ -102,7 +101,7 @@ class FakeSglang:
         if self.by_torch:
             make: Any = dist.distributed_c10d._new_process_group_helper
             return make(size, rank, [], dist.Backend("gloo"), store, group_name=name, timeout=SECONDS)[0]
-        inner = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", store))
+        inner = PrefixStore("cpu/", PrefixStore(f"{name}/", store))
         return dist.ProcessGroupGloo(inner, rank, size, SECONDS)
 
     def destroy_weights_update_group(self, group_name: str) -> None:

@@ -13,6 +13,7 @@ import engine
 from engine.models.decoder import loss_sum
 from engine.weights_out.plan import share_of
 from engine.weights_out.receiver import PeerServer, Target, WeightReceiver, follow
+from engine.weights_out.transfer import Shadows
 from tests import models
 from tests.engine.weights_out.trainer import DIMS, SHAPES, Trainer, has, random_weights, receiver_of, targets
 
@@ -158,6 +159,28 @@ def test_a_receiver_of_a_later_version_does_not_serve_an_earlier_one() -> None:
     late._reader.peers = peers
     late.update()
     assert has(live, second)
+
+
+def test_a_new_version_begins_without_receivers() -> None:
+    trainer, weights = Trainer(1), random_weights(1)
+    receivers = Receivers(trainer, [(0, 1), (0, 1)])
+    trainer.publish(weights)
+    receivers.update()
+    version = trainer.publish(weights)
+    late = receivers.lives[1][1]._reader
+    with late.leased(None, monotonic() + DEADLINE) as found:
+        assert found == version and late.peers == ()
+
+
+def test_a_tensor_is_served_once_all_its_flows_have_arrived() -> None:
+    ready = list[str]()
+    into = Shadows((), lambda key: None, lambda key: torch.empty(0), ready.append)
+    into.expect(["a", "b", "a"])
+    into.arrived("a")
+    assert ready == []
+    into.arrived("b")
+    into.arrived("a")
+    assert ready == ["b", "a"]
 
 
 def test_real_receivers_read_from_each_other() -> None:
