@@ -1,6 +1,7 @@
 """Receivers of one version read from each other what they have: the trainer sends each byte once."""
 
 from collections import Counter
+from collections.abc import Iterator
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -16,6 +17,7 @@ from engine.weights_out.receiver import PeerServer, Target, WeightReceiver, foll
 from engine.weights_out.transfer import Shadows
 from tests import models
 from tests.engine.weights_out.trainer import DIMS, SHAPES, Trainer, has, random_weights, receiver_of, targets
+from tests.tables import Table
 
 TOTAL = sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
 DEADLINE = 2.0
@@ -27,6 +29,10 @@ CUTS = [
     [(1, 3), (2, 3), (0, 2)],
 ]
 """Parts of receivers, in the order in which they read: (part, parts)."""
+COLUMNS = (
+    "bytes that they want", "sent by the trainer", "sent by receivers", "of a second version without a change",
+    "of one with a changed tensor, by the trainer",
+)  # fmt: skip
 
 
 class Receivers:
@@ -90,9 +96,18 @@ def union(cuts: list[tuple[int, int]], keys: tuple[str, ...] = tuple(SHAPES)) ->
     return size
 
 
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """Bytes that trainer and receivers send, by parts of the receivers."""
+    made = Table("weights-out-bytes", "receivers, by their parts of the model")
+    yield made
+    if request.config.getoption("--write-figures"):
+        made.write()
+
+
 @pytest.mark.parametrize("together", [False, True], ids=["in-turn", "together"])
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_the_trainer_sends_each_byte_once(cuts: list[tuple[int, int]], together: bool) -> None:
+def test_the_trainer_sends_each_byte_once(cuts: list[tuple[int, int]], together: bool, table: Table) -> None:
     trainer, first = Trainer(2), random_weights(1)
     receivers = Receivers(trainer, cuts)
     trainer.publish(first)
@@ -107,7 +122,11 @@ def test_the_trainer_sends_each_byte_once(cuts: list[tuple[int, int]], together:
     trainer.publish(changed)
     before = receivers.sent["trainer"]
     receivers.update(together)
-    assert receivers.have(changed) and receivers.sent["trainer"] - before == union(cuts, (key,))
+    sent = receivers.sent["trainer"] - before
+    assert receivers.have(changed) and sent == union(cuts, (key,))
+    row = ", ".join(f"{part + 1} of {parts}" for part, parts in cuts)
+    figures = (receivers.own, union(cuts), receivers.own - union(cuts), 0, sent)
+    table.cells |= {(row, column): f"{figure:,}" for column, figure in zip(COLUMNS, figures, strict=True)}
 
 
 @pytest.mark.parametrize("byte", [0, 300_000, 900_000])
