@@ -137,7 +137,7 @@ def drain(done: Connection) -> list[int]:
 
 def cells_of(found: dict[str, list[Times]], rates: dict[str, float]) -> dict[tuple[str, str], str]:
     """Formats the medians of steps by mode; ``rates``: bytes read a second."""
-    cells = {}
+    cells = dict[tuple[str, str], str]()
     quiet = median(each.wall for each in found[QUIET])
     for mode, steps in found.items():
         wall = median(each.wall for each in steps)

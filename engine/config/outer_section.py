@@ -181,8 +181,6 @@ class ConsumerConfig:
     """
     ranks: int = setting(1, SIZE)
     """Number of ranks of an SGLang server: tensor x pipeline ranks."""
-    backend: Literal["gloo", "nccl"] = setting("gloo", one_of("gloo", "nccl", noun="a backend"))
-    """Backend of the group with the ranks of an SGLang server."""
 
     @property
     def address(self) -> str:

@@ -101,11 +101,8 @@ class BackgroundReads(StepPart):
 
     def before_update(self, step: StepState) -> BaseException | None:
         """Waits for the read; returns the error of the step or of the read."""
-        try:
-            self.join()
-        except Exception as error:
-            return step.problem or error
-        return step.problem
+        reading, self._reading = self._reading, None
+        return (reading.exception() if reading is not None else None) or step.problem
 
     @contextmanager
     def changing(self) -> Iterator[None]:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from engine.checkpoint.format.host_image import in_batches, torch_dtype
 from engine.checkpoint.load import AT_ONCE
+from engine.errors import EngineError
+from engine.outer.messages import StoreRefusedError
 from engine.weights_out.reader import Known, WeightReader
 from engine.weights_out.transfer import Shadows
 from engine.weights_out.version import Geometry, PublishedTensor, WeightVersion
@@ -53,7 +55,7 @@ def deliver(blocks: "WeightBlocks", consumers: Sequence[WeightConsumer]) -> None
             left.pop(0)
     except BaseException:
         for consumer in left:
-            with suppress(Exception):  # the first error is the one that counts
+            with suppress(EngineError, StoreRefusedError, OSError):  # the first error is the one that counts
                 consumer.drop()
         raise
 

@@ -102,7 +102,7 @@ def find_flows(
     return found
 
 
-def divide(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list[tuple[WantedPiece, OwnerRank | None]]:
+def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list[tuple[WantedPiece, OwnerRank | None]]:
     """Divides wanted pieces by source: the last of the peers that has an element, or None for its owner.
 
     ``peers``: receivers that read the version earlier, so every owner sends an element once.

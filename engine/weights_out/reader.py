@@ -21,7 +21,7 @@ from engine.outer.http.connection import StoreConnection
 from engine.outer.http.requests import Done
 from engine.outer.messages import StoreRefusedError
 from engine.weights_out import version as wire
-from engine.weights_out.plan import divide, find_flows
+from engine.weights_out.plan import by_source, find_flows
 from engine.weights_out.transfer import Shadows, Transfer, WeightTraffic
 from engine.weights_out.version import GONE, Geometry, LeaseCall, LeaseReply, OwnerRank, WeightVersion
 
@@ -139,7 +139,7 @@ class WeightReader:
             EngineError: an owner has ended, does not answer until then, or sends other bytes than their hashes.
         """
         geometry, found = self.geometry(version.run, until), Known()
-        divided = divide(into.wanted, self.peers)
+        divided = by_source(into.wanted, self.peers)
         wanted = tuple(piece for piece, _ in divided)
         flows = [find_flows(owner.pieces, wanted, geometry.tensors) for owner in geometry.owners]
         into.expect(flow.key for each in flows for flow in each)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from engine.checkpoint.format.host_image import kind_of, torch_dtype
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.errors import EngineError
+from engine.kernels.device import is_host
 from engine.web.hosted import HostedApplication, run_in_thread
 from engine.web.sockets import address_of, listen
 from engine.weights_out.commit import CommitGroup
@@ -194,7 +195,7 @@ class WeightReceiver:
         with torch.no_grad():
             for key, values in shadows.made.items():
                 live[key].copy_(values)
-                if peer is not None and live[key].is_contiguous() and live[key].device.type == "cpu":
+                if peer is not None and live[key].is_contiguous() and is_host(live[key].device):
                     peer.image.share(key, live[key])  # so the shadow ends
         self.version, self._known = version, (version.run, peers, hashes)
         return version

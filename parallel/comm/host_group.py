@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from engine.errors import EngineError, first_line
+from engine.kernels.device import is_host
 from engine.parallel.comm.world import OwnedGroups
 
 MESSAGE_LIMIT = 1 << 28
@@ -119,12 +120,12 @@ class BroadcastGroup:
         host: address of this host for the others, which connect to ``port``.
         size: number of processes with this one.
         name: name of the group.
-        backend: "gloo" for tensors of the host, or "nccl".
+        device: device of this rank, whose backend the group has.
     """
 
-    def __init__(self, host: str, size: int, name: str, backend: str) -> None:
+    def __init__(self, host: str, size: int, name: str, device: torch.device) -> None:
         self._store: Store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
-        self.port, self._size, self._name, self._backend = self._store.port, size, name, backend
+        self.port, self._size, self._name, self._device = self._store.port, size, name, device
         self._group: Any = None
 
     def join(self, seconds: float) -> None:
@@ -133,8 +134,8 @@ class BroadcastGroup:
         Raises:
             EngineError: one has not joined in time.
         """
-        limit, on_host, store = timedelta(seconds=seconds), self._backend == "gloo", self._store
-        for prefix in (self._name, f"{self._name}/", "cpu/" if on_host else "cuda/"):
+        limit, on_host, store = timedelta(seconds=seconds), is_host(self._device), self._store
+        for prefix in (self._name, f"{self._name}/", f"{self._device.type}/"):
             store = PrefixStore(prefix, store)
         with self._lost(seconds):
             if on_host:
@@ -152,7 +153,7 @@ class BroadcastGroup:
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, timedelta(seconds=seconds)
-        sent = tensor.cuda() if self._backend == "nccl" else tensor
+        sent = tensor.to(self._device)
         with self._lost(seconds):
             self._group.broadcast([sent.contiguous()], options).wait(timedelta(seconds=seconds))
 

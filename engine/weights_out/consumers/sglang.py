@@ -15,9 +15,11 @@ from time import monotonic
 from typing import Any
 
 import httpx
+import torch
 from torch import Tensor
 
 from engine.errors import EngineError, GridError
+from engine.kernels.device import collectives_for
 from engine.outer.messages import StoreRefusedError
 from engine.parallel.comm.host_group import BroadcastGroup, noting
 from engine.weights_out.blocks import WeightBlocks
@@ -110,15 +112,15 @@ class SglangServers:
 
     Args:
         servers: the servers.
+        device: device of rank 0; its backend is that of the group.
         host: address of this host for the servers.
-        backend: "gloo" or "nccl".
         check: compares the parameters of servers with the same number of ranks after each version.
     """
 
     def __init__(
-        self, servers: Sequence[SglangServer], host: str = "127.0.0.1", backend: str = "gloo", check: bool = False
+        self, servers: Sequence[SglangServer], device: torch.device, host: str = "127.0.0.1", check: bool = False
     ) -> None:
-        self._servers, self._host, self._backend, self._check = servers, host, backend, check
+        self._servers, self._host, self._device, self._check = servers, host, device, check
         self._group: BroadcastGroup | None = None
         self._name = ""
 
@@ -192,9 +194,12 @@ class SglangServers:
             if self._name:
                 server.leave(self._name)
             places[server], size = size, size + server.ranks
-        group, self._name = BroadcastGroup(self._host, size, name, self._backend), name
+        group, self._name = BroadcastGroup(self._host, size, name, self._device), name
+        named = name, collectives_for(self._device)
         self._beside(
-            lambda server: server.join(self._host, group.port, places[server], size, (name, self._backend)),
+            lambda server: server.join(
+                self._host, group.port, places[server], size, (name, collectives_for(self._device))
+            ),
             lambda: group.join(max(0.1, until - monotonic())),
         )
         self._group = group

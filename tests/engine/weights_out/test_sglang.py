@@ -22,6 +22,7 @@ from tests.engine.weights_out.fake_sglang import FakeSglang
 from tests.engine.weights_out.fake_vllm import FakeVllm
 from tests.engine.weights_out.trainer import Trainer, random_weights
 
+HOST = torch.device("cpu")
 BUCKET = 600_000
 """Bytes of a bucket: each large tensor has one of its own."""
 JOIN = ["init_weights_update_group", "pause_generation"]
@@ -45,7 +46,7 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 def test_all_ranks_of_all_servers_get_each_version(dtype: torch.dtype) -> None:
     trainer = Trainer(3, dtype)
     sglang = [FakeSglang(1), FakeSglang(2)]
-    consumer = SglangServers([each.server() for each in sglang])
+    consumer = SglangServers([each.server() for each in sglang], HOST)
     assert consumer.last == 0
     for each in sglang:
         each.calls.clear()
@@ -64,7 +65,7 @@ def test_all_ranks_of_all_servers_get_each_version(dtype: torch.dtype) -> None:
 def test_torch_makes_the_same_group() -> None:
     trainer, weights = Trainer(1), random_weights(1)
     sglang = FakeSglang(by_torch=True)
-    deliver(blocks_of(trainer, trainer.publish(weights)), [SglangServers([sglang.server()])])
+    deliver(blocks_of(trainer, trainer.publish(weights)), [SglangServers([sglang.server()], HOST)])
     assert same(sglang.weights[0], weights)
 
 
@@ -72,7 +73,7 @@ def test_torch_makes_the_same_group() -> None:
 def test_a_failure_before_weights_change_leaves_the_old_ones_everywhere(path: str, tmp_path: Path) -> None:
     trainer, old, new = Trainer(2), random_weights(1), random_weights(2)
     sglang, vllm, folder = [FakeSglang(), FakeSglang()], FakeVllm(trainer), VersionFolder(tmp_path)
-    servers = SglangServers([each.server(f"http://sglang{i}") for i, each in enumerate(sglang)])
+    servers = SglangServers([each.server(f"http://sglang{i}") for i, each in enumerate(sglang)], HOST)
     consumers: list[WeightConsumer] = [servers, VllmServers([vllm.server()]), folder]
     deliver(blocks_of(trainer, trainer.publish(old)), consumers)
     servers._group = None  # so that it joins again
@@ -95,7 +96,7 @@ def test_a_server_that_fails_while_weights_change_stays_paused_and_others_keep_t
     trainer, old, new = Trainer(2), random_weights(1), random_weights(2)
     sglang, vllm, folder = FakeSglang(), FakeVllm(trainer), VersionFolder(tmp_path)
     consumers: list[WeightConsumer] = [
-        SglangServers([sglang.server()], check=True),
+        SglangServers([sglang.server()], HOST, check=True),
         VllmServers([vllm.server()]),
         folder,
     ]
@@ -113,7 +114,7 @@ def test_a_server_that_fails_while_weights_change_stays_paused_and_others_keep_t
 def test_a_consumer_that_is_not_prepared_stops_all(tmp_path: Path) -> None:
     trainer, old, new = Trainer(2), random_weights(1), random_weights(2)
     sglang, vllm, folder = FakeSglang(), FakeVllm(trainer), VersionFolder(tmp_path)
-    consumers: list[WeightConsumer] = [SglangServers([sglang.server()]), VllmServers([vllm.server()]), folder]
+    consumers: list[WeightConsumer] = [SglangServers([sglang.server()], HOST), VllmServers([vllm.server()]), folder]
     deliver(blocks_of(trainer, trainer.publish(old)), consumers)
     vllm.fails = lambda called: httpx.Response(500) if called == "update_weights" else None
     with pytest.raises(EngineError, match="the vLLM server http://vllm: status 500"):
@@ -128,7 +129,7 @@ def test_a_broadcast_whose_reply_is_lost_is_not_repeated() -> None:
     sglang.loses = lambda called: called == "update_weights_from_distributed"
     began = monotonic()
     with pytest.raises(EngineError, match="the SGLang server http://sglang does not answer"):
-        deliver(blocks_of(trainer, trainer.publish(random_weights(1))), [SglangServers([sglang.server()])])
+        deliver(blocks_of(trainer, trainer.publish(random_weights(1))), [SglangServers([sglang.server()], HOST)])
     assert sglang.calls.count("update_weights_from_distributed") == 1 and monotonic() - began < 10
     assert sglang.paused and sglang.version == "1 incomplete"
 
@@ -136,7 +137,7 @@ def test_a_broadcast_whose_reply_is_lost_is_not_repeated() -> None:
 def test_an_update_that_a_killed_trainer_has_left_open_is_ended() -> None:
     trainer, weights = Trainer(1), random_weights(1)
     sglang = FakeSglang(open=True)
-    deliver(blocks_of(trainer, trainer.publish(weights)), [SglangServers([sglang.server()])])
+    deliver(blocks_of(trainer, trainer.publish(weights)), [SglangServers([sglang.server()], HOST)])
     assert same(sglang.weights[0], weights) and not sglang.open
 
 
@@ -149,7 +150,7 @@ def test_servers_with_other_parameters_are_named() -> None:
         if called == "weights_checker":
             sglang[1].weights[0]["layers.1.scale"][5] += 1
 
-    consumer, sglang[1].fails = SglangServers(servers, check=True), spoil
+    consumer, sglang[1].fails = SglangServers(servers, HOST, check=True), spoil
     with pytest.raises(
         EngineError, match="other parameters in the SGLang server http://sglang1 than in http://sglang0"
     ):
