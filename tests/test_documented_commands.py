@@ -248,7 +248,6 @@ SUITES = (
     "pytest -m long tests/engine/parity/test_transformers_types.py --write-figures",
     "pytest -m long tests/engine/parity/test_expert_families.py --write-figures",
     "pytest -m long tests/engine/parity/test_kernel_injection.py --write-figures",
-    "pytest tests/engine/weights_out/test_peers.py --write-figures",
 )  # fmt: skip
 """The tests themselves: their files, marks and options exist."""
 
