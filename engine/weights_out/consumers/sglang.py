@@ -197,9 +197,7 @@ class SglangServers:
         group, self._name = BroadcastGroup(self._host, size, name, self._device), name
         named = name, collectives_for(self._device)
         self._beside(
-            lambda server: server.join(
-                self._host, group.port, places[server], size, (name, collectives_for(self._device))
-            ),
+            lambda server: server.join(self._host, group.port, places[server], size, named),
             lambda: group.join(max(0.1, until - monotonic())),
         )
         self._group = group
