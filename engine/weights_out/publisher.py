@@ -177,7 +177,9 @@ class WeightPublisher:
             return None
         number, base = json.loads(told)
         version = WeightVersion(self._geometry.run, number, base, self._run.trainer_state.update.made)
-        self._reads.join()
+        if waits:  # a step has waited before its update
+            with all_or_none(self._run.comm, self._run.device):
+                self._reads.join()
         with self._run.runtime.saving(), ExitStack() as filling:
             for image in self._images:
                 filling.enter_context(image.filling(number))

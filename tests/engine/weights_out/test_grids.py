@@ -125,6 +125,28 @@ def test_every_grid(grid: dict[str, Any], stage: int) -> None:
     assert images == (1 if stage == 3 or grid["data"] == 1 else 2) or (1 < images < 2 and "expert" in grid)
 
 
+def without_rank_1(eng: Engine) -> list[str]:
+    """Publishes and ends the server of rank 1; returns the keys that a receiver lacks, on rank 0."""
+    publisher = eng._parts.publisher
+    assert publisher is not None
+    url, state = eng.publish_weights().url, eng.full_state_dict()
+    meet(eng)
+    if eng.grid.rank == 1:
+        publisher.close()
+    meet(eng)
+    if eng.grid.rank:
+        return []
+    reader = WeightReader(url, deadline=10.0)
+    live = empty_targets(reader.geometry(), 0, 1)
+    WeightReceiver(reader, live).update()
+    return differs(live, state, 0, 1)
+
+
+def test_a_version_outlives_a_rank_with_a_copy() -> None:
+    changes = {"zero_optimization": {"stage": 1}, "weights_out": {}}
+    assert run({"data": 2}, changes, after=without_rank_1, steps=1).extra[0] == []
+
+
 class Adapted(nn.Module):
     """A base with a trained scale, in which everything else is frozen."""
 
