@@ -22,7 +22,7 @@ Memory = Callable[[], Mapping[str, Tensor]]
 
 
 class WeightConsumer(Protocol):
-    """Interface of a consumer: it takes versions over in two phases."""
+    """Interface of a consumer: it takes versions over in two phases, ``commit`` after all that can fail."""
 
     @property
     def last(self) -> int:
@@ -30,6 +30,9 @@ class WeightConsumer(Protocol):
 
     def prepare(self, blocks: "WeightBlocks") -> None:
         """Gets all that a version needs before the last one is given up; raises if it cannot."""
+
+    def hold(self) -> None:
+        """Stops the use of the last version, once all consumers are prepared."""
 
     def commit(self, blocks: "WeightBlocks") -> None:
         """Takes the prepared version over."""
@@ -47,9 +50,8 @@ def deliver(blocks: "WeightBlocks", consumers: Sequence[WeightConsumer]) -> None
     """
     left = list(consumers)
     try:
-        with ThreadPoolExecutor(len(left), "weights-out") as pool:
-            for job in [pool.submit(consumer.prepare, blocks) for consumer in left]:
-                job.result()
+        _on_each(left, lambda consumer: consumer.prepare(blocks))
+        _on_each(left, lambda consumer: consumer.hold())
         while left:
             left[0].commit(blocks)
             left.pop(0)
@@ -58,6 +60,13 @@ def deliver(blocks: "WeightBlocks", consumers: Sequence[WeightConsumer]) -> None
             with suppress(EngineError, StoreRefusedError, OSError):  # the first error is the one that counts
                 consumer.drop()
         raise
+
+
+def _on_each(consumers: Sequence[WeightConsumer], phase: Callable[[WeightConsumer], None]) -> None:
+    """Performs a phase on all consumers at a time; raises the first error once all have ended."""
+    with ThreadPoolExecutor(len(consumers), "weights-out") as pool:
+        for job in [pool.submit(phase, consumer) for consumer in consumers]:
+            job.result()
 
 
 class WeightBlocks:
@@ -72,14 +81,6 @@ class WeightBlocks:
     def __init__(self, reader: WeightReader, version: WeightVersion, until: float, bucket: int = AT_ONCE) -> None:
         self.version, self.until, self._reader, self._bucket = version, until, reader, bucket
         self.geometry: Geometry = reader.geometry(version.run, until)
-
-    def metadata(self) -> Mapping[str, PublishedTensor]:
-        """Returns dtype and full shape of all tensors of the model, also of those that are not published."""
-        return self.geometry.tensors
-
-    def held_names(self) -> tuple[str, ...]:
-        """Returns the keys that are published."""
-        return tuple(self.geometry.served)
 
     def groups(self) -> list[list[str]]:
         """Returns the keys of each bucket."""

@@ -21,7 +21,7 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents.local_tensors import ModelTensor, local_region, stored_part
+from engine.checkpoint.contents.local_tensors import Held, ModelTensor, local_region, stored_part
 from engine.checkpoint.format.host_image import torch_dtype
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.huggingface import with_dtype
@@ -136,6 +136,8 @@ class WeightPublisher:
         reads = run.runtime.parts.find(BackgroundReads)
         assert reads is not None, "an engine with weights_out has the part"
         self._reads = reads
+        self._memory: list[tuple[int, int]] | None = None
+        self._held: Mapping[str, Held] = {}
         self.copied = 0
         """Bytes that the threads of calls and steps have copied."""
         self._number = max((each.last for each in consumers), default=0)
@@ -245,7 +247,7 @@ class WeightPublisher:
 
         Frozen weights are yielded once. All-gathers buckets of quantized ones over dp, label "full state".
         """
-        weights, run = {held.tensor: held for held in self._run.local_tensors.weights(copies=True)}, self._run
+        weights, run = self._weights(), self._run
         for tensor in self._own:
             if tensor.row is None:
                 yield tensor.key, run.buffers[tensor.name].reshape(-1), Part(tensor.kind.shape).whole(), False
@@ -254,6 +256,14 @@ class WeightPublisher:
                 yield tensor.key, held.values, held.own, True
         if self._settings.frozen and self._base is None:
             yield from self._decoded({tensor.name: tensor for tensor in self._own})
+
+    def _weights(self) -> Mapping[str, Held]:
+        """Returns the parameters in this rank's memory by name; on the host, until their memory is another."""
+        memory = [(state.tensor.data_ptr(), state.tensor.numel()) for state in self._run.runtime.inventory.weights()]
+        if memory != self._memory or not is_host(self._run.device):  # a view would keep offloaded memory of a device
+            found = self._run.local_tensors.weights(copies=True)
+            self._memory, self._held = memory, {held.tensor: held for held in found}
+        return self._held
 
     def _lacks(self, key: str) -> bool:
         return any(image.lacks(key) for image in self._images if key in image.owned)

@@ -203,8 +203,8 @@ WEIGHTS_OUT = (
         name="commit-of-some-consumers",
         about="Consumers take a version over before all others are prepared.",
         file=f"{OUT}/blocks.py",
-        old="                job.result()\n",
-        new="                job.exception()\n",
+        old="            job.result()\n",
+        new="            job.exception()\n",
         tests=(f"{TESTS}/test_sglang.py::test_a_consumer_that_is_not_prepared_stops_all",),
     ),
     Fault(

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from engine.config.outer_section import WeightsOutConfig
+from engine.web.sockets import reachable
 from engine.weights_out.blocks import WeightConsumer
 from engine.weights_out.consumers.folder import VersionFolder
 from engine.weights_out.consumers.sglang import SglangServer, SglangServers
@@ -22,7 +23,7 @@ def open_consumers(settings: WeightsOutConfig, device: torch.device) -> list[Wei
     found = list[WeightConsumer]()
     if sglang := [each for each in settings.to if each.sglang]:
         servers = [SglangServer(each.address, each.pause, each.ranks) for each in sglang]
-        found.append(SglangServers(servers, device, settings.host, any(each.check for each in sglang)))
+        found.append(SglangServers(servers, device, reachable(settings.host), any(each.check for each in sglang)))
     if vllm := [each for each in settings.to if each.vllm]:
         servers_of_vllm = [VllmServer(each.address, each.pause) for each in vllm]
         found.append(VllmServers(servers_of_vllm, any(each.check for each in vllm)))

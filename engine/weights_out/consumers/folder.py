@@ -67,6 +67,9 @@ class VersionFolder:
         with self._named():
             self._prepare(blocks)
 
+    def hold(self) -> None:
+        """Does nothing; readers of the last version go on."""
+
     def commit(self, blocks: WeightBlocks) -> None:
         """Commits the written version, and removes old ones. Errors as in ``prepare``."""
         assert self._written is not None, "the version is prepared"

@@ -1,6 +1,7 @@
 """Running SGLang servers: rank 0 broadcasts each version into their weights while they are paused.
 
-    prepare   group of rank 0 and all ranks of the servers, pause
+    prepare   group of rank 0 and all ranks of the servers
+    hold      pause
     commit    begin, update a bucket at a time, end, number of the version   live weights change in place
               continue
 
@@ -135,7 +136,7 @@ class SglangServers:
         return found
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Pauses all servers, which have joined a group with this process.
+        """Joins a group with all servers, unless there is one.
 
         Raises:
             EngineError: names the server that fails.
@@ -144,6 +145,9 @@ class SglangServers:
             server.limit(blocks.until - monotonic())
         if self._group is None:
             self._join(f"trine-{blocks.version.name}", blocks.until)
+
+    def hold(self) -> None:
+        """Pauses all servers; errors as in ``prepare``."""
         on_all(self._servers, SglangServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:

@@ -128,13 +128,16 @@ class VllmServers:
         return self._last
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Passes a version to all servers and pauses them.
+        """Passes a version to all servers.
 
         Raises:
             EngineError: names the server that fails.
         """
         url = blocks.geometry.owners[0].url
         on_all(self._servers, lambda server: server.prepare(blocks, url))
+
+    def hold(self) -> None:
+        """Pauses all servers; errors as in ``prepare``."""
         on_all(self._servers, VllmServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:

@@ -63,7 +63,6 @@ def test_versions_are_whole_and_unchanged_files_are_links(tmp_path: Path) -> Non
 def test_blocks_are_an_iterator_of_whole_tensors_in_buckets() -> None:
     trainer, weights = Trainer(3, held=("embed.weight",)), random_weights(1)
     blocks = WeightBlocks(trainer.reader(), trainer.publish(weights), monotonic() + 30, BUCKET)
-    assert set(blocks.metadata()) == set(weights) and set(blocks.held_names()) == set(weights) - {"embed.weight"}
     assert max(sum(t.nbytes for t in group.values()) for group in blocks.iter_groups()) <= BUCKET
     found = dict(blocks)
     assert same(found, {key: value for key, value in weights.items() if key != "embed.weight"})
