@@ -155,7 +155,7 @@ class BroadcastGroup:
         options.rootRank, options.timeout = 0, timedelta(seconds=seconds)
         sent = tensor.to(self._device)
         with self._lost(seconds):
-            self._group.broadcast([sent.contiguous()], options).wait(timedelta(seconds=seconds))
+            self._group.broadcast([sent.contiguous()], options).wait()  # it ends itself; a process must not exit before
 
     @contextmanager
     def _lost(self, seconds: float) -> Iterator[None]:

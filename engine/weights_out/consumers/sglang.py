@@ -221,7 +221,7 @@ class SglangServers:
             with noting(lost):
                 own()
 
-        thread = Thread(target=run, name="weights-out", daemon=True)  # it waits for a server that refuses
+        thread = Thread(target=run, name="weights-out")  # if a server refuses, it waits for it until the deadline
         thread.start()
         on_all(self._servers, step)
         thread.join()
