@@ -9,6 +9,7 @@ from engine.checkpoint.format.checked_blocks import BLOCK
 from engine.errors import EngineError
 from engine.weights_out.plan import share_of
 from engine.weights_out.receiver import Target, empty_targets
+from engine.weights_out.version import OwnerRank
 from tests.engine.weights_out.trainer import SHAPES, Trainer, has, random_weights, receiver_of, targets
 
 BYTES = {key: 4 * torch.Size(shape).numel() for key, shape in SHAPES.items()}
@@ -79,6 +80,8 @@ def test_equal_copies_share_the_load() -> None:
         live = targets(0, 1)
         receiver_of(reader, live).update()
         sent: Counter[str] = reader._connect.sent  # type: ignore[attr-defined]
+        loads, owner = Counter[str](), OwnerRank("a", {}, ("b",))
+        assert {reader._by_load(owner, loads, 10)[0] for _ in range(2)} == {"a", "b"}
         assert has(live, weights) and max(sent.values()) < 0.6 * sent.total() == 0.6 * sum(BYTES.values())
 
 
