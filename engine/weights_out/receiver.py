@@ -20,7 +20,7 @@ from engine.checkpoint.format.pieces import Part, Piece
 from engine.errors import EngineError
 from engine.kernels.device import is_host
 from engine.web.hosted import HostedApplication, run_in_thread
-from engine.web.sockets import address_of, listen
+from engine.web.sockets import address_of, is_loopback, listen
 from engine.weights_out.commit import CommitGroup
 from engine.weights_out.image import WeightImage
 from engine.weights_out.plan import share_of
@@ -91,8 +91,14 @@ class PeerServer:
         """Returns a server in a thread, at a free port of ``host``.
 
         Raises:
+            EngineError: other hosts reach ``host``, and there is no token.
             LaunchError: ``host`` is not an address of this host.
         """
+        if not token and not is_loopback(host):
+            raise EngineError(
+                f"a receiver that serves at {host} without a token would give the weights to anyone; give it the token "
+                "of the trainer, or an address of this host only."
+            )
         listening = listen(host, 0, "the receiver")
         made = cls(address_of(listening), geometry, targets, token)
         made._running.enter_context(listening)

@@ -160,6 +160,14 @@ WEIGHTS_OUT = (
         tests=(f"{TESTS}/test_peers.py::test_a_receiver_that_gets_nothing_does_not_hold_up_later_ones",),
     ),
     Fault(
+        name="receivers-serve-strangers",
+        about="A receiver serves other hosts without a token.",
+        file=f"{OUT}/receiver.py",
+        old="        if not token and not is_loopback(host):\n",
+        new="        if False:\n",
+        tests=(f"{TESTS}/test_peers.py::test_weights_without_a_token_are_served_to_this_host_only",),
+    ),
+    Fault(
         name="receivers-of-earlier-versions",
         about="Receivers of an earlier version count as those of the newest one, so two may wait for each other.",
         file=f"{OUT}/sender.py",

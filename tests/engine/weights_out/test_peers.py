@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import engine
+from engine.errors import EngineError
 from engine.models.decoder import loss_sum
 from engine.weights_out.plan import share_of
 from engine.weights_out.receiver import PeerServer, Target, WeightReceiver, follow
@@ -200,6 +201,12 @@ def test_a_tensor_is_served_once_all_its_flows_have_arrived() -> None:
     into.arrived("b")
     into.arrived("a")
     assert ready == ["b", "a"]
+
+
+def test_weights_without_a_token_are_served_to_this_host_only() -> None:
+    trainer = Trainer(1)
+    with pytest.raises(EngineError, match=r"serves at 0\.0\.0\.0 without a token"):
+        PeerServer.start("0.0.0.0", trainer.geometry, targets(0, 1))
 
 
 def test_real_receivers_read_from_each_other() -> None:
