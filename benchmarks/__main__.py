@@ -53,8 +53,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             frozenset({"write_figures"}),
         ),
         "weights_out": Benchmark(
-            "outer.read_weights", "training steps while a process reads the published weights",
+            "outer.read_weights", "training steps while weights are published and read, by cause of the time",
             frozenset({"rounds", "write_figures"}),
+        ),
+        "sweep": Benchmark(
+            "outer.sweep_steps", "successive halving beside trials that all train to their ends",
+            frozenset({"write_figures"}),
         ),
         "host_time": Benchmark(
             "training.host_time", "host time that an engine adds to a block, beside torch's own wrappers",

@@ -219,7 +219,7 @@ class EngineParts:
                 from engine.weights_out.consumers import open_consumers  # needs the packages of a server
                 from engine.weights_out.publisher import WeightPublisher
 
-                consumers = open_consumers(self.config.weights_out) if self.grid.rank == 0 else ()
+                consumers = open_consumers(self.config.weights_out, self.device) if self.grid.rank == 0 else ()
                 run = self.checkpoints.placed("weights_out")
                 self.publisher = WeightPublisher(run, self.config.weights_out, consumers)
                 self.resources.add(self.publisher.close)

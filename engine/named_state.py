@@ -66,10 +66,11 @@ class NamedState:
     def publish_weights(self) -> "PendingVersion":
         """Publishes the weights as the next version, which receivers read while training goes on. Collective.
 
-        Copies this rank's elements, in their dtype of forward, to host memory: as many bytes as its shard. Waits for
-        receivers that read the last version, until ``weights_out.deadline``; their version is then dropped. Two small
-        all-reduces over the world, label "start"; frozen quantized weights are gathered once over dp. ``wait()`` on the
-        result waits for ``weights_out.folder``; ``url`` is the address for receivers.
+        Copies this rank's elements, in their dtype of forward, to host memory: as many bytes as its shard, and another
+        rank's (``weights_out.copies``). Waits for receivers that read the last version, until ``weights_out.deadline``;
+        their version is then dropped. Three small all-reduces over the world, label "start"; frozen quantized weights
+        are gathered once over dp. ``wait()`` on the result waits for the consumers of ``weights_out.to``; ``url`` is
+        the address for receivers.
 
         Raises:
             EngineError: the configuration has no "weights_out", or the model is not placed yet.

@@ -56,7 +56,7 @@ def _keys(body: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str,
             continue
         here = f"{path}.{key}" if path else key
         yield here, inner
-        for option in [inner, *inner.get("anyOf", []), *inner.get("oneOf", [])]:
+        for option in [inner, *inner.get("anyOf", []), *inner.get("oneOf", []), inner.get("items", {})]:
             yield from _keys(option, here)
 
 

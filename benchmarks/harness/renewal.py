@@ -66,12 +66,15 @@ RENEW: Mapping[str, str] = MappingProxyType(
         "stage-messages-link": "python -m tests.cluster.stage_messages --write-figures",
         "step": "python -m benchmarks step --write-figures",
         "tensor": "python -m benchmarks tensor --models llama,fused --rounds 7 --write-figures",
+        "sweep": "python -m benchmarks sweep --write-figures",
         **dict.fromkeys(("tensor-models", "tensor-unseen"), _PARITY.format("tensor_models")),
         "timeline": "python -m benchmarks sleeping_blocks --write-figures",
         "versions": "python -m tests.versions runs/versions --write-figures",
         "watchdog-cost": "python -m benchmarks step --rows watchdog --write-figures",
         "watchdog-faults": "pytest -m long tests/engine/watchdog/test_jobs.py tests/cluster/test_nodes.py "
         "--write-figures",
+        "weights-out": "python -m benchmarks weights_out --write-figures",
+        "weights-out-bytes": "pytest tests/engine/weights_out/test_peers.py --write-figures",
         "wire": _PARITY.format("wire_training"),
         "zero": "python -m benchmarks zero --write-figures",
     }

@@ -1,1 +1,1 @@
-"""Outer loops on real text: loss against pushed bytes, and the gain of error feedback."""
+"""Outer loops on real text: loss against pushed bytes, the gain of error feedback, published weights, sweeps."""

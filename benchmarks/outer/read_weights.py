@@ -1,9 +1,12 @@
-"""Training steps while a process reads the published weights, next to steps that nobody disturbs.
+"""Training steps while weights are published and read, next to steps that nobody disturbs.
 
-    python -m benchmarks weights_out [--rounds 8] [--steps 4] [--write-figures]
+    python -m benchmarks weights_out [--rounds 8] [--steps 4] [--rate 50] [--write-figures]
 
-A decoder with 14 M parameters trains on one thread. In every second round, a receiver in a process of its own reads
-whole versions one after the other, each byte of them, over a loopback connection.
+A decoder with 14 M parameters trains on one thread. In turn, nobody reads; each step publishes its weights; a receiver
+in a process of its own reads whole versions over a loopback connection, at a limited rate or without a pause.
+
+The time of a step is divided by what its thread does, as the kernel counts it: it computes, it is ready and waits for a
+core (contention with sender and receiver), or it sleeps (locks, such as Python's).
 """
 
 import argparse
@@ -12,9 +15,10 @@ import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,27 +26,52 @@ from torch import Tensor
 import engine
 from benchmarks.harness.figures import record_cells, render
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.weights_out.publisher import WeightPublisher
 from engine.weights_out.reader import WeightReader
 from engine.weights_out.receiver import WeightReceiver, empty_targets
 
 ROWS, LENGTH, WORDS = 4, 128, 2048
-CORNER, STEP, CPU, RATE = "a training step", "median wall time", "CPU time of the training thread", "read"
-QUIET, READ = "nobody reads", "a receiver reads without a pause"
+CORNER = "a training step"
+QUIET, PUBLISHED, THROTTLED, READ = "nobody reads", "each step publishes", "read at a rate", "read without a pause"
+MODES = (QUIET, PUBLISHED, THROTTLED, READ)
+COLUMNS = ("wall", "its thread computes", "waits for a core", "sleeps", "bytes that it copies", "read")
+_STAT = Path("/proc/thread-self/schedstat")
+"""Nanoseconds that this thread has computed, and waited for a core."""
+_STOPPED, _UNLIMITED = 0.0, -1.0
 
 
-def follow(url: str, reading: Event, done: Connection) -> None:
-    """Body of the receiver: reads whole versions while ``reading`` is set, and sends the bytes of each."""
+class Times(NamedTuple):
+    """Seconds of one step."""
+
+    wall: float
+    computes: float
+    waits: float
+    copied: int
+    """Bytes of weights that the thread of the step copies."""
+
+    @property
+    def sleeps(self) -> float:
+        """Seconds in which the thread neither computes nor is ready to."""
+        return self.wall - self.computes - self.waits
+
+
+def follow(url: str, rate: "Synchronized[float]", done: Connection) -> None:
+    """Body of the receiver: reads whole versions at ``rate`` bytes a second, and sends the bytes of each."""
     torch.set_num_threads(1)
     os.nice(19)  # it is on another host in a real run
     reader = WeightReader(url)
     targets = empty_targets(reader.geometry(), 0, 1)
     while True:
-        reading.wait()
+        while (asked := rate.value) == _STOPPED:
+            time.sleep(0.01)
         for target in targets.values():
             target.values.zero_()  # all blocks are lacking
-        before = reader.traffic.received
+        before, began = reader.traffic.received, time.perf_counter()
         WeightReceiver(reader, targets).update()
-        done.send(reader.traffic.received - before)
+        read = reader.traffic.received - before
+        done.send(read)
+        if asked != _UNLIMITED:
+            time.sleep(max(0.0, read / asked - (time.perf_counter() - began)))
 
 
 def batch_of(step: int) -> dict[str, Tensor]:
@@ -51,37 +80,51 @@ def batch_of(step: int) -> dict[str, Tensor]:
     return {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
 
 
-def measure(rounds: int, steps: int) -> dict[tuple[str, str], str]:
-    """Returns the cells of the table."""
+def counted() -> tuple[float, float]:
+    """Returns the seconds that this thread has computed, and waited for a core."""
+    computed, waited, _ = _STAT.read_text().split()
+    return int(computed) / 1e9, int(waited) / 1e9
+
+
+def timed(eng: engine.Engine, publisher: WeightPublisher, step: int, publishes: bool) -> Times:
+    """Trains one step, and publishes as a step does that is due."""
+    before, copied, began = counted(), publisher.copied, time.perf_counter()
+    eng.train_batch(batch_of(step))
+    if publishes:
+        publisher.publish(waits=False)
+    wall, after = time.perf_counter() - began, counted()
+    return Times(wall, after[0] - before[0], after[1] - before[1], publisher.copied - copied)
+
+
+def measure(rounds: int, steps: int, rate: float) -> dict[tuple[str, str], str]:
+    """Returns the cells of the table; ``rate``: bytes a second of the limited receiver."""
     torch.set_num_threads(1)
     model = Decoder(DecoderConfig(vocabulary=WORDS, layers=4, width=512, heads=8, context=LENGTH))
     config: dict[str, Any] = {"train_batch_size": ROWS, "optimizer": {"type": "AdamW"}, "weights_out": {}}
-    found: dict[str, list[tuple[float, float]]] = {QUIET: [], READ: []}
+    found: dict[str, list[Times]] = {mode: [] for mode in MODES}
+    read, seconds = dict.fromkeys(MODES, 0), dict.fromkeys(MODES, 0.0)
     started = multiprocessing.get_context("spawn")
     with engine.initialize(model, config, loss_sum, batch_of(0)) as eng:
-        eng.train_batch(batch_of(0))
-        reading, (here, there) = started.Event(), started.Pipe(False)
-        process = started.Process(target=follow, args=(eng.publish_weights().url, reading, there), daemon=True)
+        publisher = eng._parts.publisher
+        assert publisher is not None
+        timed(eng, publisher, 0, True)
+        asked, (here, there) = started.Value("d", _UNLIMITED), started.Pipe(False)
+        process = started.Process(target=follow, args=(publisher.url, asked, there), daemon=True)
         process.start()
-        reading.set()
         here.recv()  # all of it is imported
-        read, seconds = 0, 0.0
-        for index in range(2 * rounds):
-            name = READ if index % 2 else QUIET
-            (reading.set if index % 2 else reading.clear)()
+        for index in range(len(MODES) * rounds):
+            mode = MODES[index % len(MODES)]
+            asked.value = {THROTTLED: rate, READ: _UNLIMITED}.get(mode, _STOPPED)
             time.sleep(0.5)
             drain(here)
             began = time.perf_counter()
             for step in range(steps):
-                times = time.perf_counter(), time.thread_time()
-                eng.train_batch(batch_of(step))
-                found[name].append((time.perf_counter() - times[0], time.thread_time() - times[1]))
-            if index % 2:
-                seconds += time.perf_counter() - began
-                read += sum(drain(here))
+                found[mode].append(timed(eng, publisher, step, mode == PUBLISHED))
+            seconds[mode] += time.perf_counter() - began
+            read[mode] += sum(drain(here))
         process.kill()
         process.join()
-    return cells_of(found, read / seconds)
+    return cells_of(found, {mode: read[mode] / seconds[mode] for mode in MODES})
 
 
 def drain(done: Connection) -> list[int]:
@@ -92,29 +135,36 @@ def drain(done: Connection) -> list[int]:
     return found
 
 
-def cells_of(found: dict[str, list[tuple[float, float]]], rate: float) -> dict[tuple[str, str], str]:
-    """Formats steps as (wall, CPU) seconds by name; ``rate``: bytes read a second."""
-    cells = {}
-    base = [median(column) for column in zip(*found[QUIET], strict=True)]
-    for name, steps in found.items():
-        for label, value, quiet in zip((STEP, CPU), map(median, zip(*steps, strict=True)), base, strict=True):
-            cells[name, label] = f"{1000 * value:,.1f} ms" + (f", {value / quiet - 1:+.1%}" if name == READ else "")
-        cells[name, RATE] = f"{rate / 1e6:,.0f} MB/s" if name == READ else ""
+def cells_of(found: dict[str, list[Times]], rates: dict[str, float]) -> dict[tuple[str, str], str]:
+    """Formats the medians of steps by mode; ``rates``: bytes read a second."""
+    cells = dict[tuple[str, str], str]()
+    quiet = median(each.wall for each in found[QUIET])
+    for mode, steps in found.items():
+        wall = median(each.wall for each in steps)
+        parts = (
+            f"{1000 * wall:,.1f} ms" + ("" if mode == QUIET else f", {wall / quiet - 1:+.1%}"),
+            *(f"{1000 * median(getattr(each, name) for each in steps):,.1f} ms" for name in Times._fields[1:3]),
+            f"{1000 * median(each.sleeps for each in steps):,.1f} ms",
+            f"{max(each.copied for each in steps):,}",
+            f"{rates[mode] / 1e6:,.0f} MB/s" if rates[mode] else "",
+        )
+        cells |= {(mode, column): text for column, text in zip(COLUMNS, parts, strict=True)}
     return cells
 
 
 def main(command: Sequence[str] | None = None) -> int:
     """Measures, prints the table and writes the figure; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks weights_out", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=8, help="rounds with and without a reader")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of each mode")
     parser.add_argument("--steps", type=int, default=4, help="steps of a round")
+    parser.add_argument("--rate", type=float, default=50, help="MB a second of the limited receiver")
     parser.add_argument("--write-figures", action="store_true", help="keep the table, and show it")
     asked = parser.parse_args(command)
-    cells = measure(asked.rounds, asked.steps)
+    cells = measure(asked.rounds, asked.steps, 1e6 * asked.rate)
     rows: dict[str, dict[str, str]] = {}
     for (row, column), text in cells.items():
         rows.setdefault(row, {})[column] = text
-    print(render({"corner": CORNER, "columns": [STEP, CPU, RATE], "rows": rows}))
+    print(render({"corner": CORNER, "columns": COLUMNS, "rows": rows}))
     if asked.write_figures:
         record_cells("weights-out", CORNER, cells)
     return 0

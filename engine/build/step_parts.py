@@ -22,6 +22,7 @@ from engine.program.router_replay import RouterReplay
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import (
     AverageOfWeights,
+    BackgroundReads,
     BalancedRouters,
     CountedExperts,
     DelayedUpdates,
@@ -78,6 +79,10 @@ def make_parts(request: PartRequest) -> StepParts:
 def _delayed(request: PartRequest) -> StepPart | None:
     delayed = request.optimizer.delayed
     return DelayedUpdates(delayed, request.optimizer, request.gatherer) if delayed is not None else None
+
+
+def _reads(request: PartRequest) -> StepPart | None:
+    return BackgroundReads() if request.plan.config.weights_out is not None else None
 
 
 def _disk(request: PartRequest) -> StepPart | None:
@@ -171,7 +176,7 @@ def _routers(request: PartRequest) -> StepPart | None:
 
 
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
-    _delayed, _disk, _states, _outer, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals,
+    _delayed, _reads, _disk, _states, _outer, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals,
     _average, _experts, _routers, _replay,
 )  # fmt: skip
 """Function of each feature that returns its step part; ``PartOrder`` defines the order of calls."""

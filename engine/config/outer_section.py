@@ -16,7 +16,7 @@ from engine.config.optim_sections import (
     SgdParams,
     one_of,
 )
-from engine.config.reader import Typed, setting, stored
+from engine.config.reader import Sections, Typed, setting, stored
 from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Problems, Real, Text
 from engine.config.sections import FOLDER, ZeroConfig
 
@@ -154,10 +154,46 @@ class OuterConfig:
         return OUTER_DEFAULTS["average" if self.rule == "average" else "diloco"]
 
 
+PAUSES = ("wait", "abort", "keep", "retract", "in_place")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerConfig:
+    """Consumer of published weights: one of ``folder``, ``vllm`` and ``sglang``."""
+
+    folder: str | None = setting(None, FOLDER)
+    """Folder into which rank 0 writes each version as ``version-000007``, with safetensors by Hugging Face names."""
+    vllm: str | None = setting(None, Text(noun="an address", null=True))
+    """Address of a vLLM server, to which rank 0 passes each version."""
+    sglang: str | None = setting(None, Text(noun="an address", null=True))
+    """Address of an SGLang server, to which rank 0 broadcasts each version."""
+    keep: int = setting(2, SIZE)
+    """Number of versions that remain in ``folder``."""
+    pause: Literal["wait", "abort", "keep", "retract", "in_place"] = setting(
+        "wait", one_of(*PAUSES, noun="a mode of pauses"))  # fmt: skip
+    """Requests under way at a new version: "wait" (vLLM) ends them first, "abort" aborts them, and "keep" (vLLM) and
+    "in_place" (SGLang) continue them with the new weights. "retract" (SGLang) computes them anew; "wait" means that for
+    SGLang.
+    """
+    check: bool = setting(False, Flag())
+    """true compares parameters in the server with each version, and reads its blocks twice (vLLM), or compares the
+    servers with each other (SGLang).
+    """
+    ranks: int = setting(1, SIZE)
+    """Number of ranks of an SGLang server: tensor x pipeline ranks."""
+
+    @property
+    def address(self) -> str:
+        """Address of its server; empty for a folder."""
+        return self.vllm or self.sglang or ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsOutConfig:
     """Published weights: versions that receivers on any cut read from the ranks of this training."""
 
+    to: tuple[ConsumerConfig, ...] = setting((), Sections(cls=ConsumerConfig))
+    """Consumers to which rank 0 passes each version, like ``[{"vllm": "http://vllm:8000"}]``: all get it, or none."""
     every: int = setting(0, COUNT)
     """Updates between two versions; 0: only ``eng.publish_weights()`` makes one. A step makes none while a receiver
     still reads the last one.
@@ -170,23 +206,14 @@ class WeightsOutConfig:
     """Port of rank 0; rank r serves at ``port`` + r. 0: each rank takes any free one."""
     deadline: float = setting(30.0, Real(above=0))
     """Seconds within which receivers read a version; ``eng.publish_weights()`` then drops it."""
+    copies: int = setting(2, Int(low=1, high=2))
+    """Ranks that serve each element: 2 lets a version outlive one of them, if ranks have equal weights (below ZeRO 3).
+    Images take twice the memory then.
+    """
     frozen: bool = setting(False, Flag())
     """true: frozen weights are published too, quantized ones decoded; false: trained weights and buffers, such as
     adapters alone.
     """
-    folder: str | None = setting(None, FOLDER)
-    """Folder into which rank 0 writes each version as ``version-000007``, with safetensors by Hugging Face names."""
-    keep: int = setting(2, SIZE)
-    """Number of versions that remain in ``folder``."""
-    vllm: tuple[str, ...] | str | None = setting(None, AnyOf(
-        rules=(Text(noun="an address"), ListOf(each=Text(), least=1, noun="a list of addresses")),
-        remedy='give the address of vLLM such as "http://vllm:8000", or a list of addresses',
-        null=True))  # fmt: skip
-    """Address of a vLLM server, or of several ones, to which rank 0 passes each version."""
-    pause: Literal["wait", "abort", "keep"] = setting("wait", one_of("wait", "abort", "keep", noun="a mode of pauses"))
-    """For vllm: requests under way at a new version are ended first, aborted, or continued with the new weights."""
-    check: bool = setting(False, Flag())
-    """For vllm: true compares parameters in vLLM with each version, and reads its blocks twice."""
     token_file: str | None = setting(None, Text(noun="a path", null=True))
     """File with the token that trainer and receivers share; without it, the environment variable TRINE_WEIGHTS_TOKEN.
     """
@@ -194,7 +221,7 @@ class WeightsOutConfig:
     @property
     def servers(self) -> tuple[str, ...]:
         """Addresses of all vLLM servers."""
-        return () if self.vllm is None else (self.vllm,) if isinstance(self.vllm, str) else self.vllm
+        return tuple(each.vllm for each in self.to if each.vllm is not None)
 
 
 def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) -> OptimizerConfig | None:
@@ -219,13 +246,26 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
 
 
 def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) -> None:
-    """Adds problems of addresses of vLLM servers."""
-    for url in weights_out.servers if weights_out is not None else ():
-        check_vllm("weights_out.vllm", url, problems)
+    """Adds problems of consumers: several kinds or none in one entry, addresses, modes of pauses."""
+    for index, each in enumerate(weights_out.to if weights_out is not None else ()):
+        at = f"weights_out.to[{index}]"
+        if problems.touch(at):
+            continue
+        kinds = [name for name in ("folder", "vllm", "sglang") if getattr(each, name) is not None]
+        if len(kinds) != 1:
+            problems.add(at, f"{' and '.join(kinds) or 'no consumer'} in one entry; give one of folder, vllm, sglang.")
+            continue
+        (kind,) = kinds
+        check_address(f"{at}.{kind}", each.address or None, problems)
+        modes = {"vllm": ("wait", "abort", "keep"), "sglang": ("wait", "abort", "retract", "in_place")}.get(
+            kind, PAUSES
+        )
+        if each.pause not in modes:
+            problems.add(f"{at}.pause", f'"{each.pause}" is no mode of {kind}; give {", ".join(modes)}.')
 
 
-def check_vllm(key: str, url: str | None, problems: Problems) -> None:
-    """Adds the problem of an address of a vLLM server in a key."""
+def check_address(key: str, url: str | None, problems: Problems) -> None:
+    """Adds the problem of an address of a server in a key."""
     if url is not None and not (url.startswith(("http://", "https://")) and _has_host(url)):
         problems.add(key, f'"{url}" is not an address; give http://HOST:PORT.')
 

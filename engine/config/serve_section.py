@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.config.optim_sections import COUNT, SIZE
-from engine.config.outer_section import check_vllm
+from engine.config.outer_section import check_address
 from engine.config.reader import Section, setting
 from engine.config.rules import Int, ListOf, Problems, Real, Text
 
@@ -102,7 +102,7 @@ def check_serve(serve: ServeConfig | None, problems: Problems) -> None:
     """Adds problems of settings that exclude each other."""
     if serve is None:
         return
-    check_vllm("serve.sampler.vllm", serve.sampler.vllm, problems)
+    check_address("serve.sampler.vllm", serve.sampler.vllm, problems)
     if serve.queue.per_session > serve.queue.depth:
         problems.add(
             "serve.queue.per_session",

@@ -61,7 +61,7 @@ _OWNED: Mapping[str, _Owned] = MappingProxyType({
     "scheduler.params.warmup_max_lr": _plain("learning_rate"),
     "scheduler.params.warmup_num_steps": _Owned("warmup_steps", _warmup),
     "scheduler.params.total_num_steps": _Owned("max_steps", _all_steps),
-    "weights_out.vllm": _plain("vllm_server_base_url"),
+    "weights_out.to[].vllm": _plain("vllm_server_base_url"),
 })  # fmt: skip
 """Key of the configuration -> the argument with its value."""
 _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "seed")
@@ -78,6 +78,8 @@ def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]
         filled[key] = value
         if isinstance(value, Mapping):
             filled[key] = fill_auto(value, args, path)
+        elif isinstance(value, list):
+            filled[key] = [fill_auto(each, args, f"{path}[]") if isinstance(each, Mapping) else each for each in value]
         elif value == "auto" and path in _OWNED:
             try:
                 filled[key] = _OWNED[path].value(args)
@@ -340,10 +342,10 @@ def _check_servers(kind: str, args: Any, config: Config) -> None:
     if not servers:
         raise ConfigError(
             f"{name} has use_vllm, but engine_config names no vLLM server to which the weights go; set "
-            'weights_out.vllm, such as "http://vllm:8000".'
+            'weights_out.to, such as [{"vllm": "http://vllm:8000"}].'
         )
     if args.vllm_server_base_url not in (None, *servers):
-        raise conflict("weights_out.vllm", ", ".join(servers), "vllm_server_base_url", args.vllm_server_base_url)
+        raise conflict("weights_out.to", ", ".join(servers), "vllm_server_base_url", args.vllm_server_base_url)
 
 
 def refuse_rewards(name: str, rewards: Any, count: int) -> None:

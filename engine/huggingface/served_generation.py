@@ -34,7 +34,7 @@ class ServedGeneration:
     """Generation of a TRL trainer by vLLM servers; constructed with the keyword arguments of ``VLLMGeneration``.
 
     Args:
-        servers: addresses of the servers, equal to weights_out.vllm.
+        servers: addresses of the servers, those of weights_out.to.
         accelerator: accelerator of the trainer.
         given: settings of generation; those of the server's process and of TRL's NCCL group have no effect.
 

@@ -1,6 +1,6 @@
 """Overrides for TRL's trainers, which call more methods than ``transformers.Trainer``.
 
-generate             completions come from ``eng.generate``, collectively, or from the servers in weights_out.vllm
+generate             completions come from ``eng.generate``, collectively, or from the servers in weights_out.to
 rows                 rewards, logs and draws are those of data ranks, not of all processes
 log-probabilities    forwards without gradients, which TRL calls on the bare model, run through the engine
 fused head           tensor ranks compute on their shards of the logits, which are never gathered

@@ -34,6 +34,8 @@ class PartOrder(IntEnum):
     """Part that copies weights for late backwards before any other part may change them."""
     DELAYED_UPDATE = auto()
     """Part that finishes an overlapped optimizer update before other parts read weights."""
+    BACKGROUND_READS = auto()
+    """Part that waits for threads that read weights before they change."""
     DISK = auto()
     """Part that refuses to save optimizer moments that a disk has lost."""
     OFFLOADED = auto()

@@ -3,7 +3,8 @@
 Buffers that a forward writes (running statistics, counters) are rolled back after skipped steps.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -72,6 +73,46 @@ class DelayedUpdates(StepPart):
     def close(self) -> None:
         """Waits for the overlapped update, and copies its weights to the device without communication."""
         self._optimizer.end_delayed()
+
+
+class BackgroundReads(StepPart):
+    """Step part that lets a thread read weights after a step, until the next update or change."""
+
+    order = PartOrder.BACKGROUND_READS
+
+    def __init__(self) -> None:
+        self._reading: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1, "weight-reads")
+
+    def start(self, read: Callable[[], None]) -> None:
+        """Starts a read; an earlier one has been joined."""
+        self._reading = self._pool.submit(read)
+
+    def wait(self) -> None:
+        """Waits for the read, from any thread."""
+        if (reading := self._reading) is not None:
+            wait([reading])
+
+    def join(self) -> None:
+        """Waits for the read, and raises its error."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.result()
+
+    def before_update(self, step: StepState) -> BaseException | None:
+        """Waits for the read; returns the error of the step or of the read."""
+        reading, self._reading = self._reading, None
+        return (reading.exception() if reading is not None else None) or step.problem
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Waits for the read before weights change."""
+        self.join()
+        yield
+
+    def close(self) -> None:
+        """Waits for the read."""
+        self._pool.shutdown()
 
 
 class MomentsOnDisk(StepPart):

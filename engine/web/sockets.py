@@ -33,9 +33,16 @@ def listen(host: str, port: int, server: str) -> socket.socket:
     return listening
 
 
+def reachable(host: str) -> str:
+    """Returns an address of this host, or its name if the address stands for all of them."""
+    try:
+        return socket.gethostname() if ip_address(host).is_unspecified else host
+    except ValueError:
+        return host
+
+
 def address_of(listening: socket.socket, scheme: str = "http") -> str:
     """Returns the address at which clients reach a socket."""
     host, port = listening.getsockname()[:2]
-    if ip_address(host).is_unspecified:
-        host = socket.gethostname()
+    host = reachable(host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

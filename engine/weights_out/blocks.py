@@ -1,6 +1,8 @@
 """Whole tensors of one version, a bucket at a time, for consumers that know Hugging Face names only."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Protocol
 
@@ -9,7 +11,10 @@ from torch import Tensor
 
 from engine.checkpoint.format.host_image import in_batches, torch_dtype
 from engine.checkpoint.load import AT_ONCE
-from engine.weights_out.reader import Known, Shadows, WeightReader
+from engine.errors import EngineError
+from engine.outer.messages import StoreRefusedError
+from engine.weights_out.reader import Known, WeightReader
+from engine.weights_out.transfer import Shadows
 from engine.weights_out.version import Geometry, PublishedTensor, WeightVersion
 
 Memory = Callable[[], Mapping[str, Tensor]]
@@ -17,14 +22,51 @@ Memory = Callable[[], Mapping[str, Tensor]]
 
 
 class WeightConsumer(Protocol):
-    """Interface of a consumer."""
+    """Interface of a consumer: it takes versions over in two phases, ``commit`` after all that can fail."""
 
     @property
     def last(self) -> int:
         """Number of the last version that it has; 0 before the first one."""
 
-    def take(self, blocks: "WeightBlocks") -> None:
-        """Takes a version over, or raises and keeps the last one."""
+    def prepare(self, blocks: "WeightBlocks") -> None:
+        """Gets all that a version needs before the last one is given up; raises if it cannot."""
+
+    def hold(self) -> None:
+        """Stops the use of the last version, once all consumers are prepared."""
+
+    def commit(self, blocks: "WeightBlocks") -> None:
+        """Takes the prepared version over."""
+
+    def drop(self) -> None:
+        """Drops the version that is prepared, or partly; keeps the last one."""
+
+
+def deliver(blocks: "WeightBlocks", consumers: Sequence[WeightConsumer]) -> None:
+    """Passes a version to all consumers, or to none: all are prepared before the first one takes it over.
+
+    Raises:
+        EngineError: names the consumer that fails. One that fails while it takes the version over is left without a
+            version; those before it have the new one.
+    """
+    left = list(consumers)
+    try:
+        _on_each(left, lambda consumer: consumer.prepare(blocks))
+        _on_each(left, lambda consumer: consumer.hold())
+        while left:
+            left[0].commit(blocks)
+            left.pop(0)
+    except BaseException:
+        for consumer in left:
+            with suppress(EngineError, StoreRefusedError, OSError):  # the first error is the one that counts
+                consumer.drop()
+        raise
+
+
+def _on_each(consumers: Sequence[WeightConsumer], phase: Callable[[WeightConsumer], None]) -> None:
+    """Performs a phase on all consumers at a time; raises the first error once all have ended."""
+    with ThreadPoolExecutor(len(consumers), "weights-out") as pool:
+        for job in [pool.submit(phase, consumer) for consumer in consumers]:
+            job.result()
 
 
 class WeightBlocks:
@@ -39,14 +81,6 @@ class WeightBlocks:
     def __init__(self, reader: WeightReader, version: WeightVersion, until: float, bucket: int = AT_ONCE) -> None:
         self.version, self.until, self._reader, self._bucket = version, until, reader, bucket
         self.geometry: Geometry = reader.geometry(version.run, until)
-
-    def metadata(self) -> Mapping[str, PublishedTensor]:
-        """Returns dtype and full shape of all tensors of the model, also of those that are not published."""
-        return self.geometry.tensors
-
-    def held_names(self) -> tuple[str, ...]:
-        """Returns the keys that are published."""
-        return tuple(self.geometry.served)
 
     def groups(self) -> list[list[str]]:
         """Returns the keys of each bucket."""
@@ -72,11 +106,7 @@ class WeightBlocks:
     def bucket(self, keys: Sequence[str], memory: Memory, old: bool = False) -> Shadows:
         """Returns the destination of a bucket; ``old``: its memory begins with values of an earlier version."""
         opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]
-        return Shadows(
-            wanted,
-            values=lambda index: opened()[keys[index]] if old else None,
-            make=lambda index: opened()[keys[index]],
-        )
+        return Shadows(wanted, values=lambda key: opened()[key] if old else None, make=lambda key: opened()[key])
 
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:
         """Reads the blocks that ``into`` lacks; returns the hashes of all blocks. See ``WeightReader.fetch``."""

@@ -1,4 +1,4 @@
-"""Image of one rank's elements of a version: host memory that does not change until the next version fills it."""
+"""Image of elements of a version: host memory that does not change until the next version fills it."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,10 +15,10 @@ from engine.checkpoint.format.checked_blocks import Hashes
 from engine.checkpoint.format.host_image import torch_dtype
 from engine.checkpoint.format.pieces import Piece
 from engine.outer.http.bodies import digest
-from engine.outer.messages import NamedPiece, StoreRefusedError
+from engine.outer.messages import StoreRefusedError
 from engine.web.json_text import dump_json
 from engine.weights_out.plan import Flow, elements_of, find_flows
-from engine.weights_out.version import GONE, NOT_YET, PublishedTensor
+from engine.weights_out.version import EARLY, GONE, NOT_YET, PublishedTensor, WantedPiece
 
 _LAYOUTS = 64
 
@@ -40,21 +40,23 @@ class BlockReply:
 
 
 class WeightImage:
-    """Elements of one rank, for all threads that serve them.
+    """Elements of one rank or receiver, for all threads that serve them.
 
     Args:
-        owned: piece of each tensor that this rank serves.
+        owned: piece of each tensor that is served.
         tensors: descriptions of all tensors.
+        filled: the image has memory of its own, which ``put`` fills; False: tensors of a receiver, by ``share``.
     """
 
-    def __init__(self, owned: Mapping[str, Piece], tensors: Mapping[str, PublishedTensor]) -> None:
-        self._owned, self._tensors = owned, tensors
+    def __init__(self, owned: Mapping[str, Piece], tensors: Mapping[str, PublishedTensor], filled: bool = True) -> None:
+        self.owned, self._tensors, self._later = owned, tensors, NOT_YET if filled else EARLY
         self._values = {
-            key: torch.empty(piece.elements, dtype=torch_dtype(tensors[key].kind)) for key, piece in owned.items()
+            key: torch.empty(piece.elements if filled else 0, dtype=torch_dtype(tensors[key].kind))
+            for key, piece in owned.items()
         }
         self._written: dict[str, int] = {}
         """Version that has written each tensor last."""
-        self._number, self._ready = -1, False
+        self._number, self._ready = -1, set[str]()
         self._layouts: OrderedDict[str, _Layout] = OrderedDict()
         self._lock = Lock()
 
@@ -63,27 +65,40 @@ class WeightImage:
         """Bytes of the image."""
         return sum(values.nbytes for values in self._values.values())
 
+    def begin(self, number: int) -> None:
+        """Ends the version that is served; each tensor of ``number`` is served once it is there."""
+        with self._lock:
+            self._number, self._ready = number, set()
+
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Ends the version that is served; serves ``number`` once the block has put its tensors."""
-        with self._lock:
-            self._number, self._ready = number, False
+        """Begins a version; serves all of it once the block has put the tensors that change."""
+        self.begin(number)
         yield
         with self._lock:
-            self._ready = True
+            self._ready = set(self.owned)
 
     def put(self, key: str, values: Tensor, held: Piece) -> None:
-        """Copies this rank's elements of a tensor from ``values`` [elements of ``held`` ], of any device."""
+        """Copies the elements of a tensor from ``values`` [elements of ``held`` ], of any device."""
+        copy_shared(values, held, self._values[key], self.owned[key])
         with self._lock:
-            copy_shared(values, held, self._values[key], self._owned[key])
             self._written[key] = self._number
+
+    def share(self, key: str, values: Tensor) -> None:
+        """Serves the tensor ``values`` [elements] itself; it must not change before the next version begins."""
+        with self._lock:
+            self._values[key] = values.reshape(-1)
+            self._written[key] = self._number
+            self._ready.add(key)
 
     def lacks(self, key: str) -> bool:
         """Returns True if no version has written a tensor yet."""
         return key not in self._written
 
-    def hashes(self, number: int, wanted: Sequence[NamedPiece]) -> tuple[str, list[Hashes]]:
+    def hashes(self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True) -> tuple[str, list[Hashes]]:
         """Returns a name for the wanted pieces, and the hashes of each flow; computes those of rewritten tensors only.
+
+        ``hashed``: False: only the name.
 
         Raises:
             StoreRefusedError: another version is served, or a piece is not of this model.
@@ -93,18 +108,19 @@ class WeightImage:
             layout = self._layouts.get(name)
         if layout is None:
             self._check_wanted(wanted)
-            layout = _Layout(find_flows(self._owned, wanted, self._tensors))
+            layout = _Layout(find_flows(self.owned, wanted, self._tensors))
         with self._lock:
             self._layouts[name] = layout
             self._layouts.move_to_end(name)
             while len(self._layouts) > _LAYOUTS:
                 self._layouts.popitem(last=False)
-        return name, [self._hashes_of(number, layout, index) for index in range(len(layout.flows))]
+        return name, [self._hashes_of(number, layout, index) for index in range(len(layout.flows) if hashed else 0)]
 
-    def _check_wanted(self, wanted: Sequence[NamedPiece]) -> None:
+    def _check_wanted(self, wanted: Sequence[WantedPiece]) -> None:
         for each in wanted:
             known = self._tensors.get(each.name)
-            if known is None or not known.served or known.shape != each.piece.part.shape:
+            shapes = {piece.part.shape for piece in (each.piece, *each.inside, *each.outside)}
+            if known is None or not known.served or shapes != {known.shape}:
                 raise StoreRefusedError(
                     f"a receiver asks for {each.name[:80]!r} of shape {list(each.piece.part.shape)[:8]}, which the "
                     "trainer does not publish; read the geometry again."
@@ -112,17 +128,16 @@ class WeightImage:
 
     def _hashes_of(self, number: int, layout: _Layout, index: int) -> Hashes:
         flow = layout.flows[index]
-        values = elements_of(self._values[flow.key])
         written, found = layout.hashes.get(index, (-1, None))
         with self._lock:
-            self._check(number)
-            stamp = self._written[flow.key]
+            self._check(number, flow.key)
+            values, stamp = elements_of(self._values[flow.key]), self._written[flow.key]
         if found is not None and written == stamp:
             return found
         made = []
         for block in range(flow.blocks):
             with self._lock:
-                self._check(number)
+                self._check(number, flow.key)
                 made.append(flow.hash(values, block, "source"))
         hashes = np.array(made, dtype=np.uint64)
         layout.hashes[index] = stamp, hashes
@@ -140,14 +155,16 @@ class WeightImage:
         if known is None:
             raise StoreRefusedError("a receiver asks for blocks before their hashes; ask for the hashes again.", GONE)
         chosen = self._chosen(known, blocks, limit)
+        with self._lock:
+            for key in {flow.key for flow, _ in chosen}:
+                self._check(number, key)
         size = sum(flow.block_bytes(block) for flow, block in chosen)
         return BlockReply(size, (self._copy(number, flow, block) for flow, block in chosen))
 
     def _copy(self, number: int, flow: Flow, block: int) -> bytes:
-        values = elements_of(self._values[flow.key])
         with self._lock:
-            self._check(number)
-            return values[flow.places(block, "source")].tobytes()
+            self._check(number, flow.key)
+            return elements_of(self._values[flow.key])[flow.places(block, "source")].tobytes()
 
     def _chosen(self, layout: _Layout, blocks: Sequence[tuple[int, int, int]], limit: int) -> list[tuple[Flow, int]]:
         found, size = list[tuple[Flow, int]](), 0
@@ -161,11 +178,13 @@ class WeightImage:
             found += [(flow, block) for block in range(first, stop)]
         return found
 
-    def _check(self, number: int) -> None:
-        """Refuses another version than the one that is served; call it with the lock."""
+    def _check(self, number: int, key: str | None = None) -> None:
+        """Refuses another version than the one that is served, or a tensor that is not there yet; call it with the
+        lock.
+        """
         if number < self._number:
             raise StoreRefusedError(
                 f"version {number} is over, and version {self._number} has replaced it; read the newest version.", GONE
             )
-        if number > self._number or not self._ready:
-            raise StoreRefusedError(f"version {number} is not complete on this rank; ask again.", NOT_YET)
+        if number > self._number or (key is not None and key not in self._ready):
+            raise StoreRefusedError(f"version {number} is not complete on this rank; ask again.", self._later)

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.checkpoint.format.checked_blocks import BLOCK, Hashes, block_count
-from engine.checkpoint.format.pieces import Numbers, Part, Piece, Runs, runs
-from engine.outer.messages import NamedPiece
-from engine.weights_out.version import PublishedTensor
+from engine.checkpoint.format.pieces import Numbers, Part, Piece, Runs
+from engine.weights_out.version import OwnerRank, PublishedTensor, WantedPiece
 
 Elements = NDArray[Any]
 """Elements of a flat tensor as integers of the same width."""
@@ -93,13 +92,35 @@ def digest_of(data: memoryview) -> int:
 
 
 def find_flows(
-    owned: Mapping[str, Piece], wanted: Sequence[NamedPiece], tensors: Mapping[str, PublishedTensor]
+    owned: Mapping[str, Piece], wanted: Sequence[WantedPiece], tensors: Mapping[str, PublishedTensor]
 ) -> list[Flow]:
     """Returns the flows from an owner to the wanted pieces, in their order; none is empty."""
     found = []
     for index, each in enumerate(wanted):
-        if each.name in owned and len((shared := runs(owned[each.name], each.piece)).length):
+        if each.name in owned and len((shared := each.overlap(owned[each.name])).length):
             found.append(Flow(index, each.name, tensors[each.name].kind.width, shared))
+    return found
+
+
+def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list[tuple[WantedPiece, OwnerRank | None]]:
+    """Divides wanted pieces by source: the last of the peers that has an element, or None for its owner.
+
+    ``peers``: receivers that read the version earlier, so every owner sends an element once.
+    """
+    found = list[tuple[WantedPiece, OwnerRank | None]]()
+    for each in wanted:
+        taken, left = list[Piece](), each.piece.elements
+        for peer in reversed(peers):
+            piece = peer.pieces.get(each.name)
+            if piece is None or not left:
+                continue
+            part = WantedPiece(each.name, each.piece, (piece,), tuple(taken))
+            if elements := int(part.overlap(each.piece).length.sum()):
+                found.append((part, peer))
+                taken.append(piece)
+                left -= elements
+        if left or not each.piece.elements:
+            found.append((WantedPiece(each.name, each.piece, (), tuple(taken)), None))
     return found
 
 

@@ -1,8 +1,11 @@
 """Publisher: versions of an engine's weights, from the images of all ranks.
 
 publish    rank 0 decides on the number      two small all-reduces over the world, label "start"
-           each rank copies its elements into its image
+           each rank copies its elements into its images; after a step, a thread does so until the next update
            rank 0 announces the version; receivers read it while training goes on
+
+An image has the elements that a rank saves in checkpoints. Below ZeRO 3 another data rank has the same values, and
+makes an image of them too, so that a version outlives a sender (``weights_out.copies``).
 """
 
 import json
@@ -18,7 +21,7 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents.local_tensors import ModelTensor, local_region, stored_part
+from engine.checkpoint.contents.local_tensors import Held, ModelTensor, local_region, stored_part
 from engine.checkpoint.format.host_image import torch_dtype
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.huggingface import with_dtype
@@ -26,11 +29,13 @@ from engine.checkpoint.run_state import RunState
 from engine.config.outer_section import WeightsOutConfig
 from engine.errors import ConfigError, LaunchError, first_line
 from engine.kernels.codecs.weight_format import dequantize
+from engine.kernels.device import is_host
 from engine.outer.http.open_link import read_secret
 from engine.parallel.comm.agreement import all_or_none, from_first
+from engine.step.rank_parts import BackgroundReads
 from engine.web.hosted import HostedApplication, run_in_thread
 from engine.web.sockets import address_of, is_loopback, listen
-from engine.weights_out.blocks import WeightBlocks, WeightConsumer
+from engine.weights_out.blocks import WeightBlocks, WeightConsumer, deliver
 from engine.weights_out.image import WeightImage
 from engine.weights_out.reader import WeightReader
 from engine.weights_out.sender import NoticeBoard, WeightServer
@@ -114,15 +119,27 @@ class WeightPublisher:
                     f"weights_out: port {port} of {settings.host} cannot be served ({cause}); give an address of this "
                     "host and a free port, or leave weights_out.port out."
                 ) from error
-        self._geometry = make_geometry(run, settings, address_of(listening))
+        ranks, self._geometry = make_geometry(run, settings, address_of(listening))
         self._reader = WeightReader(self.url, self._token, settings.deadline)
-        pieces = owned_pieces(run, settings, self._rank)
-        self._own = [(tensor, pieces[tensor.key]) for tensor in run.tensors if tensor.key in pieces]
-        self._image = WeightImage(pieces, self._geometry.tensors)
+        owners = enumerate(zip(ranks, self._geometry.owners, strict=True))
+        images = {
+            number: WeightImage(owner.pieces, self._geometry.tensors)
+            for number, (held, owner) in owners
+            if self._rank in held
+        }
+        self._images = list(images.values())
+        self._own = [tensor for tensor in run.tensors if any(tensor.key in image.owned for image in self._images)]
         self._board = NoticeBoard(self._geometry) if self._rank == 0 else None
-        server = WeightServer(self._image, self._geometry.run, self._token, self._board)
+        server = WeightServer(images, self._geometry.run, self._token, self._board)
         self._served.enter_context(run_in_thread(HostedApplication(server, listening, lambda: None), "weights-out"))
         self._consumers = consumers
+        reads = run.runtime.parts.find(BackgroundReads)
+        assert reads is not None, "an engine with weights_out has the part"
+        self._reads = reads
+        self._memory: list[tuple[int, int]] | None = None
+        self._held: Mapping[str, Held] = {}
+        self.copied = 0
+        """Bytes that the threads of calls and steps have copied."""
         self._number = max((each.last for each in consumers), default=0)
         self._base: int | None = None
         self._pending: PendingVersion | None = None
@@ -134,11 +151,12 @@ class WeightPublisher:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of this rank's image."""
-        return self._image.size
+        """Bytes of this rank's images."""
+        return sum(image.size for image in self._images)
 
     def close(self) -> None:
         """Ends the server of this rank; receivers keep the last version that they have taken over."""
+        self._reads.wait()
         self._served.close()
         self._reader.close()
 
@@ -152,25 +170,56 @@ class WeightPublisher:
     def publish(self, waits: bool = True) -> PendingVersion | None:
         """Copies this rank's elements and offers them as the next version. Collective.
 
-        ``waits``: waits for readers of the last version, until its deadline, and then drops it. False: returns None
-        while there are any.
+        ``waits``: waits for readers of the last version, until its deadline, and then drops it; the weights are copied
+        when the call returns. False: returns None while there are readers; a thread copies weights of the host until
+        the next update.
         """
         told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
         if not told:
             return None
         number, base = json.loads(told)
-        with self._run.runtime.saving(), self._image.filling(number):
-            for key, values, held in self._values():
-                self._image.put(key, values, held)
         version = WeightVersion(self._geometry.run, number, base, self._run.trainer_state.update.made)
+        if waits:  # a step has waited before its update
+            with all_or_none(self._run.comm, self._run.device):
+                self._reads.join()
+        with self._run.runtime.saving(), ExitStack() as filling:
+            for image in self._images:
+                filling.enter_context(image.filling(number))
+            later = [each for each in self._values() if not self._put(each, waits)]
+            rest = filling.pop_all()
         self._number, self._base = number, number
-        if self._board is not None:
-            self._board.announce(version)
+        offer = partial(self._offer, version, later, rest)
+        if later:
+            self._reads.start(offer)
+        else:
+            offer()
         consume = partial(self._consume, version) if self._consumers else None
         self._pending = PendingVersion(
             number, self.url, partial(all_or_none, self._run.comm, self._run.device), consume
         )
         return self._pending
+
+    def _put(self, held: tuple[str, Tensor, Piece, bool], waits: bool) -> bool:
+        """Copies a tensor into all images that have it, or returns False if a thread can do it later."""
+        key, values, piece, stays = held
+        if stays and not waits and self._run.config.outer is None and is_host(values.device):
+            return False  # a merge of the outer loop would change weights before the next update
+        for image in self._images:
+            if key in image.owned:
+                image.put(key, values, piece)
+                self.copied += image.owned[key].elements * values.element_size()
+        return True
+
+    @torch.no_grad()
+    def _offer(self, version: WeightVersion, later: Sequence[tuple[str, Tensor, Piece, bool]], rest: ExitStack) -> None:
+        """Copies the tensors that are left, completes the images, and announces the version."""
+        with rest:
+            for key, values, piece, _ in later:
+                for image in self._images:
+                    if key in image.owned:
+                        image.put(key, values, piece)
+        if self._board is not None:
+            self._board.announce(version)
 
     def _begin(self, waits: bool) -> bytes:
         """Returns the numbers of the next and of the last version as JSON, on rank 0; nothing while one is read."""
@@ -186,28 +235,40 @@ class WeightPublisher:
         return json.dumps([self._number + 1, self._base]).encode()
 
     def _consume(self, version: WeightVersion) -> None:
-        """Passes a version to all consumers."""
+        """Passes a version to all consumers, or to none."""
         until = monotonic() + self._settings.deadline
+        self._reads.wait()  # the version is announced by then
         with self._reader.leased(None, until):
-            for consumer in self._consumers:
-                consumer.take(WeightBlocks(self._reader, version, until))
+            deliver(WeightBlocks(self._reader, version, until), self._consumers)
 
-    def _values(self) -> Iterator[tuple[str, Tensor, Piece]]:
-        """Yields the tensors that this rank copies into its image: key, values, and the elements among them.
+    def _values(self) -> Iterator[tuple[str, Tensor, Piece, bool]]:
+        """Yields the tensors that this rank copies into its images: key, values, the elements among them, and True if
+        nothing but an update changes them.
 
         Frozen weights are yielded once. All-gathers buckets of quantized ones over dp, label "full state".
         """
-        weights, run = {held.tensor: held for held in self._run.local_tensors.weights()}, self._run
-        for tensor, piece in self._own:
+        weights, run = self._weights(), self._run
+        for tensor in self._own:
             if tensor.row is None:
-                yield tensor.key, run.buffers[tensor.name].reshape(-1), piece
-            elif tensor.row.trainable or (tensor.row.quantized is None and self._image.lacks(tensor.key)):
+                yield tensor.key, run.buffers[tensor.name].reshape(-1), Part(tensor.kind.shape).whole(), False
+            elif tensor.row.trainable or (tensor.row.quantized is None and self._lacks(tensor.key)):
                 held = weights[tensor.name]
-                yield tensor.key, held.values, held.own
+                yield tensor.key, held.values, held.own, True
         if self._settings.frozen and self._base is None:
-            yield from self._decoded({tensor.name: tensor for tensor, _ in self._own})
+            yield from self._decoded({tensor.name: tensor for tensor in self._own})
 
-    def _decoded(self, own: Mapping[str, ModelTensor]) -> Iterator[tuple[str, Tensor, Piece]]:
+    def _weights(self) -> Mapping[str, Held]:
+        """Returns the parameters in this rank's memory by name; on the host, until their memory is another."""
+        memory = [(state.tensor.data_ptr(), state.tensor.numel()) for state in self._run.runtime.inventory.weights()]
+        if memory != self._memory or not is_host(self._run.device):  # a view would keep offloaded memory of a device
+            found = self._run.local_tensors.weights(copies=True)
+            self._memory, self._held = memory, {held.tensor: held for held in found}
+        return self._held
+
+    def _lacks(self, key: str) -> bool:
+        return any(image.lacks(key) for image in self._images if key in image.owned)
+
+    def _decoded(self, own: Mapping[str, ModelTensor]) -> Iterator[tuple[str, Tensor, Piece, bool]]:
         """Yields quantized weights, decoded one tensor at a time."""
         run, holder = self._run, self._run.comm.grid.holder()
         rows = {row.name: row for row in run.runtime.plan.table if row.quantized is not None}
@@ -219,7 +280,7 @@ class WeightPublisher:
             tensor, form = own.get(f"param/{name}"), rows[name].quantized_shape(holder) if name in rows else None
             if tensor is not None and form is not None:
                 values = dequantize(codes, form, torch_dtype(tensor.kind))
-                yield tensor.key, values.reshape(-1), local_region(rows[name], holder).whole()
+                yield tensor.key, values.reshape(-1), local_region(rows[name], holder).whole(), False
 
 
 def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[str, Piece]:
@@ -243,8 +304,40 @@ def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[s
     return found
 
 
-def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> Geometry:
-    """Returns the geometry, equal on all ranks. All-gathers the addresses over the world, label "start"."""
+def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
+    """Returns the next rank with the same values of a tensor; None if there is none, as at ZeRO 3."""
+    row, grid = tensor.row, run.ownership.grid
+    if row is None or row.quantized is not None or run.runtime.gatherer is not None:
+        return None
+    peers = grid.peers(grid.expert_spread.copies if row.experts else grid.copies, rank)
+    other = peers[(peers.index(rank) + 1) % len(peers)]
+    return other if other != rank else None
+
+
+def make_owners(
+    run: RunState, settings: WeightsOutConfig, urls: Sequence[str]
+) -> Iterator[tuple[list[int], OwnerRank]]:
+    """Yields the owners with the ranks that serve them; rank 0 has the first one.
+
+    A rank is the owner of the elements that it saves, once for each rank that has copies of some of them.
+    """
+    tensors = {tensor.key: tensor for tensor in run.tensors}
+    for rank, url in enumerate(urls):
+        divided: dict[int | None, dict[str, Piece]] = {None: {}}
+        for key, piece in owned_pieces(run, settings, rank).items():
+            other = copy_rank(run, tensors[key], rank) if settings.copies > 1 else None
+            divided.setdefault(other, {})[key] = piece
+        for other, pieces in divided.items():
+            if other is not None:
+                yield [rank, other], OwnerRank(url, pieces, (urls[other],))
+            elif pieces or len(divided) == 1:
+                yield [rank], OwnerRank(url, pieces)
+
+
+def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> tuple[list[list[int]], Geometry]:
+    """Returns the ranks that serve each owner, and the geometry, equal on all ranks. All-gathers the addresses over the
+    world, label "start".
+    """
     comm = run.comm
     urls = torch.zeros(comm.grid.world_size, _URL_BYTES, dtype=torch.uint8)
     urls[comm.grid.rank, : len(url)] = torch.tensor(list(url.encode()), dtype=torch.uint8)
@@ -252,7 +345,8 @@ def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> Geomet
     comm.all_gather(urls.view(-1), urls[comm.grid.rank].clone(), "world", "start").wait()
     name = from_first(lambda: secrets.token_hex(8).encode(), comm, run.device).decode()
     addresses = [bytes(line.tolist()).rstrip(b"\0").decode() for line in urls.cpu()]
-    return Geometry(
+    served = list(make_owners(run, settings, addresses))
+    return [ranks for ranks, _ in served], Geometry(
         run=name,
         architecture=type(run.model).__name__,
         files={file: data.decode() for file, data in with_dtype(run.model_files, run.dtype()).items()},
@@ -265,6 +359,6 @@ def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> Geomet
             )
             for tensor in run.tensors
         },
-        owners=tuple(OwnerRank(each, owned_pieces(run, settings, rank)) for rank, each in enumerate(addresses)),
+        owners=tuple(owner for _, owner in served),
         deadline=settings.deadline,
     )

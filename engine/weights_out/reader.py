@@ -1,58 +1,33 @@
-"""Connections of a receiver to all owner ranks: it reads the blocks that it lacks, each once, from its one owner."""
+"""Connections of a receiver: it reads each block that it lacks once, from its owner or from an earlier receiver.
+
+hashes    of all blocks, from the owner rank, or from a rank with a copy of its elements
+blocks    from the receivers that began to read the version earlier, as far as they have the elements
+          from the owner rank: the others, and those that a receiver does not give in time
+"""
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from threading import Lock
 from time import monotonic
 
 import httpx
-import numpy as np
-from torch import Tensor
 
 from engine.checkpoint.format.checked_blocks import BLOCK, Hashes
 from engine.errors import EngineError, GridError, first_line
 from engine.outer.http.bodies import RANGE
 from engine.outer.http.connection import StoreConnection
 from engine.outer.http.requests import Done
-from engine.outer.messages import NamedPiece, StoreRefusedError
+from engine.outer.messages import StoreRefusedError
 from engine.weights_out import version as wire
-from engine.weights_out.plan import Elements, Flow, batches, digest_of, elements_of, find_flows
-from engine.weights_out.version import GONE, BlocksCall, Geometry, HashesCall, HashesReply, LeaseCall, WeightVersion
+from engine.weights_out.plan import by_source, find_flows
+from engine.weights_out.transfer import Shadows, Transfer, WeightTraffic
+from engine.weights_out.version import GONE, Geometry, LeaseCall, LeaseReply, OwnerRank, WeightVersion
 
-_DAMAGED_AT_MOST = 4
 _OWNERS_AT_ONCE = 8
 Known = dict[int, list[Hashes]]
 """Hashes of a receiver's own values: of each owner, those of its flows."""
-
-
-@dataclass(slots=True)
-class Shadows:
-    """Destination of a transfer: memory for the tensors of which blocks are read."""
-
-    wanted: Sequence[NamedPiece]
-    values: Callable[[int], Tensor | None]
-    """Function that returns the own values of a wanted piece on the host; None: there are none."""
-    make: Callable[[int], Tensor]
-    """Function that returns memory for a wanted piece, which begins with the own values."""
-    made: dict[int, Tensor] = field(default_factory=dict)
-    """Memory of the pieces of which a block was read."""
-    _lock: Lock = field(default_factory=Lock)
-
-    def current(self, index: int) -> Elements | None:
-        """Returns the own values of a wanted piece as integers [elements]."""
-        with self._lock:
-            found = self.values(index)
-        return elements_of(found) if found is not None else None
-
-    def shadow(self, index: int) -> Elements:
-        """Returns the memory of a wanted piece as integers [elements]."""
-        with self._lock:
-            if index not in self.made:
-                self.made[index] = self.make(index)
-            return elements_of(self.made[index])
 
 
 class SenderConnection(StoreConnection):
@@ -65,26 +40,6 @@ class SenderConnection(StoreConnection):
         """Lets no request wait for longer than ``seconds`` from now, also not for a peer that hangs."""
         super().limit(seconds)
         self._client.timeout = httpx.Timeout(min(60.0, max(0.1, seconds)))
-
-
-@dataclass(slots=True)
-class WeightTraffic:
-    """Bytes of blocks that a receiver has read."""
-
-    lacked: int = 0
-    """Bytes of the blocks that it lacked; a complete version has received all of them."""
-    received: int = 0
-    """Bytes of blocks with the right hash."""
-    repeated: int = 0
-    """Bytes that arrived damaged, or before a connection broke within a block."""
-    _lock: Lock = field(default_factory=Lock)
-
-    def add(self, lacked: int = 0, received: int = 0, repeated: int = 0) -> None:
-        """Adds bytes, from any thread."""
-        with self._lock:
-            self.lacked += lacked
-            self.received += received
-            self.repeated += repeated
 
 
 class WeightReader:
@@ -106,8 +61,10 @@ class WeightReader:
     ) -> None:
         self.url, self.deadline, self.traffic = url, deadline, WeightTraffic()
         self._token, self._connect, self._name = token, connect, secrets.token_hex(8)
-        self._connections: dict[str, StoreConnection] = {}
+        self._connections: dict[tuple[str, int], StoreConnection] = {}
         self._geometry: Geometry | None = None
+        self.peers: tuple[OwnerRank, ...] = ()
+        """Receivers that began to read the leased version earlier."""
 
     def close(self) -> None:
         """Closes all connections; a later request opens new ones."""
@@ -115,11 +72,12 @@ class WeightReader:
         for connection in connections.values():
             connection.close()
 
-    def _open(self, url: str, until: float | None = None) -> StoreConnection:
-        if url not in self._connections:
-            self._connections[url] = self._connect(url, self._token)
-        self._connections[url].limit(self.deadline if until is None else until - monotonic())
-        return self._connections[url]
+    def _open(self, url: str, until: float | None = None, owner: int = -1) -> StoreConnection:
+        """Returns the connection to an address for the thread that reads from ``owner``."""
+        if (url, owner) not in self._connections:
+            self._connections[url, owner] = self._connect(url, self._token)
+        self._connections[url, owner].limit(self.deadline if until is None else until - monotonic())
+        return self._connections[url, owner]
 
     def geometry(self, run: str | None = None, until: float | None = None) -> Geometry:
         """Returns the geometry; ``run``: of this run, read again if the known one is of another.
@@ -140,27 +98,33 @@ class WeightReader:
             return self._open(self.url, until).get(wire.NEWEST, wire.NewestReply).version
 
     @contextmanager
-    def leased(self, known: WeightVersion | None, until: float) -> Iterator[WeightVersion | None]:
+    def leased(
+        self, known: WeightVersion | None, until: float, peer: OwnerRank | None = None
+    ) -> Iterator[WeightVersion | None]:
         """Yields the newest version, which the trainer retains until the block ends; None: there is none after
-        ``known``.
+        ``known``. ``peer``: elements that this receiver serves to later ones.
 
         Raises:
             EngineError: the trainer does not answer until then (``monotonic``), or refuses.
         """
         while (version := self.newest(until)) is not None and version != known:
-            call = LeaseCall(version.run, version.number, self._name, max(0.0, until - monotonic()))
+            left, whole = max(0.0, until - monotonic()), False
+            call = LeaseCall(version.run, version.number, self._name, left, peer)
             with as_engine_errors():
                 try:
-                    self._open(self.url, until).ask(wire.OPEN, call, Done)
+                    self.peers = self._open(self.url, until).ask(wire.OPEN, call, LeaseReply).peers
                 except StoreRefusedError as refusal:
                     if refusal.status != GONE:
                         raise
                     continue  # a newer one has come
             try:
                 yield version
+                whole = True
             finally:
+                self.peers = ()
+                end = LeaseCall(version.run, version.number, self._name, 0.0, None, whole)
                 with suppress(GridError, StoreRefusedError):  # the lease ends by itself
-                    self._open(self.url, until).ask(wire.CLOSE, call, Done, 0.0)
+                    self._open(self.url, until).ask(wire.CLOSE, end, Done, 0.0)
             return
         yield None
 
@@ -168,21 +132,28 @@ class WeightReader:
         """Reads the blocks that ``into`` lacks into its shadow; returns the hashes of all blocks.
 
         Args:
-            known: hashes of the own values; None: they are computed from the values.
+            known: hashes of the own values, of the same ``peers``; None: they are computed from the values.
             until: time (``monotonic``) after which the version counts as lost.
 
         Raises:
             EngineError: an owner has ended, does not answer until then, or sends other bytes than their hashes.
         """
         geometry, found = self.geometry(version.run, until), Known()
-        flows = [find_flows(owner.pieces, into.wanted, geometry.tensors) for owner in geometry.owners]
+        divided = by_source(into.wanted, self.peers)
+        wanted = tuple(piece for piece, _ in divided)
+        flows = [find_flows(owner.pieces, wanted, geometry.tensors) for owner in geometry.owners]
+        into.expect(flow.key for each in flows for flow in each)
         at_once = min(_OWNERS_AT_ONCE, max(1, sum(map(bool, flows))))
         pool, jobs, late = ThreadPoolExecutor(at_once, "weights-in"), dict[int, Future[list[Hashes]]](), False
+        loads, limit = Counter[str](), max(BLOCK, RANGE // at_once)
         try:
             for number, owner in enumerate(geometry.owners):
                 if flows[number]:
-                    connection, limit = self._open(owner.url, until), max(BLOCK, RANGE // at_once)
-                    job = _Transfer(version, connection, flows[number], into, self.traffic, until, limit)
+                    urls = self._by_load(owner, loads, sum(flow.size for flow in flows[number]))
+                    job = Transfer(
+                        version, number, owner, divided, flows[number], into, self.traffic, until, limit, urls,
+                        self._open,
+                    )  # fmt: skip
                     jobs[number] = pool.submit(job.run, known[number] if known is not None else None)
             late = bool(wait(jobs.values(), max(0.0, until - monotonic()), FIRST_EXCEPTION).not_done)
             with as_engine_errors():
@@ -200,69 +171,13 @@ class WeightReader:
             pool.shutdown(wait=not late, cancel_futures=True)
         return found
 
-
-@dataclass(slots=True)
-class _Transfer:
-    """Transfer of the blocks of one owner."""
-
-    version: WeightVersion
-    connection: StoreConnection
-    flows: list[Flow]
-    into: Shadows
-    traffic: WeightTraffic
-    until: float
-    limit: int
-    """Bytes of a request; those of all owners together are a bucket."""
-
-    def run(self, known: Sequence[Hashes] | None) -> list[Hashes]:
-        """Reads all lacking blocks; returns the hashes of all blocks of each flow."""
-        call = HashesCall(self.version.run, self.version.number, tuple(self.into.wanted))
-        reply = self.connection.ask(wire.HASHES, call, HashesReply)
-        hashes = [np.frombuffer(bytes.fromhex(text), dtype="<u8") for text in reply.hashes]
-        if [len(each) for each in hashes] != [flow.blocks for flow in self.flows]:
-            raise StoreRefusedError(f"{self.connection.url} has other pieces than its geometry; read it again.")
-        lacked = []
-        for index, (flow, theirs) in enumerate(zip(self.flows, hashes, strict=True)):
-            own = known[index] if known is not None else self._own(flow)
-            lacked.append(np.flatnonzero(own != theirs) if own is not None else np.arange(flow.blocks))
-        for batch in batches(self.flows, lacked, self.limit):
-            self.traffic.add(lacked=sum(self.flows[flow].block_bytes(block) for flow, block in batch))
-            self._read(reply.layout, hashes, batch)
-        return hashes
-
-    def _own(self, flow: Flow) -> Hashes | None:
-        values = self.into.current(flow.wanted)
-        return flow.hashes(values, "target") if values is not None else None
-
-    def _read(self, layout: str, hashes: Sequence[Hashes], batch: list[tuple[int, int]]) -> None:
-        """Reads one batch; continues where a connection has broken, and repeats blocks with a wrong hash."""
-        left, damaged = batch, list[tuple[int, int]]()
-        while left:
-            call = BlocksCall(self.version.number, layout, tuple((flow, block, block + 1) for flow, block in left))
-            self.connection.limit(self.until - monotonic())
-            data, at, wrong = memoryview(self.connection.read(wire.BLOCKS, call)), 0, list[tuple[int, int]]()
-            for position, (number, block) in enumerate(left):
-                flow = self.flows[number]
-                part = data[at : at + flow.block_bytes(block)]
-                if len(part) < flow.block_bytes(block):
-                    self.traffic.add(repeated=len(part))
-                    wrong += left[position:]
-                    break
-                at += len(part)
-                if digest_of(part) != hashes[number][block]:
-                    damaged.append((number, block))
-                    self.traffic.add(repeated=len(part))
-                    wrong.append((number, block))
-                    continue
-                shadow = self.into.shadow(flow.wanted)
-                shadow[flow.places(block, "target")] = np.frombuffer(part, dtype=shadow.dtype)
-                self.traffic.add(received=len(part))
-            if any(damaged.count(each) >= _DAMAGED_AT_MOST for each in wrong):
-                raise StoreRefusedError(
-                    f"blocks of {self.flows[wrong[0][0]].key!r} from {self.connection.url} have had another hash than "
-                    f"their version's {_DAMAGED_AT_MOST} times; check the network."
-                )
-            left = wrong
+    def _by_load(self, owner: OwnerRank, loads: Counter[str], size: int) -> list[str]:
+        """Returns the addresses of an owner's elements, the least loaded first, which gets ``size`` bytes more."""
+        urls = [owner.url, *owner.copies]
+        start = int(self._name, 16) % len(urls)  # receivers begin with different copies
+        urls = sorted(urls[start:] + urls[:start], key=lambda url: loads[url])
+        loads[urls[0]] += size
+        return urls
 
 
 @contextmanager

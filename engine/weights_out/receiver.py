@@ -8,6 +8,7 @@ A version that does not arrive in time, a damaged block or an error leave the li
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic
 
@@ -17,11 +18,16 @@ from torch import Tensor, nn
 from engine.checkpoint.format.host_image import kind_of, torch_dtype
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.errors import EngineError
-from engine.outer.messages import NamedPiece
+from engine.kernels.device import is_host
+from engine.web.hosted import HostedApplication, run_in_thread
+from engine.web.sockets import address_of, is_loopback, listen
 from engine.weights_out.commit import CommitGroup
+from engine.weights_out.image import WeightImage
 from engine.weights_out.plan import share_of
-from engine.weights_out.reader import Known, Shadows, WeightReader
-from engine.weights_out.version import Geometry, WeightVersion
+from engine.weights_out.reader import Known, WeightReader
+from engine.weights_out.sender import WeightServer
+from engine.weights_out.transfer import Shadows
+from engine.weights_out.version import Geometry, OwnerRank, WantedPiece, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,52 @@ def empty_targets(
     return found
 
 
+class PeerServer:
+    """Server of a receiver, from which later receivers of a version read what it has received.
+
+    Args:
+        url: address of the server for other receivers.
+        targets: live tensors of the receiver.
+        token: secret of trainer and receivers; empty: none.
+    """
+
+    def __init__(self, url: str, geometry: Geometry, targets: Mapping[str, Target], token: str = "") -> None:
+        pieces = {key: targets[key].piece for key in geometry.served}
+        self.rank, self.image = OwnerRank(url, pieces), WeightImage(pieces, geometry.tensors, filled=False)
+        self.server = WeightServer({0: self.image}, "", token)
+        self._running = ExitStack()
+
+    @classmethod
+    def start(cls, host: str, geometry: Geometry, targets: Mapping[str, Target], token: str = "") -> "PeerServer":
+        """Returns a server in a thread, at a free port of ``host``.
+
+        Raises:
+            EngineError: other hosts reach ``host``, and there is no token.
+            LaunchError: ``host`` is not an address of this host.
+        """
+        if not token and not is_loopback(host):
+            raise EngineError(
+                f"a receiver that serves at {host} without a token would give the weights to anyone; give it the token "
+                "of the trainer, or an address of this host only."
+            )
+        listening = listen(host, 0, "the receiver")
+        made = cls(address_of(listening), geometry, targets, token)
+        made._running.enter_context(listening)
+        made._running.enter_context(
+            run_in_thread(HostedApplication(made.server, listening, lambda: None), "weights-out")
+        )
+        return made
+
+    def begin(self, version: WeightVersion) -> None:
+        """Ends the version that is served; ``version`` is served as it arrives."""
+        self.server.run = version.run
+        self.image.begin(version.number)
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._running.close()
+
+
 class WeightReceiver:
     """Receiver of all published tensors in the live tensors ``targets``.
 
@@ -86,13 +138,24 @@ class WeightReceiver:
         group: CommitGroup | None = None,
     ) -> None:
         self._reader, self._group = reader, group
+        self._peer: PeerServer | None = None
         geometry = reader.geometry()
         check_targets(geometry, targets, architecture)
         self._targets, self._architecture = dict(targets), architecture
-        self._known: tuple[str, Known] | None = None
-        """Run, and hashes of the live tensors."""
+        self._known: tuple[str, tuple[OwnerRank, ...], Known] | None = None
+        """Run, earlier receivers, and the hashes of the live tensors that belong to both."""
         self.version: WeightVersion | None = None
         """Version in the live tensors; None before the first one."""
+
+    def serve(self, peer: PeerServer) -> None:
+        """Serves received tensors to later receivers, until ``close``."""
+        self._peer = peer
+
+    def close(self) -> None:
+        """Ends connections and the server; the live tensors stay."""
+        self._reader.close()
+        if self._peer is not None:
+            self._peer.close()
 
     def update(self) -> WeightVersion | None:
         """Takes over the newest version; returns it, or None if there is no newer one.
@@ -105,7 +168,8 @@ class WeightReceiver:
                 The live tensors have the old version.
         """
         until = monotonic() + self._reader.deadline
-        with self._reader.leased(self.version, until) as version:
+        peer = self._peer.rank if self._peer is not None else None
+        with self._reader.leased(self.version, until, peer) as version:
             return version if version is None else self._take(version, until)
 
     def _take(self, version: WeightVersion, until: float) -> WeightVersion:
@@ -113,28 +177,37 @@ class WeightReceiver:
         if self._known is None or self._known[0] != version.run:
             check_targets(geometry, self._targets, self._architecture)
             self._known = None
-        served = [key for key in self._targets if geometry.tensors[key].served]
-        wanted = tuple(NamedPiece(key, self._targets[key].piece) for key in served)
-        live = [self._targets[key].values for key in served]
+        live = {key: self._targets[key].values for key in self._targets if geometry.tensors[key].served}
+
+        def own(key: str) -> Tensor:
+            return live[key].contiguous().cpu()
+
         shadows = Shadows(
-            wanted,
-            values=lambda index: live[index].contiguous().cpu(),
-            make=lambda index: torch.empty(live[index].shape, dtype=live[index].dtype).copy_(live[index]),
+            tuple(WantedPiece(key, self._targets[key].piece) for key in live),
+            values=own,
+            make=lambda key: torch.empty(live[key].shape, dtype=live[key].dtype).copy_(live[key]),
         )
-        hashes = self._reader.fetch(version, shadows, self._known[1] if self._known is not None else None, until)
+        if (peer := self._peer) is not None:
+            peer.begin(version)
+            shadows.ready = lambda key: peer.image.share(key, shadows.made[key] if key in shadows.made else own(key))
+        peers, known = self._reader.peers, self._known
+        same = known is not None and known[:2] == (version.run, peers)
+        hashes = self._reader.fetch(version, shadows, known[2] if known is not None and same else None, until)
         if self._group is not None and not self._group.settle(version.name, until):
             raise EngineError(
                 f"version {version.number} is dropped, because a receiver of the group has not got it within "
                 f"{self._reader.deadline:g} s; give a longer deadline, or start the receiver again."
             )
         with torch.no_grad():
-            for index, values in shadows.made.items():
-                live[index].copy_(values)
-        self.version, self._known = version, (version.run, hashes)
+            for key, values in shadows.made.items():
+                live[key].copy_(values)
+                if peer is not None and live[key].is_contiguous() and is_host(live[key].device):
+                    peer.image.share(key, live[key])  # so the shadow ends
+        self.version, self._known = version, (version.run, peers, hashes)
         return version
 
 
-def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0) -> WeightReceiver:
+def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0, serve: str = "") -> WeightReceiver:
     """Returns a receiver that keeps a whole model of this process at the versions of a training.
 
     Args:
@@ -142,11 +215,16 @@ def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0) 
         url: address of rank 0, as ``eng.publish_weights().url`` gives it.
         token: secret of trainer and receivers; empty: none.
         deadline: seconds for one version.
+        serve: address of this host for other receivers, which then read from this one what it has; empty: none.
 
     Raises:
         EngineError: the model is another one, or the trainer does not answer.
     """
-    return WeightReceiver(WeightReader(url, token, deadline), targets_of(model), type(model).__name__)
+    reader, targets = WeightReader(url, token, deadline), targets_of(model)
+    made = WeightReceiver(reader, targets, type(model).__name__)
+    if serve:
+        made.serve(PeerServer.start(serve, reader.geometry(), targets, token))
+    return made
 
 
 def check_targets(geometry: Geometry, targets: Mapping[str, Target], architecture: str) -> None:

@@ -1,11 +1,11 @@
-"""HTTP server of one rank: its image, and on rank 0 the geometry, the newest version and the readers of it.
+"""HTTP server of a rank or receiver: its images, and on rank 0 the geometry, the newest version and its readers.
 
 Requests have no influence on names of files, and nothing on the wire is evaluated or unpickled.
 """
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -21,7 +21,17 @@ from engine.outer.messages import StoreRefusedError
 from engine.web.json_text import dump_json, parse_json
 from engine.weights_out import version as wire
 from engine.weights_out.image import BlockReply, WeightImage
-from engine.weights_out.version import GONE, BlocksCall, Geometry, HashesCall, HashesReply, LeaseCall, NewestReply
+from engine.weights_out.version import (
+    GONE,
+    BlocksCall,
+    Geometry,
+    HashesCall,
+    HashesReply,
+    LeaseCall,
+    LeaseReply,
+    NewestReply,
+    OwnerRank,
+)
 
 try:
     from starlette.requests import ClientDisconnect, Request
@@ -34,6 +44,8 @@ except ImportError as error:
 
 CALL_BYTES = 64 << 20
 """Maximum bytes of a request."""
+_PEERS = 16
+"""Receivers of which a later one learns."""
 T = TypeVar("T")
 
 
@@ -45,6 +57,8 @@ class NoticeBoard:
         self._deadline, self._run = geometry.deadline, geometry.run
         self._newest: wire.WeightVersion | None = None
         self._readers: dict[str, float] = {}
+        self._peers: dict[str, OwnerRank] = {}
+        """Receivers that serve the newest version, in the order in which they began to read it."""
         self._lock = Lock()
 
     def begin(self) -> bool:
@@ -52,18 +66,21 @@ class NoticeBoard:
         with self._lock:
             if any(until > monotonic() for until in self._readers.values()):
                 return False
-            self._newest, self._readers = None, {}
+            self._forget()
             return True
 
     def withdraw(self) -> None:
         """Withdraws the newest version, also from its readers."""
         with self._lock:
-            self._newest, self._readers = None, {}
+            self._forget()
+
+    def _forget(self) -> None:
+        self._newest, self._readers, self._peers = None, {}, {}
 
     def announce(self, version: wire.WeightVersion) -> None:
         """Offers a version to receivers."""
         with self._lock:
-            self._newest = version
+            self._newest, self._peers = version, {}
 
     def answer(self, path: str, data: bytes) -> bytes | None:
         """Returns the reply to a request; None if rank 0 does not answer this path."""
@@ -73,17 +90,18 @@ class NoticeBoard:
             with self._lock:
                 return dump_json(NewestReply(self._newest))
         if path == wire.OPEN:
-            self._open(read_call(LeaseCall, data))
-            return dump_json(Done())
+            return dump_json(self._open(read_call(LeaseCall, data)))
         if path == wire.CLOSE:
             call = read_call(LeaseCall, data)
             with self._lock:
                 if self._newest is not None and self._newest.number == call.number:
                     self._readers.pop(call.reader, None)
+                    if not call.whole:
+                        self._peers.pop(call.reader, None)
             return dump_json(Done())
         return None
 
-    def _open(self, call: LeaseCall) -> None:
+    def _open(self, call: LeaseCall) -> LeaseReply:
         check_run(call, self._run)
         with self._lock:
             if self._newest is None or self._newest.number != call.number:
@@ -91,20 +109,27 @@ class NoticeBoard:
             if not call.seconds >= 0:
                 raise StoreRefusedError(f"a receiver reads for {call.seconds} seconds; give at least 0.")
             self._readers[call.reader] = monotonic() + min(call.seconds, self._deadline)
+            self._peers.pop(call.reader, None)  # one that begins again comes after those that may read from it
+            earlier = tuple(self._peers.values())[-_PEERS:]
+            if call.peer is not None:
+                self._peers[call.reader] = call.peer
+            return LeaseReply(earlier)
 
 
 class WeightServer:
-    """HTTP application of one rank.
+    """HTTP application of one rank or receiver.
 
     Args:
-        image: elements of this rank.
+        images: elements that it serves, by number of their owner in the geometry.
         run: name of the run.
         token: secret that every request carries; empty: none.
         board: newest version; only on rank 0.
     """
 
-    def __init__(self, image: WeightImage, run: str, token: str = "", board: NoticeBoard | None = None) -> None:
-        self._image, self._board, self._run = image, board, run
+    def __init__(
+        self, images: Mapping[int, WeightImage], run: str, token: str = "", board: NoticeBoard | None = None
+    ) -> None:
+        self._images, self._board, self.run = images, board, run
         self._token = authorization(token).encode() if token else b""
         self._thread = ThreadPoolExecutor(1, "weights-out")  # one core at most besides the training
 
@@ -116,17 +141,23 @@ class WeightServer:
         """
         if path == wire.BLOCKS:
             asked = read_call(BlocksCall, data)
-            return self._image.read(asked.number, asked.layout, asked.blocks, RANGE)
+            return self._image(asked).read(asked.number, asked.layout, asked.blocks, RANGE)
         if path == wire.HASHES:
             call = read_call(HashesCall, data)
-            check_run(call, self._run)
-            layout, hashes = self._image.hashes(call.number, call.wanted)
+            check_run(call, self.run)
+            layout, hashes = self._image(call).hashes(call.number, call.wanted, call.hashed)
             reply = dump_json(HashesReply(layout, tuple(each.astype("<u8").tobytes().hex() for each in hashes)))
             return BlockReply(len(reply), [reply])
         told = self._board.answer(path, data) if self._board is not None else None
         if told is None:
             raise StoreRefusedError(f"{path[:80]} is no request to this rank; use the same version of trine.", 404)
         return BlockReply(len(told), [told])
+
+    def _image(self, call: HashesCall | BlocksCall) -> WeightImage:
+        """Returns the image of the owner that a request names."""
+        if call.owner not in self._images:
+            raise StoreRefusedError(f"owner {call.owner} is not served here; read the geometry again.", GONE)
+        return self._images[call.owner]
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Answers one connection of an ASGI server; blocks are copied from the image one by one."""

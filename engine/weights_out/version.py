@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.checkpoint.format.pieces import Part, Piece
+from engine.checkpoint.format.pieces import Part, Piece, Runs, runs
 from engine.checkpoint.format.safetensors_file import TensorKind
-from engine.outer.messages import NamedPiece
 
 GEOMETRY, NEWEST, OPEN, CLOSE = "/v1/weights/geometry", "/v1/weights/newest", "/v1/weights/open", "/v1/weights/close"
 HASHES, BLOCKS = "/v1/weights/hashes", "/v1/weights/blocks"
-GONE, NOT_YET = 410, 503
-"""Status of a reply about a version that has ended, and about one that is not complete on a rank."""
+GONE, NOT_YET, EARLY = 410, 503, 425
+"""Status of a reply about a version that has ended, one that is not complete on a rank, and one that another receiver
+has not received yet."""
 TOKEN_VARIABLE = "TRINE_WEIGHTS_TOKEN"
 """Environment variable with the token that a trainer and its receivers share."""
 
@@ -34,11 +34,30 @@ class PublishedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedPiece:
+    """Elements of one tensor that a receiver reads from one source."""
+
+    name: str
+    piece: Piece
+    """Piece of the receiver, by which it counts elements."""
+    inside: tuple[Piece, ...] = ()
+    """Pieces that contain the elements, too, such as the one of their source."""
+    outside: tuple[Piece, ...] = ()
+    """Pieces that contain none of them, because other sources have these."""
+
+    def overlap(self, owned: Piece) -> Runs:
+        """Returns the elements that ``owned`` has, as ranges in the order of the full tensor."""
+        return runs(owned, self.piece, self.inside, self.outside)
+
+
+@dataclass(frozen=True, slots=True)
 class OwnerRank:
-    """Address of a rank, and the elements that it serves; no element has two owners."""
+    """Address of a rank or receiver, and elements that it serves; no element has two owners in a geometry."""
 
     url: str
     pieces: Mapping[str, Piece]
+    copies: tuple[str, ...] = ()
+    """Addresses of further ranks that serve the same elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +80,9 @@ class Geometry:
         """Tensors that are published, by key."""
         return {key: tensor for key, tensor in self.tensors.items() if tensor.served}
 
-    def whole(self, key: str) -> NamedPiece:
+    def whole(self, key: str) -> WantedPiece:
         """Returns all elements of a tensor."""
-        return NamedPiece(key, Part(self.tensors[key].shape).whole())
+        return WantedPiece(key, Part(self.tensors[key].shape).whole())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +117,17 @@ class LeaseCall:
     number: int
     reader: str
     seconds: float
+    peer: OwnerRank | None = None
+    """Elements that the reader serves to later readers; None: it serves none."""
+    whole: bool = False
+    """True at the end if the reader has all of the version."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReply:
+    """Receivers that read the version earlier, in this order; each serves what it has received."""
+
+    peers: tuple[OwnerRank, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +137,11 @@ class HashesCall:
     run: str
     """Run of the version: a trainer that has started again must not complete a version of the one before it."""
     number: int
-    wanted: tuple[NamedPiece, ...]
+    owner: int
+    """Number of the owner in the geometry; 0 for another receiver."""
+    wanted: tuple[WantedPiece, ...]
+    hashed: bool = True
+    """False: the reply has no hashes, because the reader has them from the owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,5 +158,6 @@ class BlocksCall:
     """Request for blocks: (flow, first block, block after the last) each; the reply has their bytes, in order."""
 
     number: int
+    owner: int
     layout: str
     blocks: tuple[tuple[int, int, int], ...]

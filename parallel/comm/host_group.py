@@ -7,12 +7,14 @@ group. Messages between two ranks keep their order; an error names the rank that
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from engine.errors import EngineError, first_line
+from engine.kernels.device import is_host
 from engine.parallel.comm.world import OwnedGroups
 
 MESSAGE_LIMIT = 1 << 28
@@ -106,6 +108,64 @@ class TorchHostGroup:
             f"rank {self.rank} has lost rank {other}, which has ended or hangs ({first_line(error)}); look for the "
             "first traceback of the job."
         )
+
+
+class BroadcastGroup:
+    """Group from which this process broadcasts tensors to processes of another program, such as an inference engine.
+
+    It is independent of all groups of the engine. Its keys are those of torch's own groups with this name, so the
+    others join by torch's functions, as ranks 1 and up.
+
+    Args:
+        host: address of this host for the others, which connect to ``port``.
+        size: number of processes with this one.
+        name: name of the group.
+        device: device of this rank, whose backend the group has.
+    """
+
+    def __init__(self, host: str, size: int, name: str, device: torch.device) -> None:
+        self._store: Store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+        self.port, self._size, self._name, self._device = self._store.port, size, name, device
+        self._group: Any = None
+
+    def join(self, seconds: float) -> None:
+        """Waits until all processes have joined.
+
+        Raises:
+            EngineError: one has not joined in time.
+        """
+        limit, on_host, store = timedelta(seconds=seconds), is_host(self._device), self._store
+        for prefix in (self._name, f"{self._name}/", f"{self._device.type}/"):
+            store = PrefixStore(prefix, store)
+        with self._lost(seconds):
+            if on_host:
+                self._group = dist.ProcessGroupGloo(store, 0, self._size, limit)
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit
+                self._group = dist.ProcessGroupNCCL(store, 0, self._size, options)
+
+    def broadcast(self, tensor: torch.Tensor, seconds: float) -> None:
+        """Sends a tensor to all processes.
+
+        Raises:
+            EngineError: one has not received it in time.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = 0, timedelta(seconds=seconds)
+        sent = tensor.to(self._device)
+        with self._lost(seconds):
+            self._group.broadcast([sent.contiguous()], options).wait()  # it ends itself; a process must not exit before
+
+    @contextmanager
+    def _lost(self, seconds: float) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineError(
+                f"the group {self._name} has lost one of {self._size} processes within {seconds:.1f} s "
+                f"({first_line(error)}); look for the first error of the others."
+            ) from error
 
 
 @contextmanager

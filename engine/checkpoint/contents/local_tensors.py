@@ -207,10 +207,13 @@ class LocalTensors:
         """Flat tensors that the optimizer updates."""
         return self.inventory.optimizer.places
 
-    def weights(self) -> Iterator[Held]:
-        """Yields parameters in their dtype of forward; parameters outside buckets are full on every data rank."""
+    def weights(self, copies: bool = False) -> Iterator[Held]:
+        """Yields parameters in their dtype of forward; parameters outside buckets are full on every data rank.
+
+        ``copies``: with all elements that are in memory, also those that another data rank saves.
+        """
         for state in self.inventory.weights():
-            yield from self._of(state, "param")
+            yield from self._of(state, "param", copies)
 
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
         """Quantizes a full frozen weight, and stores this rank's shard."""
@@ -275,7 +278,7 @@ class LocalTensors:
             for slot in flat.bucket.slots:
                 yield rows[slot.name], flat, slot
 
-    def _of(self, state: StateTensor, folder: str) -> Iterator[Held]:
+    def _of(self, state: StateTensor, folder: str, copies: bool = False) -> Iterator[Held]:
         """Yields the parameters with elements in a tensor, except for weights stored as codes."""
         if state.flat is None:
             row = next(row for row in self.inventory.rows if row.name == state.name)
@@ -287,8 +290,10 @@ class LocalTensors:
             row = rows[slot.name]
             if row.quantized is not None:
                 continue
-            values = state.tensor[slot_slice(state.part, slot, self.ownership.own(row, self.coord))]
-            yield self._held(f"{folder}/{row.name}", row, values)
+            own = self.ownership.own(row, self.coord)
+            if copies and state.part.start <= slot.start and slot.stop <= state.part.stop:
+                own = own.part.whole()
+            yield self._held(f"{folder}/{row.name}", row, state.tensor[slot_slice(state.part, slot, own)])
 
     def _held(self, tensor: str, row: ShardRow, values: Tensor) -> Held:
         own = self.ownership.own(row, self.coord)

@@ -126,19 +126,28 @@ class Runs(NamedTuple):
     length: Numbers
 
 
-def runs(source: Piece, target: Piece) -> Runs:
-    """Returns the overlap of two pieces of one tensor, as ranges in the order of the full tensor."""
+def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: Iterable[Piece] = ()) -> Runs:
+    """Returns the overlap of two pieces of one tensor, as ranges in the order of the full tensor.
+
+    ``inside``: pieces that contain the elements, too. ``outside``: pieces that contain none of them.
+    """
     left, right = source.spans(), target.spans()
+    within, without = [piece.spans() for piece in inside], [piece.spans() for piece in outside]
     empty = np.zeros(0, dtype=np.int64)
-    if not len(left.full) or not len(right.full):
+    if any(not len(spans.full) for spans in (left, right, *within)):
         return Runs(empty, empty, empty)
-    ends = (left.full, left.full + left.length, right.full, right.full + right.length)
+    ends = [edges for one in (left, right, *within, *without) for edges in (one.full, one.full + one.length)]
     bounds = np.unique(np.concatenate(ends))
     starts = bounds[:-1]
-    a, in_a = _containing(left, starts)
+    a, chosen = _containing(left, starts)
     b, in_b = _containing(right, starts)
-    both = in_a & in_b
-    a, b, starts, count = a[both], b[both], starts[both], np.diff(bounds)[both]
+    chosen &= in_b
+    for spans in within:
+        chosen &= _containing(spans, starts)[1]
+    for spans in without:
+        if len(spans.full):
+            chosen &= ~_containing(spans, starts)[1]
+    a, b, starts, count = a[chosen], b[chosen], starts[chosen], np.diff(bounds)[chosen]
     return _joined(Runs(left.local[a] + starts - left.full[a], right.local[b] + starts - right.full[b], count))
 
 

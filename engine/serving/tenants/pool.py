@@ -11,7 +11,7 @@ from engine.api import initialize
 from engine.build.place_model import make_model
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
-from engine.config.outer_section import WeightsOutConfig
+from engine.config.outer_section import ConsumerConfig, WeightsOutConfig
 from engine.config.sections import CheckpointConfig, MonitorConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
@@ -181,7 +181,8 @@ class TenantPool:
         config = replace(self._config, checkpoint=weights)
         if config.serve is not None and config.serve.sampler.vllm is not None:
             published = config.weights_out or WeightsOutConfig()
-            config = replace(config, weights_out=replace(published, vllm=config.serve.sampler.vllm))
+            server = ConsumerConfig(vllm=config.serve.sampler.vllm)
+            config = replace(config, weights_out=replace(published, to=(server,)))
         return self._initialize(model, config)
 
     def _park_others(self, chosen: _Tenant | None) -> None:

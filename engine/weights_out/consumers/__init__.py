@@ -5,17 +5,27 @@ A consumer reads one bucket of tensors at a time, and no rank of the training ga
 
 from pathlib import Path
 
+import torch
+
 from engine.config.outer_section import WeightsOutConfig
+from engine.web.sockets import reachable
 from engine.weights_out.blocks import WeightConsumer
 from engine.weights_out.consumers.folder import VersionFolder
+from engine.weights_out.consumers.sglang import SglangServer, SglangServers
 from engine.weights_out.consumers.vllm import VllmServer, VllmServers
 
 
-def open_consumers(settings: WeightsOutConfig) -> list[WeightConsumer]:
-    """Returns the consumers of a configuration."""
+def open_consumers(settings: WeightsOutConfig, device: torch.device) -> list[WeightConsumer]:
+    """Returns the consumers of a configuration, in the order in which they take a version over.
+
+    A folder is last, so that it has no version that a server has failed to take over.
+    """
     found = list[WeightConsumer]()
-    if settings.folder is not None:
-        found.append(VersionFolder(Path(settings.folder), settings.keep))
-    if settings.servers:
-        found.append(VllmServers([VllmServer(url, settings.pause) for url in settings.servers], settings.check))
+    if sglang := [each for each in settings.to if each.sglang]:
+        servers = [SglangServer(each.address, each.pause, each.ranks) for each in sglang]
+        found.append(SglangServers(servers, device, reachable(settings.host), any(each.check for each in sglang)))
+    if vllm := [each for each in settings.to if each.vllm]:
+        servers_of_vllm = [VllmServer(each.address, each.pause) for each in vllm]
+        found.append(VllmServers(servers_of_vllm, any(each.check for each in vllm)))
+    found += [VersionFolder(Path(each.folder), each.keep) for each in settings.to if each.folder is not None]
     return found

@@ -7,7 +7,8 @@ on disk. Of a changed file, only changed blocks are read from the trainer.
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class VersionFolder:
     keep: int = 2
     files: Files = field(default_factory=Files)
     memory: ImageMemory = field(default_factory=ImageMemory)
+    _written: Path | None = None
+    """Folder of the prepared version."""
 
     @property
     def numbers(self) -> list[int]:
@@ -54,51 +57,69 @@ class VersionFolder:
         """Number of the newest committed version; 0 before the first one."""
         return max(self.numbers, default=0)
 
-    def take(self, blocks: WeightBlocks) -> None:
-        """Writes a version and commits it; at an error or a kill, the folder has the versions from before.
+    def prepare(self, blocks: WeightBlocks) -> None:
+        """Writes a version; at an error or a kill, the folder has the versions from before.
 
         Raises:
             EngineError: the version is lost.
             CheckpointError: the folder cannot be written.
         """
+        with self._named():
+            self._prepare(blocks)
+
+    def hold(self) -> None:
+        """Does nothing; readers of the last version go on."""
+
+    def commit(self, blocks: WeightBlocks) -> None:
+        """Commits the written version, and removes old ones. Errors as in ``prepare``."""
+        assert self._written is not None, "the version is prepared"
+        with self._named():
+            self.files.rename(self._written, self._path(blocks.version.number))
+            self._written = None
+            self.files.sync_folder(self.folder)
+        for number in self.numbers[: -self.keep]:
+            remove_tree(self.files, self._path(number))
+
+    def drop(self) -> None:
+        """Removes the written version."""
+        if self._written is not None:
+            remove_tree(self.files, self._written)
+        self._written = None
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Names the folder in errors of the disk."""
         try:
-            self._take(blocks)
+            yield
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder} cannot be written ({error.strerror}); give another weights_out.folder, or free space."
+                f"{self.folder} cannot be written ({error.strerror}); give another folder in weights_out.to, or free "
+                "space."
             ) from error
 
-    def _take(self, blocks: WeightBlocks) -> None:
+    def _prepare(self, blocks: WeightBlocks) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in self.files.names(self.folder):
             if name.startswith(".version-"):  # of a process that was killed
                 remove_tree(self.files, self.folder / name)
         version, base = blocks.version, self._path(self.last) if self.last else None
         note = _read_note(base) if base is not None else {}
-        written = self.folder / f".{self._path(version.number).name}.{secrets.token_hex(4)}"
+        self._written = written = self.folder / f".{self._path(version.number).name}.{secrets.token_hex(4)}"
         self.files.make_folder(written)
-        try:
-            groups, placed, hashes = blocks.groups(), dict[str, str](), dict[str, Any]()
-            for number, keys in enumerate(groups):
-                name = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
-                known = _known(note, name) if note.get("run") == version.run else None
-                hashes[name] = _texts(self._write(blocks, keys, written / name, base, known))
-                placed |= dict.fromkeys(keys, name)
-            size = sum(tensor.kind.bytes for tensor in blocks.geometry.served.values())
-            about = {"run": version.run, "number": version.number, "base": version.base, "step": version.step}
-            metadata = {"total_size": size, "version": version.number, "base": version.base}
-            self._text(written / INDEX, dump({"metadata": metadata, "weight_map": placed}))
-            self._text(written / _NOTE, dump({**about, "hashes": hashes}))
-            for name, text in blocks.geometry.files.items():
-                self._text(written / name, text.encode())
-            self.files.sync_folder(written)
-            self.files.rename(written, self._path(version.number))
-            self.files.sync_folder(self.folder)
-        except BaseException:
-            remove_tree(self.files, written)
-            raise
-        for number in self.numbers[: -self.keep]:
-            remove_tree(self.files, self._path(number))
+        groups, placed, hashes = blocks.groups(), dict[str, str](), dict[str, Any]()
+        for number, keys in enumerate(groups):
+            name = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+            known = _known(note, name) if note.get("run") == version.run else None
+            hashes[name] = _texts(self._write(blocks, keys, written / name, base, known))
+            placed |= dict.fromkeys(keys, name)
+        size = sum(tensor.kind.bytes for tensor in blocks.geometry.served.values())
+        about = {"run": version.run, "number": version.number, "base": version.base, "step": version.step}
+        metadata = {"total_size": size, "version": version.number, "base": version.base}
+        self._text(written / INDEX, dump({"metadata": metadata, "weight_map": placed}))
+        self._text(written / _NOTE, dump({**about, "hashes": hashes}))
+        for name, text in blocks.geometry.files.items():
+            self._text(written / name, text.encode())
+        self.files.sync_folder(written)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"version-{number:06d}"

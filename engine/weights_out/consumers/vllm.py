@@ -11,8 +11,7 @@ A failure before "finish" drops the version on all servers, which continue with 
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -20,26 +19,19 @@ from typing import Any
 import httpx
 import torch
 
-from engine.checkpoint.format.strict_json import decode_json
-from engine.errors import EngineError, GridError, first_line
-from engine.outer.http.connection import StoreConnection
+from engine.errors import EngineError, GridError
 from engine.outer.messages import StoreRefusedError
-from engine.web.json_text import dump_json
-from engine.web.retries import TroubleError
 from engine.weights_out.blocks import WeightBlocks
+from engine.weights_out.consumers.inference_server import INCOMPLETE, InferenceServer, after_failure, on_all
 from engine.weights_out.vllm_backend import BACKEND, BackendInit, BackendUpdate
 
-_REFUSED, _NOT_FOUND, _LATER = 400, 404, (429, 502, 503, 504)
-_LONGEST_SECONDS = 60.0
-_JSON = {"content-type": "application/json"}
-_INCOMPLETE = "incomplete"
 _FUSED = (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."), (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj.")
 """Parameters of which vLLM makes one, in the order of the model."""
 _ALIGNMENT = 64
 """vLLM rounds the rows of a vocabulary up to a multiple of it."""
 
 
-class VllmServer(StoreConnection):
+class VllmServer(InferenceServer):
     """Connection to one vLLM server.
 
     Args:
@@ -54,37 +46,12 @@ class VllmServer(StoreConnection):
 
     def __init__(self, url: str, pause: str = "wait", transport: httpx.BaseTransport | None = None) -> None:
         super().__init__(url, "", transport)
-        self._pause, self._until = pause, monotonic()
+        self._pause = pause
 
-    def limit(self, seconds: float) -> None:
-        """Lets no request wait for longer than ``seconds`` from now, also not for a server that hangs."""
-        super().limit(seconds)
-        self._client.timeout = httpx.Timeout(min(_LONGEST_SECONDS, max(0.1, seconds)))
-
-    def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, longest: float = _LONGEST_SECONDS
-    ) -> Any:
-        """Sends a request and returns the JSON of its reply; repeats it while the server does not answer within
-        ``longest`` seconds, also because vLLM closes the connection after each refusal.
-
-        Raises:
-            StoreRefusedError: the server refuses the request.
-            GridError: the server does not answer in time.
-        """
-
-        def request() -> Any:
-            self._client.timeout = httpx.Timeout(min(longest, max(0.1, self._until - monotonic())))
-            reply = self._client.request(method, path, content=dump_json(body) if body else None, headers=_JSON)
-            if reply.status_code in _LATER:
-                raise TroubleError(f"status {reply.status_code}")
-            if reply.status_code >= _REFUSED:
-                raise StoreRefusedError(f"the vLLM server {self.url}: {_reason(reply)}", reply.status_code)
-            try:
-                return decode_json(reply.content)
-            except ValueError as error:
-                raise StoreRefusedError(f"{self.url}{path} does not answer as vLLM does; give its address.") from error
-
-        return self.repeat(request)
+    def absent(self, path: str) -> str:
+        """Returns the remedy for a server without a call."""
+        started = "--enable-scale-out" if path.startswith("/inference") else "VLLM_SERVER_DEV_MODE=1"
+        return f"start vLLM 0.32 or later with {started}."
 
     @property
     def version(self) -> str:
@@ -118,7 +85,7 @@ class VllmServer(StoreConnection):
 
     def resume(self) -> None:
         """Generates again, unless the weights may be a mix."""
-        if self.version.endswith(_INCOMPLETE):
+        if self.version.endswith(INCOMPLETE):
             return
         if self._pause == "keep":  # the other modes have emptied the cache
             self.call("POST", "/reset_prefix_cache?reset_running_requests=true")
@@ -126,7 +93,7 @@ class VllmServer(StoreConnection):
 
     def finish(self, number: int) -> None:
         """Takes the prepared version over. Errors as in ``call``."""
-        self.call("POST", "/update_weight_version", {"new_version": f"{number} {_INCOMPLETE}"})
+        self.call("POST", "/update_weight_version", {"new_version": f"{number} {INCOMPLETE}"})
         try:
             self.call("POST", "/finish_weight_update", {"weight_version": str(number)})
         except StoreRefusedError:
@@ -164,25 +131,35 @@ class VllmServers:
                     self._last = max(self._last, int(server.version))
         return self._last
 
-    def take(self, blocks: WeightBlocks) -> None:
+    def prepare(self, blocks: WeightBlocks) -> None:
         """Passes a version to all servers.
 
         Raises:
-            EngineError: names the server that fails. All have the old version, or a server stays paused.
+            EngineError: names the server that fails.
         """
-        number, url = blocks.version.number, blocks.geometry.owners[0].url
-        try:
-            self._on_all(lambda server: server.prepare(blocks, url))
-            self._on_all(VllmServer.pause)
-        except EngineError:
-            for step in (VllmServer.drop, VllmServer.resume):
-                with suppress(EngineError):
-                    self._on_all(lambda server, step=step: _after_failure(server, step))  # type: ignore[misc]
-            raise
-        self._on_all(lambda server: _install(server, number))
-        self._last = number
+        url = blocks.geometry.owners[0].url
+        on_all(self._servers, lambda server: server.prepare(blocks, url))
+
+    def hold(self) -> None:
+        """Pauses all servers; errors as in ``prepare``."""
+        on_all(self._servers, VllmServer.pause)
+
+    def commit(self, blocks: WeightBlocks) -> None:
+        """Replaces the weights of all servers, which generate again.
+
+        Raises:
+            EngineError: names the server that fails; it stays paused.
+        """
+        on_all(self._servers, lambda server: _install(server, blocks.version.number))
+        self._last = blocks.version.number
         if self._check:
             self.compare(blocks)
+
+    def drop(self) -> None:
+        """Drops the version on all servers, which continue with the old one unless their weights may be a mix."""
+        for step in (VllmServer.drop, VllmServer.resume):
+            with suppress(EngineError):
+                on_all(self._servers, lambda server, step=step: after_failure(server, step))  # type: ignore[misc]
 
     def compare(self, blocks: WeightBlocks) -> None:
         """Compares the parameters of all servers with a version; reads its blocks once more.
@@ -202,22 +179,6 @@ class VllmServers:
                     f"{', '.join(map(repr, wrong[:4]))} ({len(wrong)} tensors); publish the weights again."
                 )
 
-    def _on_all(self, step: Callable[[VllmServer], None]) -> None:
-        """Performs a step on all servers at a time; raises the first error once all have ended."""
-        with ThreadPoolExecutor(len(self._servers), "vllm") as pool:
-            jobs = [pool.submit(step, server) for server in self._servers]
-        try:
-            for job in jobs:
-                job.result()
-        except StoreRefusedError as refusal:
-            raise EngineError(first_line(refusal)) from refusal
-
-
-def _after_failure(server: VllmServer, step: Callable[[VllmServer], None]) -> None:
-    """Performs a step with a second of time: the deadline may be over."""
-    server.limit(1.0)
-    step(server)
-
 
 def _install(server: VllmServer, number: int) -> None:
     server.finish(number)
@@ -226,18 +187,6 @@ def _install(server: VllmServer, number: int) -> None:
 
 def _fields(message: BackendInit | BackendUpdate) -> dict[str, Any]:
     return {name: getattr(message, name) for name in message.__slots__}
-
-
-def _reason(reply: httpx.Response) -> str:
-    """Returns the sentence in a refusal."""
-    if reply.status_code == _NOT_FOUND:
-        started = "--enable-scale-out" if reply.request.url.path.startswith("/inference") else "VLLM_SERVER_DEV_MODE=1"
-        return f"it has no {reply.request.url.path}; start vLLM 0.32 or later with {started}."
-    try:
-        error = decode_json(reply.content)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return f"status {reply.status_code}"
 
 
 def _digests(blocks: WeightBlocks) -> dict[str, str]:

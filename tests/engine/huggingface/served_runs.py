@@ -83,7 +83,7 @@ def train_served(line: Line, case: Served) -> None:
         model=AutoModelForCausalLM.from_pretrained(case.folder), args=arguments, reward_funcs=even_words,
         train_dataset=Dataset.from_list([{"prompt": each} for each in prompts]), callbacks=[Watch()],
         processing_class=AutoTokenizer.from_pretrained(case.folder),
-        engine_config={**case.config, "weights_out": {"vllm": case.url, "check": True}},
+        engine_config={**case.config, "weights_out": {"to": [{"vllm": case.url, "check": True}]}},
     )  # fmt: skip
     publish = trainer.vllm_generation.sync_weights
 

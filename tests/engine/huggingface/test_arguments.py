@@ -52,7 +52,7 @@ def test_what_is_left_out_auto_or_the_same_is_that_of_the_arguments(raw: dict[st
 
 
 def test_the_address_of_vllm_is_that_of_the_arguments() -> None:
-    given = settled({"weights_out": {"vllm": "auto"}}, arguments(vllm_server_base_url="http://vllm:8000"))
+    given = settled({"weights_out": {"to": [{"vllm": "auto"}]}}, arguments(vllm_server_base_url="http://vllm:8000"))
     config = load_config(given, 2)
     assert config.weights_out is not None and config.weights_out.servers == ("http://vllm:8000",)
 

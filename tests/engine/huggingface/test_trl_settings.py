@@ -10,7 +10,7 @@ from engine.config import load_config
 from engine.hosting.arguments import refuse_rewards, refuse_trl, refuse_trl_grid, rows_of_generation
 
 SIZES = {"train_batch_size": 16}
-VLLM = {"weights_out": {"vllm": "http://a:8000"}}
+VLLM = {"weights_out": {"to": [{"vllm": "http://a:8000"}]}}
 
 
 def of_trl(**changes: Any) -> SimpleNamespace:
@@ -69,7 +69,7 @@ def test_what_trl_can_do_is_not() -> None:
         (
             "GRPOTrainer", {"use_vllm": True}, {},
             "SimpleNamespace has use_vllm, but engine_config names no vLLM server to which the weights go; set "
-            'weights_out.vllm, such as "http://vllm:8000".',
+            'weights_out.to, such as [{"vllm": "http://vllm:8000"}].',
         ),
         (
             "GRPOTrainer", {"use_vllm": True, "vllm_mode": "colocate"}, VLLM,
@@ -77,7 +77,7 @@ def test_what_trl_can_do_is_not() -> None:
         ),
         (
             "GRPOTrainer", {"use_vllm": True, "vllm_server_base_url": "http://b:8000"}, VLLM,
-            "weights_out.vllm is http://a:8000 in engine_config and vllm_server_base_url is http://b:8000 in "
+            "weights_out.to is http://a:8000 in engine_config and vllm_server_base_url is http://b:8000 in "
             'TrainingArguments, but a run has one; set the same value, or "auto" in engine_config.',
         ),
         (

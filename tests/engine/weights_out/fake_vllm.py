@@ -10,7 +10,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from engine.config.outer_section import WeightsOutConfig
+from engine.config.outer_section import ConsumerConfig
 from engine.errors import EngineError
 from engine.weights_out.consumers.vllm import VllmServer
 from engine.weights_out.vllm_backend import BackendInit, BackendUpdate, StagedVersion, VllmModel
@@ -59,7 +59,7 @@ class FakeVllm:
 
     def server(self, url: str = "http://vllm", **options: Any) -> VllmServer:
         """Returns a connection to this server."""
-        options = {"pause": WeightsOutConfig().pause} | options
+        options = {"pause": ConsumerConfig().pause} | options
         return VllmServer(url, transport=httpx.MockTransport(self.answer), **options)
 
     def answer(self, request: httpx.Request) -> httpx.Response:

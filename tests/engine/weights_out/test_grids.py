@@ -83,12 +83,18 @@ def publish_thrice(eng: Engine) -> dict[str, Any]:
     meet(eng)  # no server ends before rank 0 has read
     publisher = eng._parts.publisher
     assert publisher is not None
-    found["image"] = publisher.image_bytes
+    found["image"], geometry = publisher.image_bytes, publisher._geometry
+    sizes = [
+        (sum(piece.elements * geometry.tensors[key].kind.width for key, piece in owner.pieces.items()), owner.copies)
+        for owner in geometry.owners
+    ]
+    found["owned"] = sum(size for size, _ in sizes)
+    found["images"] = sum(size * (1 + len(copies)) for size, copies in sizes)
     return found
 
 
-def check(found: list[dict[str, Any]]) -> None:
-    """Asserts what the receivers got."""
+def check(found: list[dict[str, Any]]) -> float:
+    """Asserts what the receivers got; returns the images of each byte."""
     first = found[0]
     for name, entry in first.items():
         if isinstance(entry, dict):
@@ -96,13 +102,15 @@ def check(found: list[dict[str, Any]]) -> None:
             assert (entry["wrong"], entry["received"]) == ([], wanted), name
     assert first["model"] == []
     total = first["first 1/1"]["own"]
-    assert sum(each["image"] for each in found) == total, "each byte has one owner"
+    assert first["owned"] == total, "each byte has one owner"
+    assert sum(each["image"] for each in found) == first["images"]
+    return float(first["images"] / total)
 
 
 def test_the_whole_grid_to_receivers_in_one_two_and_three_parts() -> None:
     """Data, tensor, pipeline and expert ranks at ZeRO 3."""
     changes = {"zero_optimization": {"stage": 3}, "weights_out": {}}
-    check(run(ALL, changes, after=publish_thrice, steps=1).extra)
+    assert check(run(ALL, changes, after=publish_thrice, steps=1).extra) == 1
 
 
 @pytest.mark.long
@@ -112,7 +120,31 @@ def test_the_whole_grid_to_receivers_in_one_two_and_three_parts() -> None:
     ids=str,
 )  # fmt: skip
 def test_every_grid(grid: dict[str, Any], stage: int) -> None:
-    check(run(grid, {"zero_optimization": {"stage": stage}, "weights_out": {}}, after=publish_thrice, steps=1).extra)
+    changes = {"zero_optimization": {"stage": stage}, "weights_out": {}}
+    images = check(run(grid, changes, after=publish_thrice, steps=1).extra)
+    assert images == (1 if stage == 3 or grid["data"] == 1 else 2) or (1 < images < 2 and "expert" in grid)
+
+
+def without_rank_1(eng: Engine) -> list[str]:
+    """Publishes and ends the server of rank 1; returns the keys that a receiver lacks, on rank 0."""
+    publisher = eng._parts.publisher
+    assert publisher is not None
+    url, state = eng.publish_weights().url, eng.full_state_dict()
+    meet(eng)
+    if eng.grid.rank == 1:
+        publisher.close()
+    meet(eng)
+    if eng.grid.rank:
+        return []
+    reader = WeightReader(url, deadline=10.0)
+    live = empty_targets(reader.geometry(), 0, 1)
+    WeightReceiver(reader, live).update()
+    return differs(live, state, 0, 1)
+
+
+def test_a_version_outlives_a_rank_with_a_copy() -> None:
+    changes = {"zero_optimization": {"stage": 1}, "weights_out": {}}
+    assert run({"data": 2}, changes, after=without_rank_1, steps=1).extra[0] == []
 
 
 class Adapted(nn.Module):
@@ -191,7 +223,7 @@ def write(eng: Engine) -> list[bool]:
         state = eng.full_state_dict()
         publisher._pending.wait()
         if eng.grid.rank == 0:
-            folder = Path(str(eng.config.weights_out and eng.config.weights_out.folder))
+            folder = Path(str(eng.config.weights_out and eng.config.weights_out.to[0].folder))
             model: Any = Qwen3MoeForCausalLM.from_pretrained(folder / f"version-{step + 1:06d}")
             good.append(all(torch.equal(value, state[key]) for key, value in model.state_dict().items()))
         ids = torch.full((4, 12), step, dtype=torch.long)
@@ -200,5 +232,5 @@ def write(eng: Engine) -> list[bool]:
 
 
 def test_each_step_writes_a_folder_that_transformers_loads(tmp_path: Path) -> None:
-    changes = {"zero_optimization": {"stage": 3}, "weights_out": {"every": 1, "folder": str(tmp_path)}}
+    changes = {"zero_optimization": {"stage": 3}, "weights_out": {"every": 1, "to": [{"folder": str(tmp_path)}]}}
     assert run({"data": 2}, changes, after=write, steps=1).extra[0] == [True, True]

@@ -22,6 +22,9 @@ OLD, NEW = random_weights(1), random_weights(2)
 DEADLINE = 0.4
 SLACK = 3.0
 """Seconds by which a loaded machine may be late; the next retry of a request would be later."""
+FIRST, SENDER = "http://owner0", "http://owner1"
+Victim = int | str | None
+"""Receiver by its part, sender by its address, or all senders."""
 
 
 @dataclass(slots=True)
@@ -90,27 +93,35 @@ class Group:
             thread.join()
 
 
-def killed(folder: Path, parts: int, byte: int, victim: int | None) -> list[Life]:
-    """Kills the sender (None) or a receiver after ``byte`` bytes of replies for one receiver; returns all receivers."""
-    group = Group(folder, parts)
+def killed(folder: Path, parts: int, byte: int, victim: Victim) -> list[Life]:
+    """Kills all senders, one of them or a receiver after ``byte`` bytes of replies for one receiver; returns all
+    receivers.
+    """
+    group, deadline = Group(folder, parts), DEADLINE
+    if isinstance(victim, str):
+        group.trainer, deadline = Trainer(2, copies=True), DEADLINE * 5
     group.start()
     for life in group.lives:
-        life.reader.deadline = DEADLINE
+        life.reader.deadline = deadline
         network: Any = life.reader._connect
-        if victim is None or victim == life.part:
+        if isinstance(victim, str):
+            network.victim, network.passed = victim, 0
+        if victim == life.part or not isinstance(victim, int):
             network.life = network.passed + (byte if life.part == (victim or 0) else byte // 2)
-            network.kills = KilledError() if victim is not None else None
+            network.kills = KilledError() if isinstance(victim, int) else None
     group.update()
+    if victim == SENDER:
+        assert {life.version() for life in group.lives} == {"new"}, "the other rank serves the same elements"
     alive = [life for life in group.lives if not life.killed]
     assert {life.version() for life in alive} <= {"old", "new"}
     assert len({life.version() for life in alive}) <= 1, "all of the group, or none"
-    assert all(life.seconds < DEADLINE + SLACK for life in group.lives)
+    assert all(life.seconds < deadline + SLACK for life in group.lives)
     assert all(life.version() == ("new" if life.result and not isinstance(life.result, EngineError) else "old")
                for life in alive)  # fmt: skip
     return group.lives
 
 
-def kill(folder: Path, numbers: list[int], victims: list[int | None], parts: int) -> set[str]:
+def kill(folder: Path, numbers: list[int], victims: list[Victim], parts: int) -> set[str]:
     """Kills at each byte; returns the versions that the receivers ended with."""
     seen = set()
     for index, byte in enumerate(numbers):
@@ -124,14 +135,21 @@ def test_a_sender_that_is_killed_leaves_the_old_version_or_the_new_one(tmp_path:
     assert kill(tmp_path, numbers, [None], 1) == {"old", "new"}
 
 
+def test_a_sender_that_is_killed_does_not_end_a_version_that_another_rank_has(tmp_path: Path) -> None:
+    assert kill(tmp_path, [0, *breaks(2, 0, 700_000, 8)], [SENDER], 1) == {"new"}
+    assert kill(tmp_path / "first", breaks(2, 100_000, 700_000, 8), [FIRST], 1) == {"new"}
+
+
 def test_a_group_of_three_is_never_mixed(tmp_path: Path) -> None:
     numbers = [*breaks(4, 0, 500_000, 4), 10**9]
-    assert kill(tmp_path, numbers, [None, 1], 3) == {"old", "new"}
+    assert kill(tmp_path, numbers, [None, 1, SENDER], 3) == {"old", "new"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("parts", "victims"), [(1, [None]), (1, [0]), (2, [None, 0, 1]), (3, [None, 0, 1, 2])])
-def test_two_hundred_kills(tmp_path: Path, parts: int, victims: list[int | None]) -> None:
+@pytest.mark.parametrize(
+    ("parts", "victims"), [(1, [None, SENDER]), (1, [0, FIRST]), (2, [None, 0, 1, SENDER]), (3, [None, 0, 1, 2, FIRST])]
+)
+def test_two_hundred_kills(tmp_path: Path, parts: int, victims: list[Victim]) -> None:
     numbers = breaks(KILLS // 4, 0, 1_600_000 // parts, 5 + parts)
     assert kill(tmp_path, numbers, victims, parts) <= {"old", "new"}
 

@@ -1,6 +1,7 @@
 """Servers of weights: tokens, addresses, requests of strangers, leases of readers."""
 
 import json
+from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
@@ -73,13 +74,14 @@ def test_another_model_is_refused_within_a_second_of_a_real_server() -> None:
         ("/v1/weights/other", b"{}", 404, "is no request to this rank"),
         (HASHES, b"[1]", 400, "the request is no HashesCall"),
         (HASHES, b"{" * 10_000, 400, "the request is no HashesCall"),
-        (HASHES, dump_json({"run": "run", "number": 1, "wanted": [], "more": 1}), 400, "no field of this message"),
-        (BLOCKS, dump_json(BlocksCall(1, "unknown", ())), 410, "before their hashes"),
-        (BLOCKS, dump_json(BlocksCall(1, "LAYOUT", ((99, 0, 1),))), 400, "blocks that do not exist"),
-        (BLOCKS, dump_json(BlocksCall(1, "LAYOUT", ((0, 0, 10**9),))), 400, "blocks that do not exist"),
-        (BLOCKS, dump_json(BlocksCall(1, "LAYOUT", ((0, 0, 1),) * 60)), 413, "more than 4,194,304 bytes at once"),
-        (BLOCKS, dump_json(BlocksCall(0, "LAYOUT", ((0, 0, 1),))), 410, "version 0 is over"),
-        (BLOCKS, dump_json(BlocksCall(2, "LAYOUT", ((0, 0, 1),))), 503, "version 2 is not complete"),
+        (HASHES, dump_json({**asdict(HashesCall("run", 1, 0, ())), "more": 1}), 400, "no field of this message"),
+        (BLOCKS, dump_json(BlocksCall(1, 0, "unknown", ())), 410, "before their hashes"),
+        (BLOCKS, dump_json(BlocksCall(1, 0, "LAYOUT", ((99, 0, 1),))), 400, "blocks that do not exist"),
+        (BLOCKS, dump_json(BlocksCall(1, 0, "LAYOUT", ((0, 0, 10**9),))), 400, "blocks that do not exist"),
+        (BLOCKS, dump_json(BlocksCall(1, 0, "LAYOUT", ((0, 0, 1),) * 60)), 413, "more than 4,194,304 bytes at once"),
+        (BLOCKS, dump_json(BlocksCall(0, 0, "LAYOUT", ((0, 0, 1),))), 410, "version 0 is over"),
+        (BLOCKS, dump_json(BlocksCall(2, 0, "LAYOUT", ((0, 0, 1),))), 503, "version 2 is not complete"),
+        (BLOCKS, dump_json(BlocksCall(1, 7, "LAYOUT", ((0, 0, 1),))), 410, "owner 7 is not served here"),
         (OPEN, dump_json(LeaseCall("ran", 1, "me", 1.0)), 410, "version 1 is of an earlier run"),
         (OPEN, dump_json(LeaseCall("run", 7, "me", 1.0)), 410, "version 7 is not the newest one"),
         (OPEN, dump_json(LeaseCall("run", 1, "me", -1.0)), 400, "reads for -1.0 seconds"),
@@ -89,7 +91,7 @@ def test_requests_of_strangers_have_a_status_and_a_sentence(path: str, data: byt
     trainer = Trainer(1)
     trainer.publish(random_weights(1))
     server, wanted = trainer.servers["http://owner0"], tuple(trainer.geometry.whole(key) for key in trainer.weights)
-    layout = json.loads(b"".join(server.answer(HASHES, dump_json(HashesCall("run", 1, wanted))).parts))["layout"]
+    layout = json.loads(b"".join(server.answer(HASHES, dump_json(HashesCall("run", 1, 0, wanted))).parts))["layout"]
     with pytest.raises(StoreRefusedError, match=message) as refusal:
         server.answer(path, data.replace(b"LAYOUT", layout.encode()))
     assert refusal.value.status == status

@@ -1,5 +1,7 @@
 """Receivers on any cut get exactly the bytes that they lack, and what is unchanged costs nothing."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from engine.checkpoint.format.checked_blocks import BLOCK
 from engine.errors import EngineError
 from engine.weights_out.plan import share_of
 from engine.weights_out.receiver import Target, empty_targets
+from engine.weights_out.version import OwnerRank
 from tests.engine.weights_out.trainer import SHAPES, Trainer, has, random_weights, receiver_of, targets
 
 BYTES = {key: 4 * torch.Size(shape).numel() for key, shape in SHAPES.items()}
@@ -67,6 +70,19 @@ def test_frozen_tensors_are_held_by_receivers() -> None:
         not live["embed.weight"].values.any() and reader.traffic.received == sum(BYTES.values()) - BYTES["embed.weight"]
     )
     assert "embed.weight" not in empty_targets(trainer.geometry, 0, 1)
+
+
+def test_equal_copies_share_the_load() -> None:
+    trainer, weights = Trainer(2, copies=True), random_weights(1)
+    trainer.publish(weights)
+    for _ in range(3):
+        reader = trainer.reader()
+        live = targets(0, 1)
+        receiver_of(reader, live).update()
+        sent: Counter[str] = reader._connect.sent  # type: ignore[attr-defined]
+        loads, owner = Counter[str](), OwnerRank("a", {}, ("b",))
+        assert {reader._by_load(owner, loads, 10)[0] for _ in range(2)} == {"a", "b"}
+        assert has(live, weights) and max(sent.values()) < 0.6 * sent.total() == 0.6 * sum(BYTES.values())
 
 
 def test_bf16_and_new_tensors_for_a_part() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.config import load_config
 from engine.errors import ConfigError, EngineError
 from engine.outer.messages import StoreRefusedError
-from engine.weights_out.blocks import WeightBlocks
+from engine.weights_out.blocks import WeightBlocks, deliver
 from engine.weights_out.consumers.vllm import VllmServers
 from engine.weights_out.version import WeightVersion
 from engine.weights_out.vllm_backend import VllmModel
@@ -46,11 +46,11 @@ def test_servers_get_the_blocks_that_changed_and_the_number() -> None:
     assert consumer.last == 0
     for each in vllm:
         each.calls.clear()
-    consumer.take(blocks_of(trainer, trainer.publish(first)))
+    deliver(blocks_of(trainer, trainer.publish(first)), [consumer])
     second = {**first, "layers.0.up.weight": first["layers.0.up.weight"] + 1}
     traffic = [each.staged._reader.traffic for each in vllm if each.staged._reader is not None]
     before = [each.received for each in traffic]
-    consumer.take(blocks_of(trainer, trainer.publish(second)))
+    deliver(blocks_of(trainer, trainer.publish(second)), [consumer])
     changed = second["layers.0.up.weight"].nbytes
     assert [each.received for each in traffic] == [received + changed for received in before]
     for each in vllm:
@@ -64,7 +64,7 @@ def test_a_call_whose_reply_is_lost_is_repeated(path: str) -> None:
     trainer, weights = Trainer(2), random_weights(1)
     vllm = FakeVllm(trainer)
     vllm.loses = lambda called: called == path and vllm.calls.count(path) == 1
-    VllmServers([vllm.server()]).take(blocks_of(trainer, trainer.publish(weights)))
+    deliver(blocks_of(trainer, trainer.publish(weights)), [VllmServers([vllm.server()])])
     assert vllm.calls.count(path) > 1
     assert same(vllm.weights, weights) and vllm.version == "1" and not vllm.paused
 
@@ -74,15 +74,15 @@ def test_a_failure_of_one_server_leaves_the_old_version_on_all(path: str) -> Non
     trainer, old, new = Trainer(2), random_weights(1), random_weights(2)
     vllm = [FakeVllm(trainer), FakeVllm(trainer)]
     consumer = VllmServers([each.server(f"http://vllm{i}") for i, each in enumerate(vllm)])
-    consumer.take(blocks_of(trainer, trainer.publish(old)))
+    deliver(blocks_of(trainer, trainer.publish(old)), [consumer])
     refusal = httpx.Response(500, json={"error": {"message": "no memory"}})
     vllm[1].fails = lambda called: refusal if called == path else None
     with pytest.raises(EngineError, match="the vLLM server http://vllm1: no memory"):
-        consumer.take(blocks_of(trainer, trainer.publish(new)))
+        deliver(blocks_of(trainer, trainer.publish(new)), [consumer])
     for each in vllm:
         assert same(each.weights, old) and each.version == "1" and not each.paused
     vllm[1].fails = lambda called: None
-    consumer.take(blocks_of(trainer, trainer.publish(new)))
+    deliver(blocks_of(trainer, trainer.publish(new)), [consumer])
     assert all(same(each.weights, new) and each.version == "3" for each in vllm)
 
 
@@ -90,11 +90,11 @@ def test_a_server_without_an_answer_costs_no_more_than_the_deadline() -> None:
     trainer, old = Trainer(2), random_weights(1)
     vllm = [FakeVllm(trainer), FakeVllm(trainer)]
     consumer = VllmServers([each.server(f"http://vllm{i}") for i, each in enumerate(vllm)])
-    consumer.take(blocks_of(trainer, trainer.publish(old)))
+    deliver(blocks_of(trainer, trainer.publish(old)), [consumer])
     vllm[1].fails = lambda called: httpx.ConnectError("no route")
     began = monotonic()
     with pytest.raises(EngineError, match=r"the vLLM server http://vllm1 does not answer .*ConnectError"):
-        consumer.take(blocks_of(trainer, trainer.publish(random_weights(2)), 0.4))
+        deliver(blocks_of(trainer, trainer.publish(random_weights(2)), 0.4), [consumer])
     assert monotonic() - began < 3
     assert same(vllm[0].weights, old) and not vllm[0].paused
 
@@ -103,25 +103,25 @@ def test_a_server_that_fails_while_weights_are_replaced_stays_paused() -> None:
     trainer, new = Trainer(2), random_weights(2)
     vllm = FakeVllm(trainer)
     consumer = VllmServers([vllm.server()])
-    consumer.take(blocks_of(trainer, trainer.publish(random_weights(1))))
+    deliver(blocks_of(trainer, trainer.publish(random_weights(1))), [consumer])
     vllm.fails = lambda called: httpx.Response(500) if called == "finish_weight_update" else None
     with pytest.raises(EngineError, match="the vLLM server http://vllm: status 500"):
-        consumer.take(blocks_of(trainer, trainer.publish(new)))
+        deliver(blocks_of(trainer, trainer.publish(new)), [consumer])
     vllm.fails = fails_once("pause", httpx.Response(500))
     with pytest.raises(EngineError):  # also another training does not resume it
-        VllmServers([vllm.server()]).take(blocks_of(trainer, trainer.publish(new)))
+        deliver(blocks_of(trainer, trainer.publish(new)), [VllmServers([vllm.server()])])
     assert vllm.paused and vllm.version == "2 incomplete"
-    VllmServers([vllm.server()]).take(blocks_of(trainer, trainer.publish(new)))
+    deliver(blocks_of(trainer, trainer.publish(new)), [VllmServers([vllm.server()])])
     assert same(vllm.weights, new) and vllm.version == "4" and not vllm.paused
 
 
 def test_an_update_that_a_killed_trainer_has_left_open_is_dropped() -> None:
     trainer, old, new = Trainer(2), random_weights(1), random_weights(2)
     vllm = FakeVllm(trainer)
-    VllmServers([vllm.server()]).take(blocks_of(trainer, trainer.publish(old)))
+    deliver(blocks_of(trainer, trainer.publish(old)), [VllmServers([vllm.server()])])
     vllm.server().prepare(blocks_of(trainer, trainer.publish(new)), "http://owner0")
     assert vllm.active and same(vllm.weights, old)
-    VllmServers([vllm.server()]).take(blocks_of(trainer, trainer.publish(old)))
+    deliver(blocks_of(trainer, trainer.publish(old)), [VllmServers([vllm.server()])])
     assert same(vllm.weights, old) and vllm.version == "3"
 
 
@@ -142,7 +142,7 @@ def test_another_model_is_refused_by_name(model: VllmModel, told: str) -> None:
     trainer, began = Trainer(2), monotonic()
     vllm = FakeVllm(trainer, model)
     with pytest.raises(EngineError, match=told):
-        VllmServers([vllm.server()]).take(blocks_of(trainer, trainer.publish(random_weights(1))))
+        deliver(blocks_of(trainer, trainer.publish(random_weights(1))), [VllmServers([vllm.server()])])
     assert (
         monotonic() - began < 1 and "update_weights" not in vllm.calls[: vllm.calls.index("finish_weight_update") - 1]
     )
@@ -152,30 +152,30 @@ def test_frozen_weights_that_are_not_published_are_refused_by_name() -> None:
     trainer = Trainer(2, held=("embed.weight",))
     weights = {key: value for key, value in random_weights(1).items() if key != "embed.weight"}
     with pytest.raises(EngineError, match=r"'embed.weight' is frozen .* set weights_out.frozen to true"):
-        VllmServers([FakeVllm(trainer).server()]).take(blocks_of(trainer, trainer.publish(weights)))
+        deliver(blocks_of(trainer, trainer.publish(weights)), [VllmServers([FakeVllm(trainer).server()])])
 
 
 def test_a_wrong_tensor_is_named() -> None:
     trainer = Trainer(2)
     vllm = FakeVllm(trainer)
     consumer = VllmServers([vllm.server()], check=True)
-    consumer.take(blocks_of(trainer, trainer.publish(random_weights(1))))
+    deliver(blocks_of(trainer, trainer.publish(random_weights(1))), [consumer])
     vllm.spoils = lambda weights: weights["layers.1.scale"][5].add_(1)
     with pytest.raises(EngineError, match=r"http://vllm has other values of 'layers.1.scale' \(1 tensors\)"):
-        consumer.take(blocks_of(trainer, trainer.publish(random_weights(2))))
+        deliver(blocks_of(trainer, trainer.publish(random_weights(2))), [consumer])
 
 
 def test_a_version_that_broke_off_does_not_pass_for_the_one_before() -> None:
     trainer, old = Trainer(1), random_weights(1)
     vllm = FakeVllm(trainer)
     consumer = VllmServers([vllm.server()])
-    consumer.take(blocks_of(trainer, trainer.publish(old)))
+    deliver(blocks_of(trainer, trainer.publish(old)), [consumer])
     assert vllm.staged._reader is not None
     whole, vllm.staged._reader = vllm.staged._reader, trainer.reader(life=900_000)
     with pytest.raises(EngineError, match="the sender is dead"):
-        consumer.take(blocks_of(trainer, trainer.publish(random_weights(2)), 1.0))
+        deliver(blocks_of(trainer, trainer.publish(random_weights(2)), 1.0), [consumer])
     vllm.staged._reader = whole
-    consumer.take(blocks_of(trainer, trainer.publish(old)))
+    deliver(blocks_of(trainer, trainer.publish(old)), [consumer])
     assert same(vllm.weights, old) and vllm.version == "3"
 
 
@@ -198,16 +198,16 @@ def test_a_server_without_the_calls_is_named() -> None:
     with pytest.raises(
         EngineError, match=r"http://vllm: it has no /init_weight\w+; start vLLM .*VLLM_SERVER_DEV_MODE=1"
     ):
-        VllmServers([vllm.server()]).take(blocks_of(trainer, trainer.publish(random_weights(1))))
+        deliver(blocks_of(trainer, trainer.publish(random_weights(1))), [VllmServers([vllm.server()])])
 
 
 def test_requests_continue_with_new_weights_after_an_empty_cache() -> None:
     trainer = Trainer(1)
     vllm = FakeVllm(trainer)
-    VllmServers([vllm.server(pause="keep")]).take(blocks_of(trainer, trainer.publish(random_weights(1))))
+    deliver(blocks_of(trainer, trainer.publish(random_weights(1))), [VllmServers([vllm.server(pause="keep")])])
     assert vllm.calls[-2:] == ["reset_prefix_cache", "resume"]
 
 
 def test_a_word_that_is_no_address_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'"vllm:8000" is not an address; give http://HOST:PORT'):
-        load_config({"train_batch_size": 1, "weights_out": {"vllm": "vllm:8000"}})
+        load_config({"train_batch_size": 1, "weights_out": {"to": [{"vllm": "vllm:8000"}]}})

@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from engine.errors import EngineError
+from engine.weights_out.blocks import deliver
 from engine.weights_out.consumers.vllm import VllmServers
 from engine.weights_out.consumers.vllm_sampler import VllmSampler
 from tests.engine.weights_out.fake_vllm import FakeVllm
@@ -26,7 +27,7 @@ def test_prompts_are_divided_among_servers_and_come_back_in_order() -> None:
 def test_tokens_of_another_version_are_refused_by_name() -> None:
     trainer = Trainer(1)
     vllm = FakeVllm(trainer)
-    VllmServers([vllm.server()]).take(blocks_of(trainer, trainer.publish(random_weights(1))))
+    deliver(blocks_of(trainer, trainer.publish(random_weights(1))), [VllmServers([vllm.server()])])
     sampler = VllmSampler([vllm.server()])
     assert len(sampler.sample(PROMPTS, {}, 1, 5.0)) == 3
     with pytest.raises(

@@ -78,7 +78,7 @@ def train(url: str, **sizes: Any) -> Any:
     rows = torch.arange(64).reshape(2, 32) * 13 % 1024
     config = {
         "train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "weights_out": {"vllm": url, "check": True},
+        "weights_out": {"to": [{"vllm": url, "check": True}]},
     }  # fmt: skip
     example = {"input_ids": rows, "labels": rows}
     return engine.initialize(model(**sizes), config, example_batch=example), example
@@ -117,7 +117,7 @@ def test_vllm_follows_data_and_tensor_ranks(server: str) -> None:
         expected = eng.generate(torch.tensor([PROMPT]), max_new_tokens=NEW)[0, len(PROMPT) :].tolist()
         return expected, tokens_of(server) if eng.grid.rank == 0 else expected
 
-    changes = {"zero_optimization": {"stage": 1}, "weights_out": {"vllm": server, "check": True}}
+    changes = {"zero_optimization": {"stage": 1}, "weights_out": {"to": [{"vllm": server, "check": True}]}}
     found = run({"data": 2, "tensor": 2}, changes, model, after, steps=1).extra
     assert all(expected == tokens for expected, tokens in found)
 

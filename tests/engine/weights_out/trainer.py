@@ -1,6 +1,7 @@
 """Trainers of this process without a training: images of random tensors on several owners, and networks that break."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
@@ -45,9 +46,13 @@ class Network:
 
     servers: Mapping[str, WeightServer]
     life: float = float("inf")
+    victim: str = ""
+    """Address of the server whose replies count, and break; empty: all."""
     kills: BaseException | None = None
     """Exception for the receiver at the break; None: the sender has died, and does not answer any more."""
     passed: int = 0
+    sent: Counter[str] = field(default_factory=Counter)
+    """Bytes of blocks by address of their server."""
     damages: int = 0
     """Replies with blocks whose last byte is changed."""
     lock: Any = field(default_factory=Lock)
@@ -57,19 +62,22 @@ class Network:
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         """Answers a request."""
-        if self.passed >= self.life:
+        url = f"http://{request.url.host}"
+        counts = self.victim in ("", url)
+        if counts and self.passed >= self.life:
             self._break()
         try:
-            server = self.servers[f"http://{request.url.host}"]
-            content, status = b"".join(server.answer(request.url.path, request.read()).parts), 200
+            content, status = b"".join(self.servers[url].answer(request.url.path, request.read()).parts), 200
         except StoreRefusedError as error:
             content, status = dump_json({"error": str(error)}), error.status
         with self.lock:
-            if self.damages and request.url.path.endswith("blocks"):
-                self.damages -= 1
-                content = content[:-1] + bytes([content[-1] ^ 1])
-            left = self.life - self.passed
-            self.passed += len(content)
+            if status == 200 and request.url.path.endswith("blocks"):
+                self.sent[url] += len(content)
+                if self.damages and counts:
+                    self.damages -= 1
+                    content = content[:-1] + bytes([content[-1] ^ 1])
+            left = self.life - self.passed if counts else float("inf")
+            self.passed += len(content) if counts else 0
         return httpx.Response(status, stream=_Stream(content, left, self._break))
 
     def _break(self) -> None:
@@ -98,6 +106,7 @@ class Trainer:
 
     Args:
         cut: rows of the owners of each tensor, by (shape, owner, owners).
+        copies: each rank serves the elements of the one before it, too.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class Trainer:
         held: tuple[str, ...] = (),
         cut: Callable[[tuple[int, ...], int, int], Piece] = share_of,
         run: str = "run",
+        copies: bool = False,
     ) -> None:
         self.weights = random_weights(0, dtype)
         tensors = {
@@ -121,15 +131,21 @@ class Trainer:
             }
             for owner in range(owners)
         ]
-        found = tuple(OwnerRank(f"http://owner{i}", own) for i, own in enumerate(pieces))
+        urls = [f"http://owner{i}" for i in range(owners)]
+        found = tuple(
+            OwnerRank(urls[i], own, (urls[(i + 1) % owners],) if copies else ()) for i, own in enumerate(pieces)
+        )
         self.geometry = Geometry(run, "Model", {}, tensors, found, 30.0)
         self.board = NoticeBoard(self.geometry)
         self.images = [WeightImage(own, tensors) for own in pieces]
-        self.servers = {
-            f"http://owner{i}": WeightServer(image, run, board=None if i else self.board)
-            for i, image in enumerate(self.images)
-        }
+        self.servers = {url: self.server(i, copies) for i, url in enumerate(urls)}
         self.number = 0
+
+    def server(self, rank: int, copies: bool) -> WeightServer:
+        """The server of a rank, with its elements and those of the rank before it."""
+        ranks = [rank, (rank - 1) % len(self.images)] if copies else [rank]
+        images = {number: self.images[number] for number in ranks}
+        return WeightServer(images, self.geometry.run, board=None if rank else self.board)
 
     def publish(self, weights: Mapping[str, Tensor]) -> WeightVersion:
         """Publishes values as the next version."""

@@ -52,7 +52,7 @@ def vllm_server(folder: Path, *words: str) -> Iterator[str]:
 
 
 def _answers(url: str) -> bool:
-    """Whether a server is ready."""
+    """Returns True if a server is ready."""
     try:
         return httpx.get(f"{url}/health").status_code == 200
     except httpx.TransportError:

@@ -1,0 +1,98 @@
+"""Calls of inference servers by HTTP and JSON: repeated while a server does not answer, and made on all of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from time import monotonic
+from typing import Any, ClassVar, TypeVar
+
+import httpx
+
+from engine.checkpoint.format.strict_json import decode_json
+from engine.errors import EngineError, first_line
+from engine.outer.http.connection import StoreConnection
+from engine.outer.messages import StoreRefusedError
+from engine.web.json_text import dump_json
+from engine.web.retries import FOREVER, TroubleError
+
+_REFUSED, _NOT_FOUND, _LATER = 400, 404, (429, 502, 503, 504)
+LONGEST_SECONDS = 60.0
+"""Seconds of one attempt."""
+_JSON = {"content-type": "application/json"}
+INCOMPLETE = "incomplete"
+"""Last word of the version of a server whose weights may be a mix; it stays paused."""
+
+
+class InferenceServer(StoreConnection):
+    """Connection to one inference server."""
+
+    def absent(self, path: str) -> str:
+        """Returns the remedy for a server without a call."""
+        return "check the address."
+
+    def limit(self, seconds: float) -> None:
+        """Lets no request wait for longer than ``seconds`` from now, also not for a server that hangs."""
+        super().limit(seconds)
+        self._client.timeout = httpx.Timeout(min(LONGEST_SECONDS, max(0.1, seconds)))
+
+    def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, patience: float = FOREVER,
+        longest: float = LONGEST_SECONDS,
+    ) -> Any:  # fmt: skip
+        """Sends a request and returns the JSON of its reply; repeats it for ``patience`` seconds while the server does
+        not answer within ``longest`` seconds, also because some close the connection after each refusal.
+
+        Raises:
+            StoreRefusedError: the server refuses the request.
+            GridError: the server does not answer in time.
+        """
+
+        def request() -> Any:
+            self._client.timeout = httpx.Timeout(min(longest, max(0.1, self._until - monotonic())))
+            content = dump_json(body) if body is not None else None
+            reply = self._client.request(method, path, content=content, headers=_JSON)
+            if reply.status_code in _LATER:
+                raise TroubleError(f"status {reply.status_code}")
+            if reply.status_code >= _REFUSED:
+                raise StoreRefusedError(f"the {self.noun} {self.url}: {self._reason(reply)}", reply.status_code)
+            try:
+                return decode_json(reply.content)
+            except ValueError as error:
+                raise StoreRefusedError(
+                    f"{self.url}{path} does not answer as a {self.noun}; give its address."
+                ) from error
+
+        return self.repeat(request, patience)
+
+    def _reason(self, reply: httpx.Response) -> str:
+        """Returns the sentence in a refusal."""
+        if reply.status_code == _NOT_FOUND:
+            return f"it has no {reply.request.url.path}; {self.absent(reply.request.url.path)}"
+        try:
+            found = decode_json(reply.content)
+            error = found.get("error", found.get("message"))
+            return str(error["message"] if isinstance(error, dict) else error)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"status {reply.status_code}"
+
+
+S = TypeVar("S", bound=InferenceServer)
+
+
+def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
+    """Performs a step on all servers at a time; raises the first error once all have ended.
+
+    Raises:
+        EngineError: names the server.
+    """
+    try:
+        with ThreadPoolExecutor(len(servers), "servers") as pool:
+            for job in as_completed([pool.submit(step, server) for server in servers]):
+                job.result()
+    except StoreRefusedError as refusal:
+        raise EngineError(first_line(refusal)) from refusal
+
+
+def after_failure(server: S, step: Callable[[S], None]) -> None:
+    """Performs a step with a second of time: the deadline may be over."""
+    server.limit(1.0)
+    step(server)

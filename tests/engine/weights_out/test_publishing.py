@@ -1,0 +1,57 @@
+"""Steps publish without copying: a thread copies weights until the next update, which waits for it."""
+
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine
+from engine.models.decoder import loss_sum
+from engine.weights_out.image import WeightImage
+from engine.weights_out.reader import WeightReader
+from engine.weights_out.receiver import WeightReceiver, empty_targets
+from tests import models
+
+CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def run(steps: int, **weights_out: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Trains; returns the weights, and those of the newest version."""
+    batch, found = models.batches_for("decoder", 4, 1)[0], dict[str, Tensor]()
+    config = {**CONFIG, "weights_out": weights_out} if weights_out else CONFIG
+    with engine.initialize(models.decoder(), config, loss_sum, batch) as eng:
+        for _ in range(steps):
+            eng.train_batch(batch)
+        if (publisher := eng._parts.publisher) is not None:
+            publisher._reads.wait()
+            reader = WeightReader(publisher.url)
+            live = empty_targets(reader.geometry(), 0, 1)
+            version = WeightReceiver(reader, live).update()
+            assert version is not None and version.step == steps - steps % weights_out["every"]
+            assert publisher.copied == 0, "a thread has copied all of it"
+            found = {key: target.values for key, target in live.items()}
+        return eng.full_state_dict(), found
+
+
+def test_a_version_has_the_weights_of_its_step_though_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, expected = WeightImage.put, run(2)[0]
+
+    def slow(*given: Any) -> None:
+        sleep(0.05)  # the next step ends before the last tensor is copied
+        put(*given)
+
+    monkeypatch.setattr(WeightImage, "put", slow)
+    after, version = run(3, every=2)
+    assert all(torch.equal(version[key], expected[key]) for key in version)
+    assert not any(torch.equal(after[key], version[key]) for key in version if version[key].dim() > 1)
+
+
+def test_a_failure_of_the_copy_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(WeightImage, "put", failing)
+    with pytest.raises(MemoryError):
+        run(2, every=1)
