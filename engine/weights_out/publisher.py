@@ -356,6 +356,7 @@ def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> tuple[
                 shape=tensor.kind.shape,
                 served=tensor.row is None or tensor.row.trainable or settings.frozen,
                 aliases=tuple(run.keys[tensor.name][1:]),
+                parts=tensor.parts,
             )
             for tensor in run.tensors
         },

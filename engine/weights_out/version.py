@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.checkpoint.format.pieces import Part, Piece, Runs, runs
-from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.safetensors_file import FilePart, TensorKind
 
 GEOMETRY, NEWEST, OPEN, CLOSE = "/v1/weights/geometry", "/v1/weights/newest", "/v1/weights/open", "/v1/weights/close"
 HASHES, BLOCKS = "/v1/weights/hashes", "/v1/weights/blocks"
@@ -26,11 +26,17 @@ class PublishedTensor:
     """False for a frozen tensor that is not published; receivers hold it."""
     aliases: tuple[str, ...]
     """Further keys of the same tensor (tied weights)."""
+    parts: tuple[FilePart, ...] = ()
+    """Tensors of a published folder that have its elements, such as single experts; empty: one, under its key."""
 
     @property
     def kind(self) -> TensorKind:
         """Dtype and full shape."""
         return TensorKind(self.dtype, self.shape)
+
+    def names(self, key: str) -> list[str]:
+        """Returns the keys in a published folder."""
+        return [part.key for part in self.parts] or [key]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.checkpoint.format.host_image import kind_of, torch_dtype
 from engine.errors import EngineError
-from engine.weights_out.blocks import WeightBlocks
+from engine.weights_out.blocks import WeightBlocks, published
 from engine.weights_out.reader import Known, WeightReader
 from engine.weights_out.receiver import targets_of
 from engine.weights_out.version import TOKEN_VARIABLE, Geometry, WeightVersion
@@ -144,17 +144,18 @@ class StagedVersion:
         self._arrived.update(keys)
 
     def whole(self) -> Mapping[str, Tensor] | None:
-        """Returns all tensors of the version that has arrived; None if it was dropped.
+        """Returns all tensors of the version that has arrived, by published keys; None if it was dropped.
 
         Raises:
             EngineError: a tensor is lacking.
         """
         if self._number is None or self._reader is None:
             return None
-        for key in self._reader.geometry().served:
+        geometry = self._reader.geometry()
+        for key in geometry.served:
             if key not in self._arrived:
                 raise EngineError(f"version {self._number} has come without {key!r}; send all its buckets.")
-        return self._values
+        return published(self._values, geometry.tensors)
 
     def drop(self) -> None:
         """Drops the version; its values remain, for comparison with the next one."""

@@ -77,7 +77,8 @@ def code_of(dtype: str) -> str:
     return _CODES[dtype]
 
 
-class FilePart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FilePart:
     """Contiguous elements of a tensor that a file has as a tensor of their own, such as one expert of many."""
 
     key: str

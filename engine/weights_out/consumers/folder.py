@@ -111,7 +111,7 @@ class VersionFolder:
             name = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
             known = _known(note, name) if note.get("run") == version.run else None
             hashes[name] = _texts(self._write(blocks, keys, written / name, base, known))
-            placed |= dict.fromkeys(keys, name)
+            placed |= {each: name for key in keys for each in blocks.geometry.tensors[key].names(key)}
         size = sum(tensor.kind.bytes for tensor in blocks.geometry.served.values())
         about = {"run": version.run, "number": version.number, "base": version.base, "step": version.step}
         metadata = {"total_size": size, "version": version.number, "base": version.base}
@@ -132,7 +132,8 @@ class VersionFolder:
     ) -> Known:
         """Writes one file, or links it to the base's if nothing has changed; returns the hashes of its blocks."""
         kinds = {key: blocks.geometry.tensors[key].kind for key in keys}
-        image = make_image(kinds, METADATA, self.memory, "bucket")
+        parts = {key: blocks.geometry.tensors[key].parts for key in keys}
+        image = make_image(kinds, METADATA, self.memory, "bucket", parts)
         earlier = base / path.name if base is not None else None
         has_values = earlier is not None and _begins_with(earlier, image)
 

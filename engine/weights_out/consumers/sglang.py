@@ -23,7 +23,7 @@ from engine.errors import EngineError, GridError
 from engine.kernels.device import collectives_for
 from engine.outer.messages import StoreRefusedError
 from engine.parallel.comm.host_group import BroadcastGroup, noting
-from engine.weights_out.blocks import WeightBlocks
+from engine.weights_out.blocks import WeightBlocks, published
 from engine.weights_out.consumers.inference_server import INCOMPLETE, InferenceServer, after_failure, on_all
 
 _IN_PLACE = "in_place"
@@ -166,7 +166,7 @@ class SglangServers:
         on_all(self._servers, lambda server: server.name_version(f"{number} {INCOMPLETE}"))
         on_all(self._servers, SglangServer.begin)
         for tensors in blocks.iter_groups():
-            self._send(group, tensors, blocks.until)
+            self._send(group, published(tensors, blocks.geometry.tensors), blocks.until)
         on_all(self._servers, SglangServer.end)
         if self._check:
             self.compare(number)
