@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from engine.config.serve_section import ServeConfig
-from engine.errors import ConfigError, LaunchError
+from engine.errors import ConfigError, LaunchError, first_line
 from engine.serving.bookkeeping.entry import FutureEntry
 from engine.serving.bookkeeping.journal import read_journal
 from engine.serving.bookkeeping.ledger import Ledger
@@ -19,6 +19,8 @@ from engine.web.sockets import address_of, is_loopback, listen
 
 JOURNAL = "journal"
 """Folder of the journal in the folder of a service."""
+REPEAT = "repeat the request: the journal has what was accepted, and the next start runs it."
+"""Remedy in the sentences of a service that ends."""
 SERVER = "the service"
 """Name of the server in errors."""
 
@@ -42,10 +44,16 @@ def service_token(serve: ServeConfig) -> str:
 
 
 class LedgerSource:
-    """Source of the command loop: stored commands of an earlier process first, then the queue."""
+    """Source of the command loop: stored commands of an earlier process first, then the queue.
 
-    def __init__(self, ledger: Ledger, stored: Iterator[FutureEntry]) -> None:
-        self._ledger, self._stored = ledger, stored
+    Args:
+        end: answers every waiting and later request 503 with a sentence; called in any thread.
+    """
+
+    def __init__(
+        self, ledger: Ledger, stored: Iterator[FutureEntry], end: Callable[[str], None] = lambda sentence: None
+    ) -> None:
+        self._ledger, self._stored, self.end = ledger, stored, end
         self._running: FutureEntry | None = None
 
     def take(self, seconds: float) -> tuple[str, Command] | None:
@@ -124,9 +132,13 @@ def open_front(
         address = address_of(listening, "https" if options else "http")
         about = f"token in {serve.token_env}" if token else "without a token: this host only"
         ready(f"service at {address}: {' '.join(model.names)}, folder {folder}, {about}")
-        source = LedgerSource(ledger, stored)
+        source = LedgerSource(ledger, stored, application.end)
         opened.callback(source.stop)
-        yield source
+        try:
+            yield source
+        except BaseException as error:
+            source.end(f"the service has failed: {first_line(error).rstrip('.')}; {REPEAT}")
+            raise
 
 
 def check_journal(folder: Path) -> Mapping[str, int]:
