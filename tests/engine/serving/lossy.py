@@ -140,6 +140,7 @@ def train_tenant(line: TinkerLine, rank: int, steps: int, folder: Path, vocabula
     line.result(line.future("save_weights", save))
     place = folder / "weights" / "weights" / model.replace(":", "-") / f"{number + 1:09d}"
     newest = max((one for one in place.iterdir() if one.name.isdigit()), key=lambda one: int(one.name))
-    files = {one.name: one.read_bytes() for one in newest.rglob("*.safetensors")}
+    kinds = ("model*", "optim*")  # the states of random generators differ, as they belong to the process
+    files = {one.name: one.read_bytes() for kind in kinds for one in newest.rglob(f"{kind}.safetensors")}
     assert files
     return TrainedTenant(results, files)
