@@ -19,8 +19,8 @@ from engine.web.sockets import address_of, is_loopback, listen
 
 JOURNAL = "journal"
 """Folder of the journal in the folder of a service."""
-REPEAT = "repeat the request: the journal has what was accepted, and the next start runs it."
-"""Remedy in the sentences of a service that ends."""
+_REPEAT = "repeat the request after the next start"
+_JOURNALED = f"{_REPEAT}, which runs what was accepted from the journal."
 SERVER = "the service"
 """Name of the server in errors."""
 
@@ -47,11 +47,11 @@ class LedgerSource:
     """Source of the command loop: stored commands of an earlier process first, then the queue.
 
     Args:
-        end: answers every waiting and later request 503 with a sentence; called in any thread.
+        end: answers every waiting and later request 503, and says why; called in any thread.
     """
 
     def __init__(
-        self, ledger: Ledger, stored: Iterator[FutureEntry], end: Callable[[str], None] = lambda sentence: None
+        self, ledger: Ledger, stored: Iterator[FutureEntry], end: Callable[[str], None] = lambda why: None
     ) -> None:
         self._ledger, self._stored, self.end = ledger, stored, end
         self._running: FutureEntry | None = None
@@ -132,12 +132,13 @@ def open_front(
         address = address_of(listening, "https" if options else "http")
         about = f"token in {serve.token_env}" if token else "without a token: this host only"
         ready(f"service at {address}: {' '.join(model.names)}, folder {folder}, {about}")
-        source = LedgerSource(ledger, stored, application.end)
+        remedy = _JOURNALED if journals else f"{_REPEAT}."
+        source = LedgerSource(ledger, stored, lambda why: application.end(f"{why}; {remedy}"))
         opened.callback(source.stop)
         try:
             yield source
         except BaseException as error:
-            source.end(f"the service has failed: {first_line(error).rstrip('.')}; {REPEAT}")
+            source.end(f"the service has failed: {first_line(error).rstrip('.')}")
             raise
 
 

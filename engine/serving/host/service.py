@@ -29,7 +29,7 @@ from engine.parallel.comm.host_group import HostGroup, TorchHostGroup
 from engine.serving.bookkeeping.session import SHARED
 from engine.serving.commands import Adapter
 from engine.serving.executor import CommandExecutor
-from engine.serving.host.front import REPEAT, LedgerSource, open_front
+from engine.serving.host.front import LedgerSource, open_front
 from engine.serving.loop import CommandLoop
 from engine.serving.tenants.pool import TenantLimits, TenantPool
 from engine.serving.tensor_calls import Function
@@ -214,7 +214,7 @@ def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def answering_late_stops(end: Callable[[str], None]) -> Iterator[None]:
-    """Calls ``end`` with a sentence if the block runs on for ``STOP_SECONDS`` after SIGTERM or SIGINT.
+    """Calls ``end`` with a reason if the block runs on for ``STOP_SECONDS`` after SIGTERM or SIGINT.
 
     The signal's Python handler waits for the main thread, which a collective with an ended rank blocks; the number of
     the signal arrives in a thread at once.
@@ -225,7 +225,7 @@ def answering_late_stops(end: Callable[[str], None]) -> Iterator[None]:
     def listen() -> None:
         while numbers := ours.recv(16):
             if set(numbers) & set(_SIGNALS) and not over.wait(STOP_SECONDS):
-                end(f"the service was told to end, or a rank has ended, and a command has not finished; {REPEAT}")
+                end("the service was told to end, or a rank has ended, and a command has not finished")
 
     thread = Thread(target=listen, name="trine-late-stop", daemon=True)
     thread.start()
