@@ -135,6 +135,7 @@ def train_disturbed(job: ServedJob, steps: int, kills: list[tuple[int | None, ..
     lines = [TinkerLine(job.url, network) for network in networks]
     total, draw = len(RANKS) * (3 * steps + 2), random.Random(7)
     moments = sorted(draw.sample(range(len(RANKS), total - 12), len(kills)))
+    moments[-1] = moments[-2]  # the last one hits the start after the one before it, while commands run again
     with ThreadPoolExecutor(len(RANKS)) as pool:
         tenants = [
             pool.submit(train_tenant, line, rank, steps, job.folder) for line, rank in zip(lines, RANKS, strict=True)
