@@ -97,8 +97,8 @@ SERVICE = (
         name="errors-of-the-loop-leave-no-sentence",
         about="The error that ends a service reaches its log, but no client that waits.",
         file=f"{SERVING}/host/front.py",
-        old="            source.end(f",
-        new="            str(f",
+        old="    if error is not None:\n        end(f",
+        new="    if error is None:\n        end(f",
         tests=(f"{TESTS}/test_ends.py::test_an_error_of_the_loop_is_the_sentence_of_the_polls_that_wait",),
     ),
     Fault(

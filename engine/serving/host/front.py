@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from engine.config.serve_section import ServeConfig
@@ -135,11 +136,14 @@ def open_front(
         remedy = _JOURNALED if journals else f"{_REPEAT}."
         source = LedgerSource(ledger, stored, lambda why: application.end(f"{why}; {remedy}"))
         opened.callback(source.stop)
-        try:
-            yield source
-        except BaseException as error:
-            source.end(f"the service has failed: {first_line(error).rstrip('.')}")
-            raise
+        opened.push(partial(_tell_failure, source.end))
+        yield source
+
+
+def _tell_failure(end: Callable[[str], None], kind: object, error: BaseException | None, trace: object) -> None:
+    """Ends all requests with the error that has ended the block."""
+    if error is not None:
+        end(f"the service has failed: {first_line(error).rstrip('.')}")
 
 
 def check_journal(folder: Path) -> Mapping[str, int]:
