@@ -27,7 +27,8 @@ GRIDS: Mapping[str, tuple[int, Mapping[str, Any], int]] = {
     **{f"dp2 ZeRO {stage}": (2, {"zero_optimization": {"stage": stage}}, 4) for stage in (1, 2, 3)},
 }  # fmt: skip
 """Processes, settings and updates of a tenant by grid: 200 commands of four tenants on the first one."""
-SAID = "told to end, or a rank has ended"
+SAID = ("told to end, or a rank has ended", "has lost rank 1")
+"""Words of rank 0's signal, and of its error, whichever comes first."""
 
 
 class ServedJob:
@@ -185,18 +186,18 @@ def test_a_rank_killed_in_a_forward_is_503_within_five_seconds_and_its_command_r
 ) -> None:
     rows = [[(row * 7 + at) % 61 for at in range(20)] for row in range(150)]
     with serving(warm_python, tmp_path / "job", 2, {"parallel": {"tensor": 2}}) as job:
-        line = TinkerLine(job.url)
-        found = []
-        for seed in range(2):
-            model = line.create(4, seed)
-            key = line.future("forward_backward", forward_backward(model, 1, rows))
-            if seed:
-                time.sleep(0.5)
+        line, found, seconds, killed = TinkerLine(job.url), list[Any](), 0.0, 0.0
+        for number in range(2):
+            key = line.future("forward_backward", forward_backward(line.create(4, number), 1, rows))
+            began = time.monotonic()
+            if number:
+                time.sleep(min(0.5, seconds / 3))
                 killed = time.monotonic()
                 job.kill(1)
             found.append(line.result(key))
+            seconds = time.monotonic() - began
         line.close()
-        first = next((at, text) for at, status, text in line.refusals if at > killed and status == 503)
-        print(f"answered 503 after {first[0] - killed:.1f} s: {first[1]}")
-        assert first[0] - killed < 5 and SAID in first[1]
-        assert found[0] == found[1] and job.starts == 2
+    first = next((at - killed, text) for at, status, text in line.refusals if at > killed and status == 503)
+    print(f"a forward of {len(rows)} data; answered 503 after {first[0]:.1f} s: {first[1]}")
+    assert first[0] < 5 and any(words in first[1] for words in SAID)
+    assert found[0] == found[1] and job.starts == 2
