@@ -46,8 +46,9 @@ RUN = (
 """Executed here, in this order, in one folder."""
 
 TESTED = {
-    "torchrun --nproc_per_node 4 -m engine.launch.cli serve config.json --model models/Qwen3-8B":
-        "tests/launch/test_serve_command.py::test_a_folder_on_two_ranks_goes_on_after_a_kill",
+    "torchrun --nproc_per_node 4 --max-restarts 100 -m engine.launch.cli serve config.json --model models/Qwen3-8B":
+        "tests/launch/test_served_kills.py::"
+        "test_a_rank_killed_in_a_forward_is_503_within_five_seconds_and_its_command_runs_again",
     "trine outer config.json --host 0.0.0.0":
         "tests/engine/outer/http/test_service.py::test_the_command_prints_its_address_and_ends_at_sigterm",
     "trine outer status http://store:8140": "tests/engine/outer/http/test_service.py::test_status_is_a_table",

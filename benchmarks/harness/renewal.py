@@ -62,6 +62,7 @@ RENEW: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("schedule-compare", "schedule-kinds", "schedules"), _SCHEDULES),
         "secondary-shards-link": "python -m tests.cluster.secondary_shards --write-figures",
         "shard-groups-link": "python -m tests.cluster.shard_groups --write-figures",
+        "service-load": "python -m benchmarks service --write-figures",
         "soak": "python -m tests.cluster.soak --write-figures",
         "stage-messages-link": "python -m tests.cluster.stage_messages --write-figures",
         "step": "python -m benchmarks step --write-figures",

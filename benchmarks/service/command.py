@@ -3,8 +3,9 @@
     python -m benchmarks service [--clients 64] [--seconds 60] [--write-figures]
 
 Each client has a session and a model, and repeats forward_backward and optim_step; both are accepted by the journal
-before their ids are answered. The executor only counts, so the figures are those of HTTP, ledger, journal and queue.
-Exit code 1 if an update is lost, doubled or another client's, or if the server's memory grows by more than a limit.
+before their ids are answered. The executor only counts, so the figures are those of HTTP, ledger, journal and queue:
+a model is a number that depends on its client's tokens and on the order of all updates. Exit code 1 if an update is
+lost, doubled or another client's, or if the server's memory grows by more than its retained results and a limit.
 """
 
 import argparse
@@ -24,14 +25,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.harness.figures import ROOT, Cells, record_cells, render
+from benchmarks.harness.figures import ROOT, Cells, record_text, render
 from benchmarks.service.server import BASE, VOCABULARY, updated
 from engine.serving.wire.messages import message_class
 
 TOKENS = 128
-GROWTH_BYTES = 32 << 20
-"""Maximum growth of the server's memory after its first tenth, apart from results that clients may still ask for."""
-CORNER = "service"
+GROWTH_BYTES, RESULT_BYTES = 16 << 20, 6 << 10
+"""Maximum growth of the server's memory, and of it for each result that its client may still ask for."""
 COLUMNS = ("requests", "median", "95 %", "99 %", "a second")
 ECHO, ACCEPT, POLL, STEP = (
     "echo, Starlette alone",
@@ -59,13 +59,13 @@ def server(kind: str, folder: Path) -> Iterator[tuple[str, int]]:
     """Starts a server; yields its address and the id of its process."""
     command = [sys.executable, "-m", "benchmarks.service.server", kind, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip(), process.pid
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip(), process.pid
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
 
 
 def resident_bytes(process: int) -> int:
@@ -122,20 +122,15 @@ async def _train(client: httpx.AsyncClient, index: int, until: float, timings: T
 
 
 async def _load(address: str, kind: str, clients: int, seconds: float, process: int) -> tuple[Timings, list[int]]:
-    timings, memory = Timings(), list[int]()
+    """Returns the timings of all clients, and the server's memory at the begin and at the end."""
+    timings, memory = Timings(), [resident_bytes(process)]
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=address, limits=limits, timeout=60) as client:
         until = perf_counter() + seconds
         work = [_echo(client, until, timings) if kind == "echo" else _train(client, at, until, timings)
                 for at in range(clients)]  # fmt: skip
-
-        async def watch() -> None:
-            while perf_counter() < until:
-                await asyncio.sleep(seconds / 20)
-                memory.append(resident_bytes(process))
-
-        await asyncio.gather(*work, watch())
-    return timings, memory
+        await asyncio.gather(*work)
+    return timings, [*memory, resident_bytes(process)]
 
 
 def cells_of(timings: Mapping[str, list[float]], seconds: float) -> Cells:
@@ -152,28 +147,38 @@ def cells_of(timings: Mapping[str, list[float]], seconds: float) -> Cells:
 
 def main(command: Sequence[str] | None = None) -> int:
     """Runs echo and service, prints the table and writes the figure; returns the exit code."""
-    asked = _parse(command)
-    found, wrong, growth = dict[str, list[float]](), 0, 0
+    asked, cells, found, memory = _parse(command), dict[tuple[str, str], str](), Timings(), [0, 0]
     for kind, seconds in (("echo", min(asked.seconds, 10.0)), ("service", asked.seconds)):
         with TemporaryDirectory(prefix="trine-service-") as folder, server(kind, Path(folder)) as (address, process):
-            timings, memory = asyncio.run(_load(address, kind, asked.clients, seconds, process))
-        found |= {name: values * 1 for name, values in timings.seconds.items()}
-        if kind == "service":
-            wrong, growth = timings.wrong, memory[-1] - memory[len(memory) // 10]
-        else:
-            echo_seconds = seconds
-    cells = {**cells_of({ECHO: found.pop(ECHO)}, echo_seconds), **cells_of(found, asked.seconds)}
+            found, memory = asyncio.run(_load(address, kind, asked.clients, seconds, process))
+        cells |= cells_of(found.seconds, seconds)
     rows: dict[str, dict[str, str]] = {}
     for (row, column), text in cells.items():
         rows.setdefault(row, {})[column] = text
-    print(render({"corner": CORNER, "columns": list(COLUMNS), "rows": rows}))
-    steps = len(found[STEP])
-    passed = wrong == 0 and growth < GROWTH_BYTES and steps > 0
-    print(f"{asked.clients} clients, {steps:,} updates: {wrong} wrong; memory {growth / 2**20:+.1f} MiB after the "
-          f"first tenth -> {'pass' if passed else 'FAIL'}")  # fmt: skip
+    steps = len(found.seconds.get(STEP, ()))
+    passed, verdict = judged(steps, found.wrong, (memory[0], memory[-1]))
+    table = render({"corner": f"{asked.clients} clients", "columns": list(COLUMNS), "rows": rows})
+    print(text := f"{table}\n\n{verdict}")
     if asked.write_figures:
-        record_cells("service-load", CORNER, cells)
+        record_text("service-load", text)
     return 0 if passed else 1
+
+
+def judged(steps: int, wrong: int, memory: tuple[int, int]) -> tuple[bool, str]:
+    """Returns the verdict on a load and its sentence.
+
+    Args:
+        steps: number of updates, each with two results.
+        wrong: updates whose results differ from those of the client alone.
+        memory: resident bytes of the server at the begin and at the end.
+    """
+    growth, most = memory[1] - memory[0], GROWTH_BYTES + 2 * steps * RESULT_BYTES
+    passed = steps > 0 and not wrong and growth <= most
+    begin, end = (f"{size / 2**20:.1f}" for size in memory)
+    return passed, (
+        f"{steps:,} updates, {wrong} of them lost, doubled or crossed; memory of the server: {begin} MiB at the begin, "
+        f"{end} MiB at the end with {2 * steps:,} results retained -> {'pass' if passed else 'FAIL'}"
+    )
 
 
 def _parse(command: Sequence[str] | None) -> argparse.Namespace:

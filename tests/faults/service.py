@@ -185,4 +185,66 @@ SERVICE = (
             f"{TESTS}/test_retries.py::test_trouble_is_repeated_with_growing_pauses_and_after_what_the_server_asks",
         ),
     ),
+    Fault(
+        name="polls-of-an-ended-service-go-on",
+        about="A poll that waits while a rank ends is told to poll again, and then finds no server.",
+        file=f"{SERVING}/wire/routes.py",
+        old="        if self.ended is not None and entry.state is not EntryState.DONE:\n",
+        new="        if self.ended is not None and entry.state is EntryState.DONE:\n",
+        tests=(f"{TESTS}/test_ends.py::test_a_lost_rank_is_503_with_its_sentence_for_waiting_and_later_requests",),
+    ),
+    Fault(
+        name="errors-of-the-loop-leave-no-sentence",
+        about="The error that ends a service reaches its log, but no client that waits.",
+        file=f"{SERVING}/host/front.py",
+        old="    if error is not None:\n        end(f",
+        new="    if error is None:\n        end(f",
+        tests=(f"{TESTS}/test_ends.py::test_an_error_of_the_loop_is_the_sentence_of_the_polls_that_wait",),
+    ),
+    Fault(
+        name="late-stops-are-not-answered",
+        about="Clients of a service whose main thread hangs in a collective hear nothing before it is killed.",
+        file=f"{SERVING}/host/service.py",
+        old="and not over.wait(STOP_SECONDS):",
+        new="and over.wait(STOP_SECONDS):",
+        tests=(f"{TESTS}/test_ends.py::test_a_signal_is_heard_while_the_main_thread_is_in_native_code[False]",),
+    ),
+    Fault(
+        name="samples-of-a-crash-run-first",
+        about="A service that starts again runs all samples of its journal before it answers a request.",
+        file=f"{SERVING}/bookkeeping/restart.py",
+        old="        if entry.is_sample:",
+        new="        if entry.is_sample and entry.is_fetched:",
+        tests=(f"{TESTS}/wire/test_vanished_client.py::test_samples_of_a_crash_wait_behind_the_first_step_after_it",),
+    ),
+    Fault(
+        name="samples-outlive-their-session",
+        about="Samples of a client that has gone stay queued, and one runs before each command of the next client.",
+        file=f"{SERVING}/bookkeeping/ledger.py",
+        old="in session.open.values():\n                if entry.state in WAITS:\n",
+        new="in session.open.values():\n                if entry.state in WAITS and entry.line:\n",
+        tests=(
+            f"{TESTS}/wire/test_vanished_client.py::"
+            "test_a_finished_session_delays_the_next_step_by_the_sample_that_runs",
+        ),
+    ),
+    Fault(
+        name="silent-sessions-live-twice-as-long",
+        about="A client without a heartbeat keeps its samples in the queue for longer than session_seconds.",
+        file=f"{SERVING}/bookkeeping/ledger.py",
+        old="now - session.seen > self.limits.session_seconds:",
+        new="now - session.seen > 2 * self.limits.session_seconds:",
+        tests=(
+            f"{TESTS}/wire/test_vanished_client.py::"
+            "test_a_silent_session_keeps_its_samples_for_session_seconds_and_no_longer",
+        ),
+    ),
+    Fault(
+        name="lost-updates-pass-the-load",
+        about="The benchmark of the service passes with updates that are lost or another client's.",
+        file="benchmarks/service/command.py",
+        old="passed = steps > 0 and not wrong and growth <= most",
+        new="passed = steps > 0 and growth <= most",
+        tests=("tests/benchmarks/service/test_service_load.py::test_a_load_is_judged_by_its_updates_and_by_memory",),
+    ),
 )

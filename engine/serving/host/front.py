@@ -4,6 +4,7 @@ import os
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from engine.config.serve_section import ServeConfig
@@ -20,6 +21,8 @@ from engine.web.sockets import address_of, is_loopback, listen
 
 JOURNAL = "journal"
 """Folder of the journal in the folder of a service."""
+_REPEAT = "repeat the request after the next start"
+_JOURNALED = f"{_REPEAT}, which runs what was accepted from the journal."
 SERVER = "the service"
 """Name of the server in errors."""
 
@@ -63,10 +66,16 @@ def check_front(serve: ServeConfig, rank: int) -> None:
 
 
 class LedgerSource:
-    """Source of the command loop: stored commands of an earlier process first, then the queue."""
+    """Source of the command loop: stored commands of an earlier process first, then the queue.
 
-    def __init__(self, ledger: Ledger, stored: Iterator[FutureEntry]) -> None:
-        self._ledger, self._stored = ledger, stored
+    Args:
+        end: answers every waiting and later request 503, and says why; called in any thread.
+    """
+
+    def __init__(
+        self, ledger: Ledger, stored: Iterator[FutureEntry], end: Callable[[str], None] = lambda why: None
+    ) -> None:
+        self._ledger, self._stored, self.end = ledger, stored, end
         self._running: FutureEntry | None = None
 
     def take(self, seconds: float) -> tuple[str, Command] | None:
@@ -146,9 +155,17 @@ def open_front(
         address = address_of(listening, "https" if options else "http")
         about = f"token in {serve.token_env}" if token else "without a token: this host only"
         ready(f"service at {address}: {' '.join(model.names)}, folder {folder}, {about}")
-        source = LedgerSource(ledger, stored)
+        remedy = _JOURNALED if journals else f"{_REPEAT}."
+        source = LedgerSource(ledger, stored, lambda why: application.end(f"{why}; {remedy}"))
         opened.callback(source.stop)
+        opened.push(partial(_tell_failure, source.end))
         yield source
+
+
+def _tell_failure(end: Callable[[str], None], kind: object, error: BaseException | None, trace: object) -> None:
+    """Ends all requests with the error that has ended the block."""
+    if error is not None:
+        end(f"the service has failed: {first_line(error).rstrip('.')}")
 
 
 def check_journal(folder: Path) -> Mapping[str, int]:

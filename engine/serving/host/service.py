@@ -2,15 +2,20 @@
 
 start    models of the journal -> commands of clients until rank 0 gets SIGTERM or SIGINT
 end      all ranks leave the loop after the same command; the server stops, engines close
+
+A command that does not end, because a rank has, blocks rank 0's main thread. A thread hears the launcher's SIGTERM and
+answers the clients, before the launcher or the watchdog kills the process.
 """
 
 import logging
 import signal
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from types import FrameType
 from typing import Any, Final
 
@@ -37,6 +42,8 @@ logger = logging.getLogger("trine")
 WEIGHTS = "weights"
 """Folder of saved weights in the folder of a service."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+STOP_SECONDS = 1.0
+"""Seconds for which a command runs on after a signal, before its client and all others are answered 503."""
 
 
 def serve_folder(config: Config, folder: Path) -> None:
@@ -108,7 +115,7 @@ def _run_loop(
         with _signals_to(lambda: None) as renew:  # rank 0 ends the loop of all
             CommandLoop(host, executor.run, executor.spoil, beat=renew, retained=executor.retained_bytes).run()
         return
-    with front() as source, _signals_to(source.stop) as renew:
+    with front() as source, _signals_to(source.stop) as renew, answering_late_stops(source.end):
         CommandLoop(host, executor.run, executor.spoil, source, renew, executor.retained_bytes).run()
 
 
@@ -218,3 +225,31 @@ def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+@contextmanager
+def answering_late_stops(end: Callable[[str], None]) -> Iterator[None]:
+    """Calls ``end`` with a reason if the block runs on for ``STOP_SECONDS`` after SIGTERM or SIGINT.
+
+    The signal's Python handler waits for the main thread, which a collective with an ended rank blocks; the number of
+    the signal arrives in a thread at once.
+    """
+    over, (ours, theirs) = Event(), socket.socketpair()
+    theirs.setblocking(False)
+
+    def listen() -> None:
+        while numbers := ours.recv(16):
+            if set(numbers) & set(_SIGNALS) and not over.wait(STOP_SECONDS):
+                end("the service was told to end, or a rank has ended, and a command has not finished")
+
+    thread = Thread(target=listen, name="trine-late-stop", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        theirs.close()
+        thread.join()
+        ours.close()

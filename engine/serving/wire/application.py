@@ -54,6 +54,7 @@ class ServiceApplication:
         self.ledger, self.model = ledger, model
         self.statistics, self.directory = ServiceStatistics(), Directory(ledger)
         self._token, self._body_bytes = token.encode(), body_bytes
+        self._loop: asyncio.AbstractEventLoop | None = None
         ledger.on_finish = self._finish
         reader = RequestReader(model, self.directory)
         self._futures = FutureRoutes(ledger, self.directory, reader, self._body)
@@ -88,20 +89,21 @@ class ServiceApplication:
                 status = message["status"]
             await send(message)
 
-        if scope["path"] not in _OPEN and not self._is_known(scope):
-            error = RequestRefusedError(
-                "the request has a wrong X-API-Key or none; give the token of the service, as TINKER_API_KEY or as "
-                "token= of engine.remote.",
-                401,
-            )
-            await _error_reply(error)(scope, receive, counted)
-        elif self.ledger.is_replaying and scope["path"] not in _OPEN:
-            error = RequestRefusedError("the service loads its models; repeat the request soon.", 503, _RETRY_SECONDS)
-            await _error_reply(error)(scope, receive, counted)
-        else:
-            await self._app(scope, receive, counted)
+        refusal = self._refusal(scope)
+        await (self._app if refusal is None else _error_reply(refusal))(scope, receive, counted)
         route = scope.get("route")
         self.statistics.record_request(getattr(route, "path", "other"), monotonic() - started, status)
+
+    def _refusal(self, scope: MutableMapping[str, Any]) -> RequestRefusedError | None:
+        """Returns the refusal of a request that no route answers."""
+        if self._futures.ended is not None or scope["path"] in _OPEN:
+            return self._futures.ended
+        if not self._is_known(scope):
+            sentence = "the request has a wrong X-API-Key or none; give TINKER_API_KEY the token of the service."
+            return RequestRefusedError(sentence, 401)
+        if self.ledger.is_replaying:
+            return RequestRefusedError("the service loads its models; repeat the request soon.", 503, _RETRY_SECONDS)
+        return None
 
     def _is_known(self, scope: MutableMapping[str, Any]) -> bool:
         """Returns True if a request carries the token, in a time that does not depend on it."""
@@ -116,12 +118,19 @@ class ServiceApplication:
         """Answers all polls, before the server stops."""
         self._futures.end_waits()
 
+    def end(self, sentence: str) -> None:
+        """Answers every waiting and later request 503 with a sentence; may be called in any thread."""
+        self._futures.ended = RequestRefusedError(sentence, 503, _RETRY_SECONDS)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._futures.end_waits)
+
     def _finish(self, entry: FutureEntry, result: Result) -> list[JournalRecord]:
         self.statistics.record_result(entry, result)
         return self.directory.record_result(entry, result)
 
     @asynccontextmanager
     async def _ticking(self) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
         ticks = asyncio.create_task(self._tick_forever())
         try:
             yield

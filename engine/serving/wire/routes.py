@@ -46,6 +46,8 @@ class FutureRoutes:
     def __init__(self, ledger: Ledger, directory: Directory, reader: RequestReader, read_body: ReadBody) -> None:
         self._ledger, self._directory, self._reader, self._read_body = ledger, directory, reader, read_body
         self.is_stopping = asyncio.Event()
+        self.ended: RequestRefusedError | None = None
+        """Refusal of every request, once the ranks run no more commands."""
         self._news: set[asyncio.Future[None]] = set()
 
     def posts(self) -> Mapping[str, Handler]:
@@ -169,7 +171,11 @@ class FutureRoutes:
         return Response(body, 200, media_type=kind)
 
     async def wait(self, entry: FutureEntry) -> None:
-        """Waits until a command is done, at most ``POLL_SECONDS``, or until the server stops."""
+        """Waits until a command is done, at most ``POLL_SECONDS``, or until the server stops.
+
+        Raises:
+            RequestRefusedError: 503, the ranks run no more commands.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -180,14 +186,15 @@ class FutureRoutes:
         def listener() -> None:
             loop.call_soon_threadsafe(set_done)
 
-        if self.is_stopping.is_set() or not self._ledger.watch(entry, listener):
-            return
-        self._news.add(done)
-        try:
-            await asyncio.wait([done], timeout=POLL_SECONDS)
-        finally:
-            self._news.discard(done)
-            self._ledger.unwatch(entry, listener)
+        if not self.is_stopping.is_set() and self._ledger.watch(entry, listener):
+            self._news.add(done)
+            try:
+                await asyncio.wait([done], timeout=POLL_SECONDS)
+            finally:
+                self._news.discard(done)
+                self._ledger.unwatch(entry, listener)
+        if self.ended is not None and entry.state is not EntryState.DONE:
+            raise self.ended
 
     def end_waits(self) -> None:
         """Answers all polls, before the server stops; call it in the thread of its event loop."""

@@ -276,6 +276,7 @@ def test_a_start_forgets_what_was_unloaded_cancelled_and_fetched(tmp_path: Path)
     ledger.journal.close()
     again = CountingExecutor()
     ledger = open_at(tmp_path, again, limits)
+    drain(ledger.queue, ledger, again)
     assert again.log == ["SampleTokens"]
     with pytest.raises(RequestRefusedError) as error:
         ledger.find(f"{SESSION}:sample:0:1")

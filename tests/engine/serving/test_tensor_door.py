@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.web.remote_line import RemoteError, RemoteLine
 from engine.web.remote_model import RemoteModel
 from tests.engine.serving.doors import tensor_server
+from tests.engine.serving.lossy import Lossy
 from tests.structure import ROOT
 
 ADAM = {"lr": 1e-2, "eps": 1e-8, "beta2": 0.999}
@@ -113,32 +114,9 @@ def test_servers_in_series_train_as_one_model_and_branches_run_at_the_same_time(
         assert asyncio.run(branches()) < 0.65 * 1.0
 
 
-class Lossy(httpx.BaseTransport):
-    """Network that loses every third reply after the server has worked, and doubles every fifth request."""
-
-    def __init__(self) -> None:
-        self._real, self._count = httpx.HTTPTransport(), 0
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        self._count += 1
-        body = request.read()
-        response = self._real.handle_request(request)
-        if self._count % 3 == 0:
-            response.read()
-            raise httpx.ReadError("lost")
-        if self._count % 5 == 0:
-            response.read()
-            again = httpx.Request(request.method, request.url, headers=request.headers, content=body)
-            return self._real.handle_request(again)
-        return response
-
-    def close(self) -> None:
-        self._real.close()
-
-
 def test_lost_replies_and_doubled_requests_change_nothing_twice(tmp_path: Path) -> None:
     results: list[tuple[Tensor, Tensor | None, int]] = []
-    for transport in (None, Lossy()):
+    for transport in (None, Lossy(seed=0)):
         with tensor_server(layer, tmp_path, shape=rows(0)) as url:
             model = RemoteModel(line=RemoteLine(url, transport=transport))
             for step in range(6):

@@ -95,10 +95,12 @@ def optim_step(model: str, number: int, **adam: float) -> dict[str, Any]:
 
 
 @contextmanager
-def calls(token: str = "", body_bytes: int = 1 << 20, **limits: Any) -> Iterator[TinkerCalls]:
+def calls(
+    token: str = "", body_bytes: int = 1 << 20, executor: CountingExecutor | None = None, **limits: Any
+) -> Iterator[TinkerCalls]:
     """Serves a counting executor in process."""
-    queue = FairQueue()
-    ledger, executor = Ledger(queue, None, LedgerLimits(**limits)), CountingExecutor()
+    queue, executor = FairQueue(), executor or CountingExecutor()
+    ledger = Ledger(queue, None, LedgerLimits(**limits))
     application = ServiceApplication(ledger, MODEL, token, body_bytes)
     headers = {"x-api-key": token} if token else {}
     with (
