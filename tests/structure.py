@@ -10,9 +10,11 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
+
+from engine.launch.raised_errors import RaisedError, raised_errors
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("kernels", "parallel", "zero", "engine", "launch")
@@ -157,6 +159,18 @@ def path_of(folder: str) -> str:
     """Path of a folder below the root, from its name in imports."""
     parts = folder.split(".")
     return "/".join(parts[1:] if len(parts) > 1 and parts[1] in LAYERS and parts[1] != "engine" else parts)
+
+
+@cache
+def product() -> Structure:
+    """Return the structure of this tree; the tests of a process share its parsed files."""
+    return Structure()
+
+
+@cache
+def raised_by_the_product() -> tuple[RaisedError, ...]:
+    """Return every error message in the sources; to read them takes two seconds."""
+    return tuple(raised_errors())
 
 
 def _modules(root: Path) -> Iterator[tuple[str, Path]]:

@@ -82,7 +82,7 @@ def test_closing_leaves_the_model_as_it_was(name: str) -> None:
     [
         wide(SHARDED | {"parallel": {"data": 2}}, ("Llama", "GPT-2", "nanoGPT-like"), id="dp2 ZeRO 3"),
         pytest.param(TENSOR, ("GPT-2", "BERT"), id="tp2"),
-        pytest.param(PIPELINE, ("Llama", "T5", "embedding residual"), id="pp2"),
+        wide(PIPELINE, ("Llama", "T5", "embedding residual"), id="pp2"),
     ],
 )
 def test_closing_leaves_the_model_as_it_was_on_ranks(

@@ -109,6 +109,7 @@ with engine.initialize(lambda: nn.Linear(4, 4), {"train_batch_size": 4}, loss_fn
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_brings_the_job_down_with_its_traceback(tmp_path: Path, warm_python: str) -> None:
     (tmp_path / "fail.py").write_text(FAILING)
     started = time.monotonic()

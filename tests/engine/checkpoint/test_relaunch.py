@@ -247,6 +247,7 @@ PLAIN = ("fp32", "bf16, masters", "ZeRO 3", "pp2", "tp2")
 """Rows of ``test_covering_array`` go on from a save too; with these they would do so to the bit."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [

@@ -306,6 +306,7 @@ def recomputed(name: str, grid: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "grid"),
     [wide("decoder dropout", "tp2"), ("gpt2", "pp2"), wide("decoder dropout", "pp2"), wide("gpt2", "tp2 x pp2")],
@@ -337,7 +338,7 @@ def replicated(name: str, grid: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "grid"), [("decoder dropout", "tp2"), wide("gpt2", "tp2 x pp2"), wide("llama", "tp2")]
+    ("name", "grid"), [wide("decoder dropout", "tp2"), wide("gpt2", "tp2 x pp2"), wide("llama", "tp2")]
 )
 def test_tensor_ranks_stay_equal_where_they_hold_the_same(run_ranks: RunRanks, name: str, grid: str) -> None:
     results = run_ranks(replicated, ranks(grid), name, grid)
@@ -491,6 +492,7 @@ def two_engines() -> list[bool]:
     return found
 
 
+@pytest.mark.long
 def test_two_engines_on_one_process_group(run_ranks: RunRanks) -> None:
     assert run_ranks(two_engines, 2) == [[True, True]] * 2
 

@@ -58,7 +58,7 @@ def test_references_in_a_model_train_as_the_model_does(run_ranks: RunRanks, chan
     "changes",
     [
         wide({"parallel": SEQUENCE, "zero_optimization": {"stage": 2}}, id="sequence"),
-        pytest.param({"parallel": {"pipeline": 2}}, id="pipeline"),
+        wide({"parallel": {"pipeline": 2}}, id="pipeline"),
         pytest.param({"parallel": TENSOR, "zero_optimization": {"stage": 3}}, id="tensor", marks=pytest.mark.long),
     ],
 )

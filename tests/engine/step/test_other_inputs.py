@@ -87,6 +87,7 @@ def test_parameter_that_only_later_inputs_take_to_cut_activations(run_ranks: Run
     assert parity.holds(), parity
 
 
+@pytest.mark.long
 def test_both_ways_in_the_example(run_ranks: RunRanks) -> None:
     config = settings(sequence_parallel=True)
     batches = sometimes_pictures()[::-1]
@@ -121,6 +122,7 @@ def on_meta() -> nn.Module:
         return TextAndPicture("cut")
 
 
+@pytest.mark.long
 def test_views_of_a_model_that_was_never_whole(run_ranks: RunRanks) -> None:
     parity = run_ranks(compare, 2, on_meta, settings(), sometimes_pictures())[0]
     assert parity.holds(), parity
@@ -139,6 +141,7 @@ def test_split_backward_of_views(run_ranks: RunRanks, sequence: bool) -> None:
     assert parity.holds(), parity
 
 
+@pytest.mark.long
 def test_sizes_that_do_not_share_the_sequence_of_the_example_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of others is only whether they would fit: 12 tokens say nothing about 8 ranks."""
     original = Search._decide
@@ -189,6 +192,7 @@ def plan_of_skipping(rank: int) -> list[str]:
     return [f"{reason.style} {reason.why}" for reason in found.reasons]
 
 
+@pytest.mark.long
 def test_blocks_that_draw_are_planned_alike_on_all_ranks() -> None:
     assert plan_of_skipping(0) == plan_of_skipping(1)
 

@@ -99,6 +99,7 @@ def check(found: list[dict[str, Any]]) -> None:
     assert sum(each["image"] for each in found) == total, "each byte has one owner"
 
 
+@pytest.mark.long
 def test_the_whole_grid_to_receivers_in_one_two_and_three_parts() -> None:
     """Data, tensor, pipeline and expert ranks at ZeRO 3."""
     changes = {"zero_optimization": {"stage": 3}, "weights_out": {}}

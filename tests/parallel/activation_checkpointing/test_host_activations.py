@@ -53,7 +53,7 @@ def offloads(name: str, settings: Settings, modes: list[Settings]) -> None:
 @pytest.mark.parametrize(
     ("name", "grid", "kinds"),
     [
-        ("decoder", "pp2", ("all", "half, others full")),
+        ("decoder", "pp2", ("half, others full",)),
         wide("llama", "tp2", ("all",)),
         *(wide(*case, tuple(OFFLOADS)) for case in CASES),
     ],

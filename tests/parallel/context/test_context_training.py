@@ -134,6 +134,7 @@ def test_every_method_trains_with_tensor_ranks(method: Method, more: dict[str, A
     assert result is not None and result.holds(), str(result)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [37, wide(8), wide(64)])
 def test_any_length_trains(length: int) -> None:
     check_parity(llama, batches_of("plain", length), "cp3")
@@ -189,6 +190,7 @@ def test_planned_bytes_are_counted_bytes_and_those_of_the_formula() -> None:
         assert logits.shape == (4, 32, 61) and type(logits) is Tensor
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attention", ["sdpa", wide("eager")])
 def test_embeddings_in_the_batch_are_sharded(attention: str) -> None:
     draw, made = torch.Generator().manual_seed(2), batches_of("left")
