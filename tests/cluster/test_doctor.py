@@ -115,6 +115,7 @@ def test_torchrun_of_two_nodes(clusters: Callable[[int], Cluster], warm_python: 
     assert shown.count("node0, node1    gloo over eth0 (10000 Mbit/s)") == 2, shown
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "status", "words"),
     [

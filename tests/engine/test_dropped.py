@@ -329,7 +329,7 @@ def test_an_engine_has_what_is_counted(run_ranks: RunRanks, tmp_path: Path) -> N
     assert run_ranks(counted, 2, str(tmp_path)) == [[True] * 5] * 2
 
 
-@pytest.mark.parametrize("end", [wide("close"), "drop_both", wide("fail_late")])
+@pytest.mark.parametrize("end", [wide("close"), wide("drop_both"), wide("fail_late")])
 def test_a_hundred_engines_leave_nothing(run_ranks: RunRanks, end: str) -> None:
     assert run_ranks(ended, 1, "one", (end,), 100) == [[]]
 

@@ -70,7 +70,7 @@ def train_all(config: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name if number % 2 else wide(name) for number, name in enumerate(MODELS)])
 def test_closing_leaves_the_model_as_it_was(name: str) -> None:
     before, after, explained = train_and_close(name, OPERATORS)
     assert after == before

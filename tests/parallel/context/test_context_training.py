@@ -20,8 +20,8 @@ from tests.engine.parity.tensor_models import FOUR, UNSEEN
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
 
-FIRST = ("Llama", "nanoGPT-like", "T5", "BLOOM")
-"""Families of the default suite: eager products, torch's attention, an encoder with a decoder."""
+FIRST = ("Llama", "nanoGPT-like", "BLOOM")
+"""Families of the default suite: eager products and torch's attention; long are encoders with a decoder."""
 NO_SEQUENCE = ("ViT", "convolutions", "XLNet", "Swin", "ConvNeXt")
 """Models whose first operation reads no token ids or rows of the batch."""
 FAMILIES = {name.removesuffix(" (4 heads)"): family for name, family in {**FOUR, **UNSEEN}.items()}
