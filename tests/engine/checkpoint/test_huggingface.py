@@ -128,8 +128,8 @@ def starts(name: str, parallel: dict[str, int], stage: int, folder: str, out: st
 @pytest.mark.parametrize(
     ("name", "parallel", "stage"),
     [
-        ("gpt2", {"tensor": 2, "pipeline": 2}, 0),
-        wide("llama", {"data": 2}, 3),
+        wide("gpt2", {"tensor": 2, "pipeline": 2}, 0),
+        ("llama", {"data": 2}, 3),
         pytest.param("llama", {"data": 2, "tensor": 2}, 2, marks=pytest.mark.long),
         pytest.param("t5", {"pipeline": 2}, 0, marks=pytest.mark.long),
         pytest.param("qwen3", {"tensor": 4}, 0, marks=pytest.mark.long),

@@ -91,6 +91,7 @@ def test_a_file_alone_of_any_name(llama: Path, tmp_path: Path, capsys: pytest.Ca
     assert alone == folder
 
 
+@pytest.mark.long
 def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
 
     monkeypatch.setattr(planned_model, "MOST_SILENT", 1)

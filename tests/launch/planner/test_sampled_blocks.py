@@ -144,6 +144,7 @@ class Towers(nn.Module):
         return self.text(input_ids)
 
 
+@pytest.mark.long
 def test_a_longer_list_that_rows_do_not_call_is_not_sampled() -> None:
     text: Any = decoder()
     with torch.device("meta"):
