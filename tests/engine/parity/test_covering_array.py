@@ -92,7 +92,7 @@ OFTEN: Mapping[str, tuple[Any, ...]] = {
 """Settings of the pairs: ``each`` reduces in each microbatch at ZeRO 2, and gathers once a step at ZeRO 3. Schedules
 are one of each kind; ``parallel/pipeline/runtime/test_executor.py`` plays the others, and the triples have all."""
 HOW = {"2": "2 microbatch", "3": "3 step"}
-SEED = 37
+SEED = 38
 """Of the array: the cheapest one of the first 40."""
 
 
