@@ -255,6 +255,7 @@ def test_finetune_gives_a_folder_that_transformers_loads(runs: Runs) -> None:
     assert not lacks and layers == 4 and after != before
 
 
+@pytest.mark.long
 def test_lora_saves_adapters_alone(runs: Runs) -> None:
     from safetensors.numpy import load_file
 

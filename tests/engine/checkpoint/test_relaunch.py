@@ -133,6 +133,7 @@ def goes_on(name: str, grid: Grid, folder: str) -> Losses:
         return case.train(eng, 6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "first", "then"),
     [pytest.param(*pair, marks=[pytest.mark.long] * (index > 0)) for index, pair in enumerate(PAIRS)],

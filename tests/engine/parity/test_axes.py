@@ -273,6 +273,7 @@ def parity(run_ranks: RunRanks, grid: str, build: Build, given: Sequence[Any], l
     return Parity(*run_ranks(on_grid, ranks(grid), build, config(grid, **changes), given, loss)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "grid"),
     [

@@ -51,7 +51,7 @@ def check(results: dict[str, Compared | str]) -> None:
 def test_references_in_a_model_train_as_the_model_does(run_ranks: RunRanks, changes: dict[str, Any]) -> None:
     parallel = {"pipeline": 1} | changes["parallel"]
     config = settings(parallel["pipeline"], **(changes | {"parallel": parallel}), kernels="reference")
-    check(compare(run_ranks, [f"{name}{HEADS}" for name in ("Llama", "Phi-3", "GPT-2")], config))
+    check(compare(run_ranks, [f"{name}{HEADS}" for name in ("Llama", "GPT-2")], config))
 
 
 @pytest.mark.parametrize(

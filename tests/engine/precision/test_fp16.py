@@ -121,6 +121,7 @@ def test_every_grid_skips_the_same_steps_and_stays_close(run_ranks: RunRanks, gr
     assert result.loss <= (5e-5 if "tp" in grid else 1e-6), str(result)
 
 
+@pytest.mark.long
 def test_gradients_on_the_wire_in_fp16_stay_close(run_ranks: RunRanks) -> None:
     result = run_ranks(on_grid, 2, "dp2", "fp16", 10)[0]
     assert all(norm < float("inf") for norm in result.engine.norms)

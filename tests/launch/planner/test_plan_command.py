@@ -129,6 +129,7 @@ def test_a_search_writes_a_configuration_that_loads(
     assert why[0].split()[0] == f"{planned(capsys, llama, out, '--world', 8)['step_seconds']:.3g}"
 
 
+@pytest.mark.long
 def test_what_does_not_fit_says_what_would(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = {**LLAMA, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 90000}
     (llama / "config.json").write_text(json.dumps(raw))

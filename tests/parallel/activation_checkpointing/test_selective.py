@@ -116,6 +116,7 @@ SHORT_WAYS = ("ZeRO 3",)
 """Schedules of several stages a rank are in rows of ``test_covering_array``."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way not in SHORT_WAYS)) for way in WAYS])
 def test_every_way_of_running_keeps_the_same(run_ranks: RunRanks, way: str) -> None:
     ranks, settings = WAYS[way]

@@ -275,6 +275,7 @@ def _moved(folder: str, parallel: dict[str, int], steps: tuple[int, ...]) -> lis
     return losses
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_context_ranks_loads_on_data_ranks(tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> None:
     first = run_ranks(_moved, 2, str(tmp_path / "moved"), {"data": 1, "context": 2}, (0, 1))[0]
     second = run_ranks(_moved, 2, str(tmp_path / "moved"), {"data": 2}, (2,))[0]
