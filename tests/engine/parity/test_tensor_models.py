@@ -67,6 +67,7 @@ MIXED = ("Mamba", "Qwen3", "Mistral", "GPT-BigCode", "nanoGPT-like")
 """Own rows beside shared ones, norms of heads, a shared key head, queries and a shared key in one layer, ties."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names, config",
     [

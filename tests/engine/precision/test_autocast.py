@@ -84,7 +84,7 @@ CASES = [
 
 
 BY_KEY = [("dp2", 3, "full"), ("pp2", 1, "full"), ("tp2", 1, "none")]
-SHORT = [BY_KEY[2]]
+SHORT = [BY_KEY[0]]
 """Stages are in the tests below."""
 
 

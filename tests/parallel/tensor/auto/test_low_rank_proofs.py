@@ -50,10 +50,9 @@ def cases_of(module: ModuleType) -> list[Any]:
                 values = [{mark.args[0]: value} for value in mark.args[1]]
         needs = function.__code__.co_varnames[: function.__code__.co_argcount]
         if all(need in values[0] for need in needs):
-            cases = enumerate(values, len(found))
-            found += [
-                pytest.param(module, name, value, id=f"{name}-{value}", marks=_marks(number)) for number, value in cases
-            ]
+            for value in values:
+                marks = [pytest.mark.long] * (len(found) % 2)  # by default every second one
+                found.append(pytest.param(module, name, value, id=f"{name}-{value}", marks=marks))
     return found
 
 
