@@ -77,6 +77,7 @@ def test_closing_leaves_the_model_as_it_was(name: str) -> None:
     assert "is recomputed in backward" in explained and "runs as the operator" in explained
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "names"),
     [

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
     "dp2-tp2-pp2-zero3": ({"data": 2, "tensor": 2, "pipeline": 2}, 3),
 }
 
-SOME = (("dp2-zero1", 2), ("tp2-pp2-zero0", 1))
+SOME = (("dp2-zero1", 2),)
 """By default; ``-m long`` has all sizes."""
 
 

@@ -248,6 +248,7 @@ def tensor_batches(rows: int = 16) -> list[Tensor]:
     return [torch.randn(rows, 12, generator=generator) for _ in range(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "grid"), [wide("decoder", "tp2"), ("nano", "pp2"), wide("decoder", "tp2 x pp2")])
 def test_iterators_and_tuples(run_ranks: RunRanks, name: str, grid: str) -> None:
     for whole, pulled in run_ranks(in_forms, ranks(grid), name, grid):

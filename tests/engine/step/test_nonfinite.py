@@ -130,7 +130,7 @@ def train_all(grid: str, wanted: tuple[Case, ...]) -> list[tuple[Case, dict[str,
 @pytest.mark.parametrize(
     ("grid", "wanted"),
     [
-        pytest.param("dp2 x tp2", (EVERY[3],), id="dp2 x tp2, some"),
+        wide("dp2 x tp2", (EVERY[3],), id="dp2 x tp2, some"),
         wide("dp2 x pp2", (EVERY[1], EVERY[4]), id="dp2 x pp2, some"),
         *(pytest.param(grid, EVERY, marks=pytest.mark.long, id=grid) for grid in GRIDS),
     ],

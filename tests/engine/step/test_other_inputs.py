@@ -128,6 +128,7 @@ def test_views_of_a_model_that_was_never_whole(run_ranks: RunRanks) -> None:
     assert parity.holds(), parity
 
 
+@pytest.mark.long
 def test_looking_for_a_plan_leaves_buffers_alone(run_ranks: RunRanks) -> None:
     parity = run_ranks(compare, 2, spectral, settings(), pairs())[0]
     assert parity.holds(), parity

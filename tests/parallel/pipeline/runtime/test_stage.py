@@ -419,6 +419,7 @@ def test_shapes_are_checked_where_values_travel() -> None:
         play.stages[1].forward(timeline, plan, lambda: None, {})
 
 
+@pytest.mark.long
 def test_a_model_in_use_can_be_probed_again() -> None:
     """Another signature comes up in the middle of training, on a rank that holds one stage."""
     case, model, batches, timeline, cut = ready("mixtral", 2)
