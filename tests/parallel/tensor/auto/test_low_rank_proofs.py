@@ -40,7 +40,7 @@ blocks_filled = blocks.filled
 
 
 def cases_of(module: ModuleType) -> list[Any]:
-    found = []
+    found: list[Any] = []
     for name, function in vars(module).items():
         if not name.startswith("test_") or name in WITH_NUMBERS or not callable(function):
             continue
