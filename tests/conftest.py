@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -116,30 +115,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 class FrozenAgain:
-    """What tests import and keep adds a million objects; once a full collection takes long, those that outlived it
-    are not looked through again either. Between tests, so that what a test makes is still collected."""
+    """What tests import and keep adds a million objects, and a test that collects garbage or looks for live tensors
+    would visit them all, a second each time. After the last test of a file those that outlive a collection are frozen
+    too; a collection then visits the objects of one file."""
 
-    LONG = 0.15
-    """Seconds."""
-
-    def __init__(self) -> None:
-        self._begun, self._last = 0.0, 0.0
-        gc.callbacks.append(self._clock)
-
-    def _clock(self, phase: str, info: dict[str, int]) -> None:
-        if info["generation"] < 2:
-            return
-        if phase == "start":
-            self._begun = perf_counter()
-        else:
-            self._last = perf_counter() - self._begun
-
-    def pytest_runtest_logfinish(self) -> None:
-        """A test has been torn down."""
-        if self._last > self.LONG:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        """A test has been torn down, with the fixtures of its file."""
+        done = yield
+        if nextitem is None or nextitem.path != item.path:
             gc.collect()
             gc.freeze()
-            self._last = 0.0
+        return done
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

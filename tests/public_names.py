@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from tests.structure import Structure
+from tests.structure import product
 
 PUBLIC = (
     "engine", "engine.verify", "engine.data", "engine.generation", "engine.deepspeed", "engine.huggingface",
@@ -51,7 +51,7 @@ def shown(name: PublicName) -> str:
 
 def defines(module: str, name: str) -> bool:
     """Return whether ``module`` has ``name``: a definition, a value, an import, or a module below it."""
-    files = _files().files
+    files = product().files
     if module not in files:
         return False
     top = {one for node in _tree(module).body for one in _bound(node)}
@@ -70,13 +70,8 @@ def _bound(node: ast.stmt) -> Iterator[str]:
 
 
 @cache
-def _files() -> Structure:
-    return Structure()
-
-
-@cache
 def _tree(module: str) -> ast.Module:
-    return ast.parse(_files().files[module].read_text(encoding="utf-8"))
+    return ast.parse(product().files[module].read_text(encoding="utf-8"))
 
 
 def _listed(tree: ast.Module) -> list[str]:
@@ -88,7 +83,7 @@ def _listed(tree: ast.Module) -> list[str]:
 
 def _definition(module: str, name: str) -> tuple[str, Definition] | None:
     """Return the module that defines ``name``, and the definition; imports are followed."""
-    if module not in _files().files:
+    if module not in product().files:
         return None
     for node in ast.walk(_tree(module)):
         if isinstance(node, Definition) and node.name == name and node in _tree(module).body:

@@ -17,7 +17,7 @@ from engine.config.deepspeed.keys import TABLE, Moved
 from engine.config.json_schema import schema
 from engine.launch.cli import make_parser
 from tests.public_names import PUBLIC, first_sentence, public_names, shown
-from tests.structure import Structure, path_of
+from tests.structure import path_of, product
 from tests.test_architecture import ORDERS
 
 WITHOUT_DOCSTRING: Mapping[str, str] = MappingProxyType(
@@ -119,7 +119,7 @@ def names_table(module: str) -> str:
 
 def folders() -> list[str]:
     """Return the path of every folder of the product, layers first."""
-    structure = Structure()
+    structure = product()
     return sorted({path_of(one) for one in {structure.folder(module) for module in structure.files}} | {"kernels"})
 
 

@@ -9,8 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch.raised_errors import PUBLIC, raised_errors
-from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, path_of, source_of
+from engine.launch.raised_errors import PUBLIC
+from tests.structure import (
+    LAYERS,
+    ROOT,
+    Source,
+    Structure,
+    cycles,
+    last_name,
+    path_of,
+    product,
+    raised_by_the_product,
+    source_of,
+)  # fmt: skip
 
 PAGE = ROOT / "docs" / "internals" / "architecture.md"
 GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
@@ -155,7 +166,7 @@ BROAD_HANDLERS = {
 
 @pytest.fixture(scope="module")
 def structure() -> Structure:
-    return Structure()
+    return product()
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +178,7 @@ def sources(structure: Structure) -> list[Source]:
 
 def product_files() -> list[Path]:
     """Every product file, by its real path."""
-    return [*Structure().files.values(), ROOT / "train.py"]
+    return [*product().files.values(), ROOT / "train.py"]
 
 
 def name_of(path: Path) -> str:
@@ -494,6 +505,6 @@ def test_the_page_has_the_orders_and_the_layers_of_patches() -> None:
 
 def test_errors_are_sentences() -> None:
     """They end with a full stop, or with a value or a command that does."""
-    errors = [error for error in raised_errors() if error.kind in PUBLIC]
+    errors = [error for error in raised_by_the_product() if error.kind in PUBLIC]
     unfinished = [error.text for error in errors if error.text[-1] not in ".?})\"'"]
     assert len(errors) > 300 and not unfinished

@@ -30,8 +30,6 @@ CHECKPOINT = "tests/launch/test_checkpoint_command.py::"
 
 RUN = (
     "trine check config.json --world 8",
-    "trine plan config.json --world 64",
-    "trine plan --layers 24 --width 2048 --heads 16 --context 4096 --vocabulary 131072 --world 48 --batch 192",
     "trine schedule",
     "trine schedule --config config.json --world 8",
     "trine schedule 1f1b --ranks 4 --microbatches 8 --tokens > mine.txt",
@@ -44,6 +42,11 @@ RUN = (
     "python -m benchmarks figures",
 )
 """Executed here, in this order, in one folder."""
+PLANS = (
+    "trine plan config.json --world 64",
+    "trine plan --layers 24 --width 2048 --heads 16 --context 4096 --vocabulary 131072 --world 48 --batch 192",
+)
+"""Executed with ``-m long``: each counts a large model for seconds; tests/launch/planner has small ones."""
 
 TESTED = {
     "torchrun --nproc_per_node 4 --max-restarts 100 -m engine.launch.cli serve config.json --model models/Qwen3-8B":
@@ -340,7 +343,7 @@ def test_commands_are_found(text: str, found: list[str]) -> None:
 
 
 def test_every_command_has_a_row_and_every_row_a_command() -> None:
-    rows = [*RUN, *TESTED, *REASONS, *SUITES, *MEASURED]
+    rows = [*RUN, *PLANS, *TESTED, *REASONS, *SUITES, *MEASURED]
     assert len(rows) == len(set(rows)), "one row a command"
     missing = [one.place() for one in FOUND if one.command not in rows]
     assert not missing, "each needs a row in one of the tables above"
@@ -365,15 +368,25 @@ def execute(command: str, python: str) -> str:
     return printed
 
 
-def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enter a folder that has the configuration of the reference page."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")  # of the pictures
     page = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
     (given,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
     Path("config.json").write_text(given)
+
+
+@pytest.mark.long
+def test_plans_of_large_jobs_are_made(in_a_folder: None, warm_python: str) -> None:
+    first, second = (execute(command, warm_python) for command in PLANS)
+    assert "64 ranks = 2 pipeline x 16 data x 2 tensor" in first and "48 x " in second
+
+
+def test_commands_run(in_a_folder: None, warm_python: str) -> None:
     printed = {command: execute(command, warm_python) for command in RUN}
     assert all(printed.values())
-    assert "64 ranks = 2 pipeline x 16 data x 2 tensor" in printed["trine plan config.json --world 64"]
     assert printed["trine schedule mine.txt"].startswith("mine.txt\nrank 0 |F0 F1 F2 F3")
     assert json.loads(printed["trine schema"])["title"] == "Trine config"
     assert Path("zb-v.svg").read_text().startswith("<svg") and json.loads(Path("zb-v.json").read_text())

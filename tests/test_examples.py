@@ -245,6 +245,7 @@ def test_nanogpt_goes_on_on_another_grid(then: str, tmp_path: Path, warm_python:
     assert sorted(path.name for path in saved.glob("step-*")) == ["step-00000003", "step-00000006"]
 
 
+@pytest.mark.long
 def test_finetune_gives_a_folder_that_transformers_loads(runs: Runs) -> None:
     printed = runs("finetune", "zero3.json")
     assert printed.falls() and (printed.folder / "tuned/tokenizer.json").exists()
@@ -254,6 +255,7 @@ def test_finetune_gives_a_folder_that_transformers_loads(runs: Runs) -> None:
     assert not lacks and layers == 4 and after != before
 
 
+@pytest.mark.long
 def test_lora_saves_adapters_alone(runs: Runs) -> None:
     from safetensors.numpy import load_file
 
@@ -304,6 +306,7 @@ def test_adapters_learn_over_a_base_in_four_bits(runs: Runs) -> None:
     assert merged < 1e-5 and learned > 1e-2
 
 
+@pytest.mark.long
 def test_unet_prints_the_same_losses_on_every_grid(runs: Runs) -> None:
     import torch
 
@@ -314,6 +317,7 @@ def test_unet_prints_the_same_losses_on_every_grid(runs: Runs) -> None:
     assert weights["mask.weight"].shape == (1, 16, 1, 1)
 
 
+@pytest.mark.long
 def test_a_student_learns_from_its_teacher(runs: Runs) -> None:
     printed = runs("distill", "pp2.json")
     assert printed.falls()

@@ -73,6 +73,7 @@ def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: P
     assert json.loads(done.stdout).startswith(str(tmp_path))
 
 
+@pytest.mark.long
 def test_another_package_called_kernels_is_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("name = 'the other one'\n")

@@ -11,8 +11,7 @@ from functools import cache
 
 import pytest
 
-from engine.launch.raised_errors import raised_errors
-from tests.structure import Structure
+from tests.structure import product, raised_by_the_product
 from tests.test_documents import PAGES, by_hand
 
 OPENINGS = ("Of", "What", "Whether", "Which", "How", "Where")
@@ -34,7 +33,7 @@ BOUNDS: Mapping[str, Mapping[str, float]] = {
 
 def docstrings() -> Iterator[str]:
     """Docstrings of the product: of modules, classes and functions, and below values."""
-    for tree in Structure().trees.values():
+    for tree in product().trees.values():
         for node in ast.walk(tree):
             body = getattr(node, "body", [])
             values = [one.value for one in body if isinstance(one, ast.Expr)] if isinstance(body, list) else []
@@ -51,7 +50,7 @@ def texts(kind: str) -> tuple[str, ...]:
     if kind == "docstrings":
         return tuple(docstrings())
     if kind == "errors":
-        return tuple({re.sub(r"\{.*?\}", "", error.text) for error in raised_errors()})
+        return tuple({re.sub(r"\{.*?\}", "", error.text) for error in raised_by_the_product()})
     return tuple(prose(by_hand(page)) for page in PAGES if page.name not in ("CONTRIBUTING.md", "CHANGELOG.md"))
 
 

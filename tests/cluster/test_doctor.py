@@ -81,6 +81,7 @@ def sentences(told: Mapping[str, Any], kind: str) -> list[str]:
     return [finding["sentence"] for finding in told["findings"] if finding["kind"] == kind]
 
 
+@pytest.mark.long
 def test_the_pair_of_a_slow_link_is_named(clusters: Callable[[int], Cluster], warm_python: str, tmp_path: Path) -> None:
     cluster, told = clusters(3), tmp_path / "told.json"
     cluster.set_rate(cluster.nodes[2], "20mbit")
@@ -114,6 +115,7 @@ def test_torchrun_of_two_nodes(clusters: Callable[[int], Cluster], warm_python: 
     assert shown.count("node0, node1    gloo over eth0 (10000 Mbit/s)") == 2, shown
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "status", "words"),
     [

@@ -14,8 +14,8 @@ from tests.cluster.jobs import ENVIRONMENT, SCRIPTS, Job, copied
 from tests.cluster.network import Cluster, missing
 from tests.selection import wide
 
-STEPS = 80
-PAUSE = 0.1
+STEPS = 40
+PAUSE = 0.2
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 

@@ -64,6 +64,7 @@ def test_a_node_that_is_gone_is_named(
     assert fault == "power" or "node0 with ranks 0, 1 of 4 has not answered for" in ended[1].text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [3, wide(0)])
 @pytest.mark.parametrize("fault", ["forward-stop", wide("hook-loop"), wide("forward-kill"), wide("loss-raise")])
 def test_a_rank_of_another_node_is_named(

@@ -23,6 +23,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 PLAIN = "from tests.deepspeed.plain import install\n\ninstall()\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "grid", [pytest.param(grid, marks=() if grid == "zero3" else pytest.mark.long) for grid in GRIDS]
 )

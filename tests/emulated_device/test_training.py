@@ -174,6 +174,7 @@ def forgetful(call: str, trial: Trial) -> tuple[bool, bool]:
     return in_order, late
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "trial"),
     [

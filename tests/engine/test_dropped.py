@@ -329,12 +329,12 @@ def test_an_engine_has_what_is_counted(run_ranks: RunRanks, tmp_path: Path) -> N
     assert run_ranks(counted, 2, str(tmp_path)) == [[True] * 5] * 2
 
 
-@pytest.mark.parametrize("end", [wide("close"), "drop_both", wide("fail_late")])
+@pytest.mark.parametrize("end", [wide("close"), wide("drop_both"), wide("fail_late")])
 def test_a_hundred_engines_leave_nothing(run_ranks: RunRanks, end: str) -> None:
     assert run_ranks(ended, 1, "one", (end,), 100) == [[]]
 
 
-@pytest.mark.parametrize("grid", ["one", "tp2", wide("dp2 x pp2")])
+@pytest.mark.parametrize("grid", ["one", wide("tp2"), wide("dp2 x pp2")])
 def test_an_engine_that_ends_leaves_nothing(run_ranks: RunRanks, grid: str) -> None:
     assert run_ranks(ended, RANKS[grid], grid, NAMES, 1) == [[]] * RANKS[grid]
 
@@ -412,6 +412,7 @@ eng.train_batch(models.batches_for("decoder", 4)[0])
 """
 
 
+@pytest.mark.long
 def test_a_script_that_closes_nothing_ends_without_a_word() -> None:
     script = SCRIPT.format(config=CONFIG)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -90,7 +90,7 @@ def run(python: str, folder: Path, where: str, how: str) -> tuple[int, float, st
     ("where", "how"),
     [
         ("loss", "plain"),
-        ("block", "traceback"),
+        pytest.param("block", "traceback", marks=pytest.mark.long),
         pytest.param("tensor", "plain", marks=pytest.mark.long),
     ],
 )

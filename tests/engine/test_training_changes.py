@@ -131,7 +131,7 @@ GRIDS = [
     pytest.param({"data": 2}, {"stage": 2, "reduce": "microbatch"}, {}, id="dp2-zero2", marks=pytest.mark.long),
     pytest.param({"data": 2}, 3, {}, id="dp2-zero3"),
     wide({"data": 1, "tensor": 2}, 0, {}, id="tp2"),
-    pytest.param({"data": 1, "pipeline": 2}, 0, {}, id="pp2"),
+    wide({"data": 1, "pipeline": 2}, 0, {}, id="pp2"),
     pytest.param({"data": 2, "tensor": 2}, 3, {}, id="dp2-tp2-zero3", marks=pytest.mark.long),
     pytest.param({"data": 2, "pipeline": 2}, 3, {}, id="dp2-pp2-zero3", marks=pytest.mark.long),
 ]

@@ -11,6 +11,7 @@ from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.activations import activate, gated
 from engine.kernels.ops.norm import Norm, add_norm, norm
 from engine.kernels.ops.rotary import Rotary, rotary
+from tests.selection import wide
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor, Kernels], Tensor], set[str]]
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [wide(False), True])
 @pytest.mark.parametrize(("program", "operators"), PROGRAMS.values(), ids=PROGRAMS)
 def test_operator_is_one_node_and_gives_what_eager_gives(
     program: Callable[[Tensor, Tensor, Kernels], Tensor], operators: set[str], dynamic: bool

@@ -121,6 +121,7 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert properties["watchdog"]["properties"]["enabled"]["type"] == "boolean"
 
 
+@pytest.mark.long
 def test_plan_needs_no_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(ROOT / "configs" / "dp_zero1.json"), "--world", "48"]) == 0
     text = capsys.readouterr().out

@@ -8,13 +8,8 @@ import pytest
 import engine
 from engine.launch import explain_command
 from engine.launch.cli import main
-from engine.launch.raised_errors import PUBLIC, RaisedError, raised_errors
-
-
-@cache
-def errors_of_the_source() -> tuple[RaisedError, ...]:
-    return tuple(raised_errors())
-
+from engine.launch.raised_errors import PUBLIC
+from tests.structure import raised_by_the_product
 
 PURE = {name: cache(getattr(explain_command, name)) for name in ("pieces", "words_of")}
 
@@ -22,7 +17,7 @@ PURE = {name: cache(getattr(explain_command, name)) for name in ("pieces", "word
 @pytest.fixture(autouse=True)
 def the_source_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """To parse it takes a second, and to split all messages a tenth."""
-    monkeypatch.setattr(explain_command, "raised_errors", errors_of_the_source)
+    monkeypatch.setattr(explain_command, "raised_errors", raised_by_the_product)
     for name, function in PURE.items():
         monkeypatch.setattr(explain_command, name, function)
 
@@ -67,7 +62,7 @@ def test_a_pasted_message_that_nearly_matches_is_found_first(
 
 
 def test_placeholders_are_nouns_and_no_source() -> None:
-    errors = errors_of_the_source()
+    errors = raised_by_the_product()
     values = [value for error in errors for value in re.findall(r"\{([^{}\"'?][^{}\"']*)\}", error.text)]
     assert len(values) > 1000
     assert not [value for value in values if not re.fullmatch(r"[\w ,.\-]+", value)]
@@ -76,8 +71,8 @@ def test_placeholders_are_nouns_and_no_source() -> None:
 def test_nearly_every_template_is_found_by_its_own_text() -> None:
     from engine.launch.explain_command import closest
 
-    errors = errors_of_the_source()
-    some = [error for error in errors if error.kind in PUBLIC][::25]
+    errors = raised_by_the_product()
+    some = [error for error in errors if error.kind in PUBLIC][::100]
     lost = [error.text for error in some if error.text not in {one.text for one in closest(errors, error.text)}]
     assert len(lost) <= len(some) // 10, lost
 

@@ -118,7 +118,7 @@ MISTAKES["save_checkpoint on rank 0, where rank 1 has ended"] = (
     "if eng.grid.rank == 0:\n    eng.save_checkpoint('run')",
     "save_checkpoint was called on rank 0 and not on rank 1, where the engine is closed or the script has ended: every",
 )
-QUICK = ("a misspelt key", "rows that do not fit")
+QUICK = ("a misspelt key",)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_a_second_run_goes_on_and_a_fresh_one_keeps_it(tmp_path: Path, warm_pyth
     assert losses[0] == losses[1] == losses[2], "what was trained is kept, and the same seed gives the same run"
 
 
+@pytest.mark.long
 def test_two_nodes(tmp_path: Path, warm_python: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -109,6 +110,7 @@ with engine.initialize(lambda: nn.Linear(4, 4), {"train_batch_size": 4}, loss_fn
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_brings_the_job_down_with_its_traceback(tmp_path: Path, warm_python: str) -> None:
     (tmp_path / "fail.py").write_text(FAILING)
     started = time.monotonic()

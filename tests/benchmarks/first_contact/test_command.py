@@ -138,6 +138,7 @@ def test_a_profile_counts_no_annotation_and_names_idle_spans() -> None:
     assert found["gaps"][1]["within"] == "step" and len(found["gaps"]) == 3
 
 
+@pytest.mark.long
 def test_a_run_without_a_gpu_finds_something_and_says_that_it_means_nothing(tmp_path: Path) -> None:
     assert main(["--device", "cpu", "--out", str(tmp_path), "--only", "facts"]) == 0
     told = (tmp_path / "summary.md").read_text()

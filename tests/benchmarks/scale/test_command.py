@@ -66,6 +66,7 @@ def test_a_rank_sends_as_much_in_any_world() -> None:
     assert small.by_axis == large.by_axis and small.step_calls == large.step_calls
 
 
+@pytest.mark.long
 def test_a_rank_reads_a_part_of_the_manifest_of_a_large_world() -> None:
     plan = plan_of(16384)
     paper = paper_checkpoint(plan)

@@ -24,6 +24,7 @@ from benchmarks.training.host_time import (
     table,
 )
 from engine.models.decoder import DecoderConfig
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -74,7 +75,7 @@ def counted(axis: Axis) -> list[tuple[int, int]]:
     return found[1:]
 
 
-@pytest.mark.parametrize("axis", ["data", "tensor"])
+@pytest.mark.parametrize("axis", ["data", wide("tensor")])
 def test_collectives_alone_are_those_of_a_step(run_ranks: RunRanks, axis: Axis) -> None:
     for trained, alone in run_ranks(counted, 2, axis):
         assert trained == alone

@@ -88,6 +88,7 @@ def test_torch_and_its_schedules_train_as_one_process() -> None:
     assert loss_spread(measure(modes, TINY, Effort(rounds=1, steps=2))) <= 1e-5
 
 
+@pytest.mark.long
 def test_weights_tell_who_clips_by_the_norm_of_a_part() -> None:
     apart = measure_clipping([named(name) for name in (ONE, "Trine zb-v", "torch zb-v", "torch zb-v" + AGAIN)], TINY)
     assert list(apart) == [ONE, "Trine zb-v", "torch zb-v"]

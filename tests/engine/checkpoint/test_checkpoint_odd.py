@@ -28,6 +28,7 @@ from engine.models.decoder import loss_sum
 from tests import models
 from tests.engine.checkpoint.test_checkpoint import settings, train
 from tests.engine.parity.test_axes import same
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -66,7 +67,9 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", [None, lambda groups: AdamW(groups, lr=1e-2)], ids=["configured", "in code"])
+@pytest.mark.parametrize(
+    "optimizer", [wide(None, id="configured"), pytest.param(lambda groups: AdamW(groups, lr=1e-2), id="in code")]
+)
 def test_the_rate_of_a_torch_scheduler_goes_on(name: str, optimizer: Any, tmp_path: Path) -> None:
     goes_on(tmp_path, {"lr_scheduler": SCHEDULERS[name], "optimizer": optimizer})
 
@@ -110,7 +113,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [wide(0), 1])
 def test_optimizers_in_code_go_on(name: str, stage: int, tmp_path: Path) -> None:
     grouped = {"type": "AdamW", "no_weight_decay": ["*.bias"]}
     goes_on(tmp_path, {"optimizer": OPTIMIZERS[name]}, optimizer=grouped, zero_optimization={"stage": stage})

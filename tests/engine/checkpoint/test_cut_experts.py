@@ -24,6 +24,7 @@ from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 from engine.zero.optim.bf16_updates import FullShapes
 from tests.engine.checkpoint.fake_ranks import FakeRun, fake_run, part_of, random_tensors
 from tests.engine.parity.test_cut_experts import home_made
+from tests.selection import wide
 
 
 @pytest.mark.parametrize(("dim", "pieces"), [(1, ((0, 2), (2, 4), (4, 6), (6, 8))), (2, ((0, 3), (3, 6)))])
@@ -99,7 +100,7 @@ def run_on(listed: bool, parallel: tuple[tuple[str, Any], ...], stage: int) -> F
 CUT, WHOLE = ((("expert", 2), ("tensor", 2), ("expert_tensor", form)) for form in ("cut", "whole"))
 
 
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("listed", [wide(False), True])
 @pytest.mark.parametrize(("saved", "wanted"), [((CUT, 3), (WHOLE, 1)), ((WHOLE, 0), (CUT, 2)), ((CUT, 1), ((), 0))])
 def test_cut_experts_are_stored_once_and_load_in_every_form(
     listed: bool, saved: tuple[Any, int], wanted: tuple[Any, int], tmp_path: Path

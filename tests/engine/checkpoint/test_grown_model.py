@@ -16,6 +16,7 @@ from tests import models
 from tests.engine.every_grid import GRIDS
 from tests.engine.step.test_user_loop import loss_of
 from tests.engine.test_training_changes import CLIP, ROWS, data, freeze, settings
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 Grid = dict[str, int]
@@ -80,7 +81,7 @@ def part_of_run(grown: bool, grid: Grid, stage: int, folder: Path) -> dict[str, 
     [
         (({"data": 2}, 1), ({"data": 2}, 3)),
         pytest.param(({"data": 2}, 3), ({"data": 2}, 1), marks=pytest.mark.long),
-        (({"data": 1, "tensor": 2}, 0), ({"data": 1, "pipeline": 2}, 0)),
+        wide(({"data": 1, "tensor": 2}, 0), ({"data": 1, "pipeline": 2}, 0)),
         *(pytest.param(before, after, marks=pytest.mark.long) for before, after in pairwise(GRIDS.values())),
     ],
 )

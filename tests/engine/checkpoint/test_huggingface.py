@@ -65,7 +65,7 @@ def saves(name: str, parallel: dict[str, int], stage: int, folder: str, precisio
         ("llama", {"data": 2, "tensor": 2}, 1),
         wide("llama", {"data": 2, "tensor": 2, "pipeline": 2}, 1),
         wide("gpt2", {"data": 2, "pipeline": 2}, 0),
-        ("t5", {"pipeline": 2}, 0),
+        wide("t5", {"pipeline": 2}, 0),
         pytest.param("qwen3", {"tensor": 4}, 0, marks=pytest.mark.long),
         pytest.param("llama", {"data": 2, "tensor": 2}, 3, marks=pytest.mark.long),
         pytest.param("gpt2", {"data": 2, "tensor": 2, "pipeline": 2}, 3, marks=pytest.mark.long),
@@ -128,7 +128,7 @@ def starts(name: str, parallel: dict[str, int], stage: int, folder: str, out: st
 @pytest.mark.parametrize(
     ("name", "parallel", "stage"),
     [
-        ("gpt2", {"tensor": 2, "pipeline": 2}, 0),
+        wide("gpt2", {"tensor": 2, "pipeline": 2}, 0),
         ("llama", {"data": 2}, 3),
         pytest.param("llama", {"data": 2, "tensor": 2}, 2, marks=pytest.mark.long),
         pytest.param("t5", {"pipeline": 2}, 0, marks=pytest.mark.long),

@@ -133,6 +133,7 @@ def goes_on(name: str, grid: Grid, folder: str) -> Losses:
         return case.train(eng, 6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "first", "then"),
     [pytest.param(*pair, marks=[pytest.mark.long] * (index > 0)) for index, pair in enumerate(PAIRS)],
@@ -247,6 +248,7 @@ PLAIN = ("fp32", "bf16, masters", "ZeRO 3", "pp2", "tp2")
 """Rows of ``test_covering_array`` go on from a save too; with these they would do so to the bit."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [

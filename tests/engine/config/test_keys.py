@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -68,12 +68,12 @@ def _message(raw: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=NAMED)
-def test_misspelt_key_names_the_right_one(place: Place) -> None:
+def without_a_letter(place: Place, letters: Iterable[int]) -> None:
+    """A key that lacks one of these letters is refused by a sentence with the right key."""
     at, key, _, _ = place
     level = {name for section, name, *_ in PLACES if section == at}
     right = f"{at}.{key}" if at else key
-    for dropped in range(len(key)) if len(key) > 1 else ():
+    for dropped in letters if len(key) > 1 else ():
         wrong = key[:dropped] + key[dropped + 1 :]
         if wrong in level:
             continue
@@ -82,6 +82,17 @@ def test_misspelt_key_names_the_right_one(place: Place) -> None:
         line = next(line for line in message.split("\n") if line.startswith(f"{path}: unknown key"))
         meant = line.partition("Did you mean ")[2].rstrip("?").split(" or ")
         assert right in meant, line
+
+
+@pytest.mark.parametrize("place", PLACES, ids=NAMED)
+def test_misspelt_key_names_the_right_one(place: Place) -> None:
+    without_a_letter(place, {0, len(place[1]) // 2})
+
+
+@pytest.mark.long
+def test_so_does_one_without_any_letter() -> None:
+    for place in PLACES:
+        without_a_letter(place, range(len(place[1])))
 
 
 @pytest.mark.parametrize("place", PLACES, ids=NAMED)

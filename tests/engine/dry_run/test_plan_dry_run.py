@@ -75,6 +75,7 @@ def request_of(model: nn.Module) -> Request:
     return Request(loss_sum if isinstance(model, Decoder) else None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["1f1b", *(wide(name) for name in PIPELINES if name != "1f1b")])
 def test_ranks_that_are_alike_run_dry_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, model = PIPELINES[name], deep(4 if name == "1f1b" else 16)
@@ -108,7 +109,7 @@ def test_more_microbatches_hold_no_more_where_each_reduces_its_gradients() -> No
     assert peak(6).bytes == peak(12).bytes
 
 
-@pytest.mark.parametrize("name", ["one rank", *(wide(name) for name in ALONE if name != "one rank")])
+@pytest.mark.parametrize("name", [wide(name) for name in ALONE])
 def test_a_long_model_is_counted_by_short_ones(name: str) -> None:
     whole, short = by_both(deep(10 if name == "one rank" else 12), ALONE[name])
     assert short == whole

@@ -93,6 +93,7 @@ def planned(model: nn.Module, way: Way) -> Any:
     return build_plan(config, PlanRequest(program, batch_of(ROWS, 0)))
 
 
+@pytest.mark.long
 def test_a_model_without_content_is_left_as_it_was() -> None:
     """A forecast of a model on the meta device is that of the model in memory, and neither is changed."""
     way = Way()

@@ -61,7 +61,7 @@ def on_ranks(name: str, config: dict[str, Any]) -> list[str]:
 
 
 GRIDS = [
-    *every_grid("dp2-zero3", "pp2"),
+    *every_grid("pp2"),
     pytest.param({"data": 1, "tensor": 2, "pipeline": 2}, 0, marks=pytest.mark.long),
 ]  # fmt: skip
 

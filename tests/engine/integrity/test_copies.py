@@ -15,6 +15,7 @@ from engine.models.decoder import Block, loss_sum
 from tests import models
 from tests.engine.integrity.flips import GRIDS, Setting, held_parts, opened, steps
 from tests.resumed_runs import own_rows
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 NORM, HEAD = "blocks.1.norm1.weight", "tokens.weight"
@@ -45,9 +46,9 @@ def wrong_update(setting: Setting, ranks: tuple[int, ...], name: str, tied: bool
         pytest.param(
             "dp4", 0, (1,), HEAD, r"rank 1 \(\S+\) holds .* with other bits than ranks 0, 2, 3,", id="majority"
         ),
-        pytest.param("dp2", 0, (1,), HEAD, r"ranks 0 \(\S+\), 1 \(\S+\) hold different .*no majority", id="dp2"),
+        wide("dp2", 0, (1,), HEAD, r"ranks 0 \(\S+\), 1 \(\S+\) hold different .*no majority", id="dp2"),
         pytest.param("tp2", 0, (1,), NORM, r"ranks 0 \(\S+\), 1 \(\S+\) hold different copies", id="tp2"),
-        pytest.param("pp2", 0, (1,), HEAD, r"ranks 0 \(\S+\), 1 \(\S+\) hold different copies", id="tied"),
+        wide("pp2", 0, (1,), HEAD, r"ranks 0 \(\S+\), 1 \(\S+\) hold different copies", id="tied"),
         pytest.param("dp2 x tp2", 3, (1, 3), NORM, r"hold different copies", id="tp, ZeRO 3", marks=pytest.mark.long),
         pytest.param("dp2 x pp2", 1, (0,), HEAD, r"hold different copies", id="tied, ZeRO 1", marks=pytest.mark.long),
     ],

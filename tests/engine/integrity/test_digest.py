@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.integrity.finding import RUN, SHORT, digest_length, flipped_places, short_digest, write_digest
+from tests.selection import wide
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn)
 
@@ -35,7 +36,7 @@ def filled(elements: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("elements", [1, 7, 64])
+@pytest.mark.parametrize("elements", [1, 7, wide(64)])
 def test_every_bit_of_a_small_tensor(dtype: torch.dtype, elements: int) -> None:
     tensor, width = filled(elements, dtype), 8 * dtype.itemsize
     before = digest(tensor)

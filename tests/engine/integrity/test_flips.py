@@ -36,7 +36,7 @@ def all_flips() -> dict[Setting, list[Flip]]:
 
 
 ALL = all_flips()
-OFTEN = {("dp2", 3, True), ("dp2", 1, False), ("tp2", 0, True), ("dp2 x pp2", 2, True)}
+OFTEN = {("dp2", 3, True), ("dp2", 1, False)}
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from tests.engine.outer.thread_sites import (
     share,
     train_alone,
 )
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -69,10 +70,10 @@ def test_one_site_gets_its_own_weights_back(sites: ThreadSites, period: int, fra
 @pytest.mark.parametrize(
     "form",
     [
-        {"rule": "diloco", "period": 3},
-        {"rule": "average", "period": 2},
+        wide({"rule": "diloco", "period": 3}),
+        wide({"rule": "average", "period": 2}),
         {"rule": "diloco", "period": 4, "fragments": 2, "delay": 1, "mixing": 0.5},
-        {"rule": "diloco", "period": 4, "delay": 2},
+        wide({"rule": "diloco", "period": 4, "delay": 2}),
         {
             "rule": "bsp",
             "period": 3,

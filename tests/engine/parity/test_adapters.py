@@ -119,6 +119,7 @@ def test_a_base_is_shared_with_its_adapters_and_peft_loads_what_was_saved(tmp_pa
         assert rank.held == {".base_layer.weight": BASE // 2, STACKS: 0, ".lora_A.": first, ".lora_B.": second}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [next(iter(EXPERTS)), *(pytest.param(n, marks=pytest.mark.long) for n in [*EXPERTS][1:])]
 )

@@ -34,7 +34,7 @@ AWKWARD = ("T5", "Mixtral", "Gemma 3n", "ALBERT", "Whisper", "U-Net", "skips and
 PLANNED = ("GPT-2", "Llama", "Qwen3", "Mistral", "Gemma", "Gemma 2")
 WAYS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "recomputed": (FULL, ("T5, dropout",)),
-    "by the model itself": ({}, ("T5, dropout and checkpoints", "GPT-2, dropout and compiled")),
+    "by the model itself": ({}, ("T5, dropout and checkpoints",)),
     "ZeRO 3": (sharded(3), ("Mixtral",)),
     "tensor ranks": (BOTH, ("Gemma",)),
     "zb-v": (split(sharded(3)), ("U-Net",)),
@@ -48,7 +48,7 @@ WIDE: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "compiled by AOT": ({}, [f"{name}, compiled by AOT" for name in ("GPT-2", "T5", "U-Net", "skips and gates")]),
     "compiled, recomputed": (FULL, ["GPT-2, compiled", "skips and gates, compiled"]),
     "autocast": ({}, [f"{name}, autocast" for name in ("GPT-2", "ViT", "U-Net")]),
-    "by the model itself, more": ({}, ("Gemma 3n, checkpoints", "Mixtral, autocast")),
+    "by the model itself, more": ({}, ("Gemma 3n, checkpoints", "Mixtral, autocast", "GPT-2, dropout and compiled")),
     "ZeRO 3, compiled": (sharded(3), ("GPT-2, compiled",)),
     "ZeRO 1": (sharded(1), AWKWARD),
     "ZeRO 2": (sharded(2, reduce="microbatch"), AWKWARD),

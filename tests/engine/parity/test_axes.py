@@ -248,6 +248,7 @@ def tensor_batches(rows: int = 16) -> list[Tensor]:
     return [torch.randn(rows, 12, generator=generator) for _ in range(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "grid"), [wide("decoder", "tp2"), ("nano", "pp2"), wide("decoder", "tp2 x pp2")])
 def test_iterators_and_tuples(run_ranks: RunRanks, name: str, grid: str) -> None:
     for whole, pulled in run_ranks(in_forms, ranks(grid), name, grid):
@@ -273,6 +274,7 @@ def parity(run_ranks: RunRanks, grid: str, build: Build, given: Sequence[Any], l
     return Parity(*run_ranks(on_grid, ranks(grid), build, config(grid, **changes), given, loss)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
@@ -306,6 +308,7 @@ def recomputed(name: str, grid: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "grid"),
     [wide("decoder dropout", "tp2"), ("gpt2", "pp2"), wide("decoder dropout", "pp2"), wide("gpt2", "tp2 x pp2")],
@@ -337,7 +340,7 @@ def replicated(name: str, grid: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "grid"), [("decoder dropout", "tp2"), wide("gpt2", "tp2 x pp2"), wide("llama", "tp2")]
+    ("name", "grid"), [wide("decoder dropout", "tp2"), wide("gpt2", "tp2 x pp2"), wide("llama", "tp2")]
 )
 def test_tensor_ranks_stay_equal_where_they_hold_the_same(run_ranks: RunRanks, name: str, grid: str) -> None:
     results = run_ranks(replicated, ranks(grid), name, grid)
@@ -491,6 +494,7 @@ def two_engines() -> list[bool]:
     return found
 
 
+@pytest.mark.long
 def test_two_engines_on_one_process_group(run_ranks: RunRanks) -> None:
     assert run_ranks(two_engines, 2) == [[True, True]] * 2
 

@@ -18,6 +18,7 @@ from engine.planning.expert_plan import ExpertPlan, find_expert_plan
 from engine.verify import Parity, VerifyOptions, train_alone, verify
 from tests.engine.parity.expert_families import expert_modules, families, reason_not_to_try, small_mixture
 from tests.engine.parity.transformers_types import ModelType, model_types, text
+from tests.selection import wide
 from tests.tables import Table
 
 RANKS = (2, 4)
@@ -108,7 +109,7 @@ def named(name: str) -> ModelType:
     return next(kind for kind in model_types() if kind.name == name)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h", "jetmoe", "llama4_text"])
+@pytest.mark.parametrize("name", ["gpt_oss", wide("nemotron_h"), wide("jetmoe"), wide("llama4_text")])
 def test_family_over_two_expert_ranks_is_equal_to_one_process(name: str) -> None:
     found = parity(named(name), 2)
     assert found.holds(), str(found)

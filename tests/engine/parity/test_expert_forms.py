@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from engine.verify import verify
 from tests.parallel.experts.stacks import EXPERTS, WIDTH, Counted, Flattened, Major, Normed
+from tests.selection import wide
 
 VOCABULARY, LENGTH, CHOSEN = 32, 6, 2
 CONFIG: Mapping[str, Any] = {
@@ -73,7 +74,7 @@ def check(kind: type[nn.Module], grid: Mapping[str, int], stage: int) -> None:
     assert found.holds(), str(found)
 
 
-@pytest.mark.parametrize("kind", [Counted, Flattened, Major, Normed])
+@pytest.mark.parametrize("kind", [Counted, wide(Flattened), wide(Major), Normed])
 def test_form_over_two_expert_ranks_is_equal_to_one_process(kind: type[nn.Module]) -> None:
     check(kind, {"data": 2, "expert": 2}, 1)
 

@@ -142,12 +142,12 @@ def routed_to_the_first(chosen: int, learned: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("learned", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("chosen", [1, pytest.param(2, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("chosen", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 8))])
 @pytest.mark.parametrize(
     ("parallel", "changes"),
     [
         ({"data": 4, "expert": 4}, {}),
-        ({"data": 3, "expert": 3}, {"train_batch_size": 6}),
+        pytest.param({"data": 3, "expert": 3}, {"train_batch_size": 6}, marks=pytest.mark.long),
         pytest.param(GRIDS["ep2-tp2"], {"zero_optimization": {"stage": 3}}, marks=pytest.mark.long),
         pytest.param(GRIDS["ep2-pp2"], {"activation_checkpointing": {"mode": "full"}}, marks=pytest.mark.long),
     ],
@@ -247,6 +247,7 @@ def in_fp64(make: Callable[[], nn.Module]) -> nn.Module:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "stage"),
     [("ep2", 3), *(pytest.param(grid, stage, marks=pytest.mark.long) for grid in GRIDS for stage in (0, 1))],
@@ -293,6 +294,7 @@ def quantized(eng: Engine) -> tuple[int, int]:
     return len(quantized_layers(eng.module)), eng.plan.rank(eng.grid.rank).state_bytes["frozen parameters"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "stage", "dtype"),
     [

@@ -51,14 +51,14 @@ def check(results: dict[str, Compared | str]) -> None:
 def test_references_in_a_model_train_as_the_model_does(run_ranks: RunRanks, changes: dict[str, Any]) -> None:
     parallel = {"pipeline": 1} | changes["parallel"]
     config = settings(parallel["pipeline"], **(changes | {"parallel": parallel}), kernels="reference")
-    check(compare(run_ranks, [f"{name}{HEADS}" for name in ("Llama", "Phi-3", "GPT-2")], config))
+    check(compare(run_ranks, [f"{name}{HEADS}" for name in ("Llama", "GPT-2")], config))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         wide({"parallel": SEQUENCE, "zero_optimization": {"stage": 2}}, id="sequence"),
-        pytest.param({"parallel": {"pipeline": 2}}, id="pipeline"),
+        wide({"parallel": {"pipeline": 2}}, id="pipeline"),
         pytest.param({"parallel": TENSOR, "zero_optimization": {"stage": 3}}, id="tensor", marks=pytest.mark.long),
     ],
 )

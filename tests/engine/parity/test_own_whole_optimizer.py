@@ -161,6 +161,7 @@ def on_grids(folder: str) -> list[dict[str, Tensor]]:
     return [go_on(folder, *place) for place in places]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_a_checkpoint_on_another_grid(run_ranks: RunRanks, tmp_path: Path) -> None:
     found = [*run_ranks(on_grids, 2, str(tmp_path))[0], go_on(str(tmp_path), {}, {"stage": 0})]
     with started({}, {"stage": 0}) as eng:

@@ -107,6 +107,7 @@ def test_a_process_goes_on_from_its_checkpoint(tmp_path: Path, optimizer: str) -
     goes_on_bit_for_bit(tmp_path, EACH[optimizer])
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_a_checkpoint_on_another_grid(run_ranks: RunRanks, tmp_path: Path) -> None:
     losses, weights, _ = run_ranks(train, 2, str(tmp_path), 2, {"data": 2}, {"stage": 3}, LIST, False)[0]
     for parallel, zero in (({"tensor": 2}, {"stage": 0}), ({"pipeline": 2}, {"stage": 0})):

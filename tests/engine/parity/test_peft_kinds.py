@@ -26,8 +26,7 @@ GRIDS: Mapping[str, dict[str, Any]] = {
     "pp2": {"parallel": {"pipeline": 2}},
 }
 OFTEN = {
-    ("LoRA of a classifier", "ZeRO 3"), ("LoRA, trained tokens", "tp2"), ("P-tuning", "pp2"), ("SHiRA", "pp2"),
-    ("IA3", "tp2"),
+    ("LoRA of a classifier", "ZeRO 3"), ("P-tuning", "pp2"), ("IA3", "tp2"),
 }  # fmt: skip
 CASES = [(kind, grid) if (kind, grid) in OFTEN else wide(kind, grid) for kind in KINDS for grid in GRIDS]
 pytestmark = [

@@ -116,6 +116,7 @@ def test_a_grid_trains_on_the_values_of_the_codes(
         assert torch.equal(loaded.eval()(**batch).logits, expected.eval()(**batch).logits)
 
 
+@pytest.mark.long
 def test_stacks_of_experts_with_pairs_are_codes(tmp_path: Path) -> None:
     name = next(iter(EXPERTS))
     ranks = trains_as_alone(name, grid(NF4, parallel={"tensor": 2}), tmp_path / "adapters")

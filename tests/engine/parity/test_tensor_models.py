@@ -18,7 +18,7 @@ from tests.tables import Table
 RunRanks = Callable[..., list[Any]]
 Results = Mapping[str, Compared | str]
 
-CORE = ("BLOOM", "T5", "Mixtral", "nanoGPT-like", "nn.TransformerEncoder")
+CORE = ("BLOOM", "Mixtral", "nn.TransformerEncoder")
 STANDARD = ("GPT-2", "Llama", "Qwen3", "Gemma", "Mistral", "OPT", "BLOOM", "BERT", "Phi-3", "nanoGPT-like",
             "nn.TransformerEncoder")  # fmt: skip
 """Those with attention and a perceptron one after the other in every block."""
@@ -67,6 +67,7 @@ MIXED = ("Mamba", "Qwen3", "Mistral", "GPT-BigCode", "nanoGPT-like")
 """Own rows beside shared ones, norms of heads, a shared key head, queries and a shared key in one layer, ties."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names, config",
     [

@@ -128,7 +128,7 @@ GRIDS: dict[str, dict[str, int]] = {
     "tp2 x pp2": {"tensor": 2, "pipeline": 2},
 }
 CASES = [(name, grid) for name in MODELS for grid in GRIDS if (name, grid) != ("t5", "tp2 x pp2")]
-SHORT = [("penalized tied", "tp2"), ("bert", "tp2")]
+SHORT = [("penalized tied", "tp2")]
 
 
 @pytest.mark.parametrize(

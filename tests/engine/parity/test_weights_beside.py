@@ -66,6 +66,7 @@ def trained_both(parallel: dict[str, Any], recompute: str) -> Any:
     return filled, trained(parallel, recompute)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [("zb-h1", "none"), wide("zb-h1", "selective"), wide("zb-h1", "full"), wide("zb-v", "none")],

@@ -106,7 +106,7 @@ def test_glue_and_loss_read_whole_sizes(ranks: int, made: dict[str, Any]) -> Non
     assert result is not None and result.holds(), str(result)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_the_loop_of_a_user_reads_whole_sizes_except_beside_values_of_a_part(stage: int) -> None:
     """In the loss, after a backward that guards gradients, in a copy, under ZeRO 3, and as before after the end."""
     before = Sized().sizes()

@@ -45,7 +45,7 @@ def trained(parallel: dict[str, Any]) -> Parity | None:
     [
         {"pipeline": 2},
         wide({"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}),
-        {"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2},
+        wide({"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2}),
     ],
     ids=str,
 )

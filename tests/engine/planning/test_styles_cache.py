@@ -216,6 +216,7 @@ def test_two_ranks_search_once_and_the_next_job_not_at_all(searches: list[FoundS
     assert len(searches) == 1
 
 
+@pytest.mark.long
 def test_searches_for_several_tensor_ranks_share_traces_and_most_of_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = list[int]()
 

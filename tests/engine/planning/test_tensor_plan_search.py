@@ -83,7 +83,7 @@ def same_cuts(one: TensorPlan, other: TensorPlan) -> bool:
     )  # fmt: skip
 
 
-QUICK = ("GPT-2", "Qwen3", "BERT", "ViT", "Mixtral", "nanoGPT-like", "Phi-3", "BLOOM", "U-Net")
+QUICK = ("GPT-2", "nanoGPT-like", "U-Net")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def hows_of_nano(tp: int) -> list[str]:
     return hows(search(nano(), batches_for("nano", 2)[0], tp))
 
 
-@pytest.mark.parametrize("tp", [3, wide(5)])
+@pytest.mark.parametrize("tp", [wide(3), wide(5)])
 def test_a_size_that_does_not_fit_names_those_that_do(tp: int) -> None:
     with pytest.raises(PlanError) as caught:
         search(nano(), batches_for("nano", 2)[0], tp)

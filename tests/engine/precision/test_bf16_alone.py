@@ -51,6 +51,7 @@ def stages(optimizer: dict[str, Any]) -> tuple[list[list[float]], list[float]]:
     return [run[0] for run in runs], worst
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "params"), [("AdamW", {"lr": 3e-3}), wide("SGD", {"lr": 0.1, "momentum": 0.9})])
 def test_zero_stages_agree_to_the_bit(run_ranks: RunRanks, kind: str, params: dict[str, float]) -> None:
     losses, worst = run_ranks(stages, 2, {"type": kind, "params": params})[0]
@@ -63,7 +64,7 @@ def copies(grid: str) -> list[dict[str, Tensor]]:
     return [train(settings(grid, stage), tied)[2] for tied, stage in ((False, 0), (True, 1))]
 
 
-@pytest.mark.parametrize("grid", ["dp2", "tp2", wide("tp2 x pp2"), wide("pp2")])
+@pytest.mark.parametrize("grid", ["tp2", wide("dp2"), wide("tp2 x pp2"), wide("pp2")])
 def test_all_copies_of_a_weight_stay_equal(run_ranks: RunRanks, grid: str) -> None:
     ranks = 4 if " x " in grid else 2
     results = run_ranks(copies, ranks, grid)
@@ -88,6 +89,7 @@ def near(**changes: Any) -> list[list[float]]:
     return runs
 
 
+@pytest.mark.long
 def test_losses_stay_close_to_those_with_a_master(run_ranks: RunRanks) -> None:
     master, alone, all_narrow = run_ranks(near, 2)[0]
     assert master[-1] < master[0]

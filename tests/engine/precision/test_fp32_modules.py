@@ -19,6 +19,7 @@ from tests.engine.parity.test_axes import GRIDS
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
 from tests.resumed_runs import own_rows
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 Build = Callable[[], nn.Module]
@@ -59,7 +60,7 @@ def compare(config: dict[str, Any]) -> Parity | None:
 
 @pytest.mark.parametrize(
     ("name", "grid", "stage"),
-    [pytest.param(*case, marks=[pytest.mark.long] * (case[:2] != CASES[1] and case[2] == 1)) for case in SOME],
+    [case if case == SOME[1] else wide(*case) for case in SOME],
 )
 def test_every_grid_gives_what_one_process_gives(run_ranks: RunRanks, name: str, grid: str, stage: int) -> None:
     result = run_ranks(compare, prod(GRIDS[grid].values()), settings(name, grid, stage))[0]

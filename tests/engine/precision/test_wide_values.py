@@ -293,7 +293,7 @@ GRIDS: dict[str, tuple[dict[str, int], int, int]] = {
 @pytest.mark.parametrize(
     ("grid", "name"),
     [
-        pytest.param(grid, name, marks=[pytest.mark.long] * (name == "rotary" and grid != "tp2 x pp2"))
+        pytest.param(grid, name, marks=[pytest.mark.long] * (name == "rotary" or grid == "tp2 x pp2"))
         for grid in GRIDS
         for name in ("denoiser", "rotary")
     ],

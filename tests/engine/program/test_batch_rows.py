@@ -12,6 +12,7 @@ import engine
 from engine.errors import EngineError
 from engine.program.batch_rows import BatchRows
 from engine.verify import Parity, verify
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -117,7 +118,7 @@ def trained(grid: dict[str, int]) -> Parity | None:
     return verify(Classifier, CONFIG | {"parallel": grid}, batches(), whole=("position_ids", "class_weights"))
 
 
-@pytest.mark.parametrize("grid", [{"data": 2}, {"pipeline": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("grid", [{"data": 2}, {"pipeline": 2}, wide({"tensor": 2})], ids=str)
 def test_whole_tensors_on_every_axis(run_ranks: RunRanks, grid: dict[str, int]) -> None:
     parity = run_ranks(trained, 2, grid)[0]
     assert parity.holds(), str(parity)

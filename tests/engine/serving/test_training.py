@@ -16,6 +16,7 @@ from engine.serving.commands import AdamParameters, Array, Datum, ForwardBackwar
 from engine.serving.losses import LOSSES, TARGETS, ServedError
 from engine.serving.training import TenantTrainer
 from tests import models
+from tests.selection import wide
 
 ADAM = AdamParameters(lr=1e-2, eps=1e-8, weight_decay=0.1, max_norm=0.5)
 CONFIG: Mapping[str, Any] = {
@@ -95,7 +96,7 @@ GRIDS: Mapping[str, tuple[Mapping[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("grid", ["one", *GRIDS])
+@pytest.mark.parametrize("grid", ["one", *(wide(name) if " x " in name else name for name in GRIDS)])
 def test_every_grid_trains_as_torch_does(grid: str) -> None:
     losses = ["cross_entropy", "ppo", "dro"]
     expected, weights = in_torch(losses, 3)

@@ -147,7 +147,7 @@ def unseen(residual: bool, evaluate: bool) -> list[str]:
         return [*said, f"{step(batches[1]).loss > 0}", str(eng.step_count), str(eng.skipped_steps)]
 
 
-@pytest.mark.parametrize("evaluate", [False, True], ids=["train", "evaluate"])
+@pytest.mark.parametrize("evaluate", [pytest.param(False, id="train"), wide(True, id="evaluate")])
 def test_a_path_that_changes_unseen_is_called_by_name_on_all_ranks(run_ranks: RunRanks, evaluate: bool) -> None:
     said = run_ranks(unseen, 2, False, evaluate)
     assert said[0] == said[1]

@@ -19,6 +19,7 @@ from engine.models.decoder import Block, loss_sum
 from engine.parallel.comm.agreement import bit_sum
 from engine.zero.reduce.replica_check import NON_FINITE
 from tests import models
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 STAGES = (0, 1, 2, 3)
@@ -129,8 +130,8 @@ def train_all(grid: str, wanted: tuple[Case, ...]) -> list[tuple[Case, dict[str,
 @pytest.mark.parametrize(
     ("grid", "wanted"),
     [
-        pytest.param("dp2 x tp2", (EVERY[3],), id="dp2 x tp2, some"),
-        pytest.param("dp2 x pp2", (EVERY[1], EVERY[4]), id="dp2 x pp2, some"),
+        wide("dp2 x tp2", (EVERY[3],), id="dp2 x tp2, some"),
+        wide("dp2 x pp2", (EVERY[1], EVERY[4]), id="dp2 x pp2, some"),
         *(pytest.param(grid, EVERY, marks=pytest.mark.long, id=grid) for grid in GRIDS),
     ],
 )

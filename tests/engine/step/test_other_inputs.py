@@ -87,6 +87,7 @@ def test_parameter_that_only_later_inputs_take_to_cut_activations(run_ranks: Run
     assert parity.holds(), parity
 
 
+@pytest.mark.long
 def test_both_ways_in_the_example(run_ranks: RunRanks) -> None:
     config = settings(sequence_parallel=True)
     batches = sometimes_pictures()[::-1]
@@ -94,7 +95,7 @@ def test_both_ways_in_the_example(run_ranks: RunRanks) -> None:
     assert parity.holds(), parity
 
 
-@pytest.mark.parametrize("stages", [wide(1), 2])
+@pytest.mark.parametrize("stages", [1, wide(2)])
 def test_parameter_that_later_inputs_take_to_whole_activations(run_ranks: RunRanks, stages: int) -> None:
     config = settings(sequence_parallel=True, pipeline=stages)
     build, batches = partial(text_and_picture, "whole"), sometimes_pictures()
@@ -121,11 +122,13 @@ def on_meta() -> nn.Module:
         return TextAndPicture("cut")
 
 
+@pytest.mark.long
 def test_views_of_a_model_that_was_never_whole(run_ranks: RunRanks) -> None:
     parity = run_ranks(compare, 2, on_meta, settings(), sometimes_pictures())[0]
     assert parity.holds(), parity
 
 
+@pytest.mark.long
 def test_looking_for_a_plan_leaves_buffers_alone(run_ranks: RunRanks) -> None:
     parity = run_ranks(compare, 2, spectral, settings(), pairs())[0]
     assert parity.holds(), parity
@@ -139,6 +142,7 @@ def test_split_backward_of_views(run_ranks: RunRanks, sequence: bool) -> None:
     assert parity.holds(), parity
 
 
+@pytest.mark.long
 def test_sizes_that_do_not_share_the_sequence_of_the_example_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of others is only whether they would fit: 12 tokens say nothing about 8 ranks."""
     original = Search._decide
@@ -189,6 +193,7 @@ def plan_of_skipping(rank: int) -> list[str]:
     return [f"{reason.style} {reason.why}" for reason in found.reasons]
 
 
+@pytest.mark.long
 def test_blocks_that_draw_are_planned_alike_on_all_ranks() -> None:
     assert plan_of_skipping(0) == plan_of_skipping(1)
 

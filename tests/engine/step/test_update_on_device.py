@@ -120,7 +120,7 @@ def run(changes: dict[str, Any], steps: int, loss: Any = loss_sum) -> tuple[list
     "precision",
     [
         {"fp16": {"enabled": True, "initial_scale_power": POWER, "hysteresis": 1}},
-        {"bf16": {"enabled": True}},
+        pytest.param({"bf16": {"enabled": True}}, marks=pytest.mark.long),
         pytest.param({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, marks=pytest.mark.long),
     ],
     ids=["fp16 that overflows", "bf16", "bf16 alone"],

@@ -247,7 +247,7 @@ def gan_on_ranks(stage: int, own: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["eng.backward", "loss.backward"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [wide(1), 3])
 def test_a_loss_over_two_engines_trains_as_in_one_process(stage: int, own: bool, run_ranks: RunRanks) -> None:
     deviations = run_ranks(gan_on_ranks, 2, stage, own)[0]
     assert len(deviations) == 2 and max(deviations) < 1e-5

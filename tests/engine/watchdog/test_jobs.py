@@ -50,7 +50,7 @@ REFUSED = {
     ("known-call", "tensor=2,pipeline=2"): _CALLS.format("rank 0 and rank 3"),
 }
 """What ends by a sentence of the engine, or of torch, before anybody waits."""
-OFTEN = (("forward-loop", "tensor=2,pipeline=2"), ("forward-kill", "data=2"))
+OFTEN = (("forward-loop", "pipeline=2"), ("forward-kill", "data=2"))
 ABOUT = {
     "forward-stop": "SIGSTOP in a forward",
     "forward-loop": "`while True` in a forward",

@@ -13,6 +13,7 @@ from engine.weights_out.reader import WeightReader
 from engine.weights_out.receiver import WeightReceiver, empty_targets, follow
 from tests.engine.parity.expert_runs import mixture, own_batch, run
 from tests.engine.weights_out.trainer import part_of
+from tests.selection import wide
 
 ALL: dict[str, Any] = {"data": 2, "tensor": 2, "pipeline": 2, "expert": 2}
 LAYER = "model.layers.1."
@@ -107,6 +108,7 @@ def check(found: list[dict[str, Any]]) -> float:
     return float(first["images"] / total)
 
 
+@pytest.mark.long
 def test_the_whole_grid_to_receivers_in_one_two_and_three_parts() -> None:
     """Data, tensor, pipeline and expert ranks at ZeRO 3."""
     changes = {"zero_optimization": {"stage": 3}, "weights_out": {}}
@@ -192,7 +194,12 @@ def frozen_too(eng: Engine) -> Any:
 
 @pytest.mark.parametrize(
     ("grid", "stage", "quantized"),
-    [({"data": 2}, 3, True), ({"tensor": 2, "data": 1}, 0, True), ({"data": 2}, 0, True), ({"data": 2}, 3, False)],
+    [
+        ({"data": 2}, 3, True),
+        wide({"tensor": 2, "data": 1}, 0, True),
+        wide({"data": 2}, 0, True),
+        ({"data": 2}, 3, False),
+    ],
 )
 def test_adapters_are_published_alone_and_quantized_bases_once(
     grid: dict[str, Any], stage: int, quantized: bool

@@ -12,8 +12,9 @@ from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.activations import Activation, activate
 from tests.kernels.error import check_error
 from tests.kernels.registered import check_operator
+from tests.selection import wide
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, wide(torch.float16), torch.bfloat16)
 KINDS: tuple[Activation, ...] = ("none", "relu", "relu2", "silu", "gelu", "gelu_tanh")
 SHAPES = ((2, 3, 40), (1, 1), (0, 24), (5, 1030))
 Mode = Literal["reference", "triton"]

@@ -23,8 +23,9 @@ from engine.kernels.ops.cross_entropy import (
 )
 from tests.kernels.error import check_error
 from tests.kernels.registered import check_operator
+from tests.selection import wide
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, wide(torch.float16), torch.bfloat16)
 FORMS = {
     "plain": CrossEntropy(1, reduction="none"),
     "smooth": CrossEntropy(1, 0.1, "none"),

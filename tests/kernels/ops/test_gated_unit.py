@@ -12,8 +12,9 @@ from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.activations import Activation, gated
 from tests.kernels.error import check_error
 from tests.kernels.registered import check_operator
+from tests.selection import wide
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, wide(torch.float16), torch.bfloat16)
 KINDS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
 SHAPES = ((2, 3, 40), (1, 1), (0, 24), (3, 1050), (7,))
 

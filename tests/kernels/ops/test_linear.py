@@ -17,8 +17,9 @@ from engine.kernels.ops.activations import ACTIVATIONS, Activation
 from engine.kernels.ops.linear import LinearForm, add_product_, linear, product
 from tests.kernels.error import check_error
 from tests.kernels.registered import check_operator
+from tests.selection import wide
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, wide(torch.float16), torch.bfloat16)
 TRITON = Kernels("triton")
 
 

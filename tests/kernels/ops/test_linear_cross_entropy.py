@@ -17,8 +17,9 @@ from engine.kernels.ops import linear_cross_entropy as module
 from engine.kernels.ops.cross_entropy import CrossEntropy, Question, Softmax
 from engine.kernels.ops.linear_cross_entropy import Conditions, Head, chunk_tokens, linear_cross_entropy, linear_terms
 from tests.kernels.error import check_error
+from tests.selection import wide
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, wide(torch.float16), torch.bfloat16)
 MODES = ("reference", "triton")
 CHUNK = 8
 SHAPES = ((21, 16, 37), (8, 12, 40), (0, 8, 9), (3, 8, 50))

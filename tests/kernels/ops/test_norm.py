@@ -14,8 +14,9 @@ from engine.kernels.gpu.norm import norm_forward
 from engine.kernels.ops.norm import WIDEST_LAYER_FP32, Norm, add_norm, norm, squared_norm
 from tests.kernels.error import check_error
 from tests.kernels.registered import check_operator
+from tests.selection import wide
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, wide(torch.float16), torch.bfloat16)
 FORMS = {
     "rms": Norm(1e-6),
     "rms, weight from 1": Norm(1e-6, offset=1.0),

@@ -12,9 +12,10 @@ from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.rotary import Rotary, rotary
 from tests.kernels.error import check_error
 from tests.kernels.registered import check_operator
+from tests.selection import wide
 
 TRITON = Kernels("triton")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, wide(torch.float16), torch.bfloat16)
 FORMS = {
     "halves": Rotary(),
     "neighbours": Rotary(interleaved=True),

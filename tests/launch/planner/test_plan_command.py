@@ -91,6 +91,7 @@ def test_a_file_alone_of_any_name(llama: Path, tmp_path: Path, capsys: pytest.Ca
     assert alone == folder
 
 
+@pytest.mark.long
 def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
 
     monkeypatch.setattr(planned_model, "MOST_SILENT", 1)
@@ -102,6 +103,7 @@ def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert config.dp * config.tp * config.pp == 16 and config.train_batch_size == (1 << 22) // 32
 
 
+@pytest.mark.long
 def test_the_built_in_decoder_prints_the_plan_and_its_costs(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--layers", 2, "--width", 64, "--heads", 2, "--context", 32, "--vocabulary", 64)
     assert main(["plan", *map(str, sizes), "--world", "16", "--batch", "64", "--price", "1"]) == 0
@@ -127,6 +129,7 @@ def test_a_search_writes_a_configuration_that_loads(
     assert why[0].split()[0] == f"{planned(capsys, llama, out, '--world', 8)['step_seconds']:.3g}"
 
 
+@pytest.mark.long
 def test_what_does_not_fit_says_what_would(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = {**LLAMA, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 90000}
     (llama / "config.json").write_text(json.dumps(raw))
@@ -155,6 +158,7 @@ def test_rates_of_another_gpu_are_said(capsys: pytest.CaptureFixture[str]) -> No
         assert ("are from h100, not measured on this kind of GPU" in capsys.readouterr().out) is said
 
 
+@pytest.mark.long
 def test_a_search_proposes_nothing_slower_than_the_plain_command(
     llama: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +191,7 @@ def count_more(monkeypatch: pytest.MonkeyPatch, modes: Sequence[str], gib: float
     return layouts
 
 
+@pytest.mark.long
 def test_a_layout_that_is_too_large_once_counted_gives_way(
     llama: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +218,7 @@ def test_no_layout_fits_once_counted(
     assert not planned(capsys, llama, "--world", 4, "--batch", 16, "--search", "--top", 1)["finalists"][0]["fits"]
 
 
+@pytest.mark.long
 def test_a_search_keeps_estimates_where_counting_would_take_long(
     deeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +233,7 @@ def test_a_search_keeps_estimates_where_counting_would_take_long(
     assert alone["counted"].startswith("activations and buffers of each pipeline rank, by storages on shapes: ")
 
 
+@pytest.mark.long
 def test_a_model_that_is_too_large_to_count_has_estimates_at_the_scale_of_its_blocks(
     deeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

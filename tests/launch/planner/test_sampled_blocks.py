@@ -55,7 +55,7 @@ def config_of(layout: TrainingLayout) -> Config:
     return load_config(settings_of(layout), layout.world)
 
 
-@pytest.mark.parametrize("name", ["full", *(wide(name) for name in LAYOUTS if name != "full")])
+@pytest.mark.parametrize("name", [wide(name) for name in LAYOUTS])
 def test_a_sample_is_what_each_block_of_a_longer_model_keeps(name: str) -> None:
     layout, planned = LAYOUTS[name], decoder()
     sample = SampledBlocks(planned, config_of, GPU).of(layout)
@@ -144,6 +144,7 @@ class Towers(nn.Module):
         return self.text(input_ids)
 
 
+@pytest.mark.long
 def test_a_longer_list_that_rows_do_not_call_is_not_sampled() -> None:
     text: Any = decoder()
     with torch.device("meta"):
@@ -154,6 +155,7 @@ def test_a_longer_list_that_rows_do_not_call_is_not_sampled() -> None:
     assert (len(short.tower), len(short.text.blocks)) == (1, 2)
 
 
+@pytest.mark.long
 def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples and whole plans of so many tensor ranks share a search, and lay out the positions they are asked for."""
     counts = dict[int, list[tuple[str, int]]]()

@@ -82,12 +82,8 @@ GRIDS: dict[str, Settings] = {
     "dp2 x tp2": {"data": 2, "tensor": 2},
 }
 CASES = [(name, grid) for name in ("decoder", "gpt2", "llama") for grid in GRIDS] + [("t5", "one"), ("t5", "pp2")]
-SHORT = (
-    ("decoder", "tp2", ("default",)),
-    ("decoder", "pp2", ("drawn", "every")),
-)
-"""Every way of saving where sums over ranks are saved too; data ranks have no part in what a block saves, and t5 is in
-rows of ``test_covering_array``."""
+SHORT = (("decoder", "pp2", ("drawn", "every")),)
+"""Data ranks have no part in what a block saves; tensor ranks and t5 are in rows of ``test_covering_array``."""
 
 
 @pytest.mark.parametrize(
@@ -120,6 +116,7 @@ SHORT_WAYS = ("ZeRO 3",)
 """Schedules of several stages a rank are in rows of ``test_covering_array``."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way not in SHORT_WAYS)) for way in WAYS])
 def test_every_way_of_running_keeps_the_same(run_ranks: RunRanks, way: str) -> None:
     ranks, settings = WAYS[way]
@@ -139,6 +136,7 @@ def other_shapes(settings: Settings) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tensor", [1, wide(2)])
 def test_other_shapes_than_the_example(run_ranks: RunRanks, tensor: int) -> None:
     run_ranks(other_shapes, 2 * tensor, config_for(1, 0, parallel={"data": 1, "tensor": tensor, "pipeline": 2}))

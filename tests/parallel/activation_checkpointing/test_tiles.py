@@ -66,7 +66,7 @@ WAYS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("build", [_llama, wide(_mixtral)])
-@pytest.mark.parametrize("way", [name if name in ("dp2, ZeRO 3", "selective") else wide(name) for name in WAYS])
+@pytest.mark.parametrize("way", [name if name == "dp2, ZeRO 3" else wide(name) for name in WAYS])
 def test_tiles_train_as_one_process(way: str, build: Callable[[], nn.Module]) -> None:
     parallel, stage, more = WAYS[way]
     threads = parallel["data"] * parallel.get("context", 1) * parallel.get("pipeline", 1)

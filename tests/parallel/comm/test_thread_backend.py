@@ -110,7 +110,7 @@ def test_different_collectives_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "grid", "changes"),
     [
-        ("decoder", "dp2 x tp2 x pp2", {}),
+        wide("decoder", "dp2 x tp2 x pp2", {}),
         wide("gpt2", "tp2 x pp2", {"activation_checkpointing": {"mode": "full"}}),
         ("decoder tied", "dp2 x pp2", {"zero_optimization": {"stage": 3}}),
         wide("decoder dropout", "pp4", {"parallel": {"pipeline": 4, "schedule": "zb-h1"}}),
@@ -157,6 +157,7 @@ def test_a_checkpoint_of_threads_is_refused(tmp_path: Any) -> None:
         run_thread_ranks(2, body)
 
 
+@pytest.mark.long
 def test_what_pipelines_replace_in_torch_is_put_back() -> None:
     """Each stage replaces functions of torch while its forward runs, and others run before it is through."""
     before = [vars(torch.autograd.Function)["apply"], dict(vars(CheckpointFunction)), dict(vars(checkpoint))]

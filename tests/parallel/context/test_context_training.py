@@ -20,8 +20,8 @@ from tests.engine.parity.tensor_models import FOUR, UNSEEN
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
 
-FIRST = ("Llama", "nanoGPT-like", "T5", "BLOOM")
-"""Families of the default suite: eager products, torch's attention, an encoder with a decoder."""
+FIRST = ("Llama", "nanoGPT-like", "BLOOM")
+"""Families of the default suite: eager products and torch's attention; long are encoders with a decoder."""
 NO_SEQUENCE = ("ViT", "convolutions", "XLNet", "Swin", "ConvNeXt")
 """Models whose first operation reads no token ids or rows of the batch."""
 FAMILIES = {name.removesuffix(" (4 heads)"): family for name, family in {**FOUR, **UNSEEN}.items()}
@@ -134,6 +134,7 @@ def test_every_method_trains_with_tensor_ranks(method: Method, more: dict[str, A
     assert result is not None and result.holds(), str(result)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [37, wide(8), wide(64)])
 def test_any_length_trains(length: int) -> None:
     check_parity(llama, batches_of("plain", length), "cp3")
@@ -189,6 +190,7 @@ def test_planned_bytes_are_counted_bytes_and_those_of_the_formula() -> None:
         assert logits.shape == (4, 32, 61) and type(logits) is Tensor
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attention", ["sdpa", wide("eager")])
 def test_embeddings_in_the_batch_are_sharded(attention: str) -> None:
     draw, made = torch.Generator().manual_seed(2), batches_of("left")
@@ -273,6 +275,7 @@ def _moved(folder: str, parallel: dict[str, int], steps: tuple[int, ...]) -> lis
     return losses
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_context_ranks_loads_on_data_ranks(tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> None:
     first = run_ranks(_moved, 2, str(tmp_path / "moved"), {"data": 1, "context": 2}, (0, 1))[0]
     second = run_ranks(_moved, 2, str(tmp_path / "moved"), {"data": 2}, (2,))[0]

@@ -68,7 +68,6 @@ GRIDS: dict[str, dict[str, Any]] = {
 FIRST = (
     ("of the model", "left", "cp2"),
     ("shifted", "a rank without labels", "cp2"),
-    ("weighted", "left", "cp3"),
 )
 
 

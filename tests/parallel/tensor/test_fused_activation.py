@@ -201,6 +201,7 @@ def gpt2(axis: TensorAxis, whole: nn.Module, mode: Mode, overlap: Overlap) -> di
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.long
 def test_rows_that_travel_in_pieces_meet_kernels_and_activations() -> None:
     whole, overlap = build("gpt2"), Overlap(frozenset({"cpu"}), 1)
     expected = run_tensor_ranks(2, partial(gpt2, whole=whole, mode="reference", overlap=overlap))

@@ -13,6 +13,7 @@ from engine.models.decoder import Decoder, loss_sum
 from engine.parallel.tensor.logits.sharded_logits import gather_logits
 from tests.parallel.tensor.models import LENGTH, VOCABULARY, build, decoder, tokens
 from tests.parallel.tensor.sharded import Sharded, shard
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 Rows = dict[str, tuple[int, int]]
@@ -62,7 +63,7 @@ def expected(tp: int, element: int) -> Rows:
     }
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, wide(4)])
 def test_calls_and_bytes_of_a_microbatch(run_ranks: RunRanks, tp: int) -> None:
     names = ("decoder", "decoder-tied", "llama-kv2", "gpt2", "gemma2")
     assert run_ranks(traffic, tp, torch.float32, *names) == [[expected(tp, 4)] * len(names)] * tp

@@ -31,6 +31,7 @@ from tests.parallel.pipeline.zoo import (
     Tied,
     run_own,
 )
+from tests.selection import wide
 
 IDS = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % VOCABULARY
 
@@ -83,7 +84,7 @@ def test_parameters_read_by_glue_are_listed_and_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["decoder", "own", "tied", "skips", "shared_by_blocks", "llama", "t5", "mixtral", "bert"]
+    "name", ["decoder", "own", "tied", "skips", "shared_by_blocks", "llama", *map(wide, ("t5", "mixtral", "bert"))]
 )
 def test_meta_and_absent_models_give_the_same_timeline(name: str) -> None:
     case = CASES[name]

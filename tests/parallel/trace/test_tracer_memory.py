@@ -13,6 +13,7 @@ from engine.parallel.trace.model_trace import ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.zoo import hugging_face
 from tests.parallel.pipeline.zoo_wide import GROUPED
+from tests.selection import wide
 
 
 class RealBytes(TorchDispatchMode):
@@ -44,7 +45,7 @@ HIDDEN, INNER, EXPERTS, TOKENS, CHOSEN = 64, 1024, 8, 24, 2
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", wide("Qwen3MoeForCausalLM")])
 def test_experts_are_looked_at_by_shapes_alone(name: str, experts: str) -> None:
     sizes = {"num_local_experts": EXPERTS} if name.startswith("Mix") else {"num_experts": EXPERTS}
     inner = "intermediate_size" if name.startswith("Mix") else "moe_intermediate_size"

@@ -143,7 +143,7 @@ def peaks(grid: dict[str, int], zero: dict[str, Any], schedule: str) -> tuple[in
     ("grid", "schedule", "zero"),
     [
         ({"data": 2}, "gpipe", {}),
-        ({"data": 2, "pipeline": 2}, "1f1b", {"keep_gathered_bytes": 60_000}),
+        wide({"data": 2, "pipeline": 2}, "1f1b", {"keep_gathered_bytes": 60_000}),
         wide({"data": 2}, "gpipe", {"keep_gathered_bytes": 60_000}),
         wide({"data": 2, "pipeline": 2}, "1f1b", {}),
     ],

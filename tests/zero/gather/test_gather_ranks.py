@@ -74,7 +74,7 @@ def compare(names: list[str], modes: tuple[dict[str, Any], ...]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 1, wide(2), wide(3)])
 def test_sharded_parameters_train_to_the_bit_like_whole_ones(run_ranks: RunRanks, part: int) -> None:
     for wrong in run_ranks(compare, 2, sorted(AWKWARD)[part::4], STAGE_3[:1]):
         assert not wrong, wrong

@@ -23,6 +23,7 @@ from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatLion
 from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from tests.kernels.interpreter import repair
+from tests.selection import wide
 from tests.zero.buckets import allocate
 from tests.zero.rig import Setting, build
 
@@ -126,7 +127,7 @@ def trained(setting: Setting, make: Step, rounded: torch.dtype | None = None) ->
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("bucket_elements", [1, 10**6])
+@pytest.mark.parametrize("bucket_elements", [wide(1), 10**6])
 def test_the_device_makes_the_update_of_the_host(bucket_elements: int, dtype: str) -> None:
     setting = Setting(1, 0, 1, bucket_elements, dtype)
     expected = trained(setting, by_host)

@@ -89,7 +89,7 @@ def resumed(folder: Path, grid: dict[str, int], stage: int) -> tuple[Any, int, d
 
 
 GRIDS: list[Any] = [
-    pytest.param({"data": 2}, 3, "nested", False, id="zero3"),
+    pytest.param({"data": 2}, 3, "nested", False, id="zero3", marks=pytest.mark.long),
     pytest.param({"data": 2, "tensor": 2}, 1, "flat", False, id="dp2 x tp2", marks=pytest.mark.long),
     pytest.param({"data": 2, "pipeline": 2}, 2, "nested", False, id="dp2 x pp2", marks=pytest.mark.long),
     pytest.param({"data": 2, "tensor": 2}, 3, "nested", True, id="converted to dp2 x tp2", marks=pytest.mark.long),

@@ -140,6 +140,7 @@ def test_hashes_are_those_of_the_file(tmp_path: Path, content: bytes, size: int)
     assert hashes.tolist() == hash_blocks(memoryview(written)).tolist()
 
 
+@pytest.mark.long
 def test_a_file_can_be_written_while_the_interpreter_ends(tmp_path: Path) -> None:
     code = f"""
 import mmap, threading

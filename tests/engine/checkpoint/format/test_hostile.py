@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.checkpoint.format.filesystem import Files
@@ -31,6 +31,7 @@ ANY = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(), ANY, max_size=4))
 def test_what_is_dumped_is_parsed(value: dict[str, Any]) -> None:
     data = dump(value)
@@ -144,11 +145,17 @@ def test_a_reader_makes_no_runs_of_a_shape_that_is_not_the_wanted_one(tmp_path: 
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "__import__"}
 LAST_NAMES = {call.rpartition(".")[2] for call in BANNED_CALLS}
+SUSPECT = re.compile(
+    "|".join(sorted(BANNED_MODULES)) + r"|\b(eval|exec|__import__)\b|from torch import|\b(load|save)\("
+)
 
 
 @pytest.mark.parametrize("path", product_files(), ids=name_of)
 def test_nothing_unpickles_or_evaluates(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    if not SUSPECT.search(text):  # most files, which need not be parsed
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             assert not BANNED_MODULES & {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -192,6 +192,7 @@ def saved(run: FakeRun, folder: Path) -> Path:
     return run.save(folder)[0]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("cell", [(2, 1, 2, 1), wide((1, 4, 1, 0)), wide((4, 1, 1, 3))])
 def test_a_checkpoint_in_parts_loads_on_any_grid(cell: tuple[int, int, int, int], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from engine.planning.cost_model.layout import TrainingLayout
 from engine.planning.cost_model.longest import long_layouts, longest_length, longest_runs
 from engine.planning.cost_model.search import USABLE
 from engine.planning.cost_model.workload import DecoderShape
+from tests.selection import wide
 
 LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "vocabulary": 128256, "context": 8192, "gated": True}
 SHAPES = {
@@ -27,7 +28,7 @@ def test_bisection_finds_the_largest_multiple(limit: int) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("gpu", ["h100", "h200", "b200"])
+@pytest.mark.parametrize("gpu", ["h100", wide("h200"), wide("b200")])
 @pytest.mark.parametrize("size", SHAPES)
 def test_one_step_longer_than_the_longest_does_not_fit(size: str, gpu: str) -> None:
     work, memory = SHAPES[size].workload(), load_gpu(gpu).memory_bytes

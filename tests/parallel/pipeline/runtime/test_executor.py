@@ -109,7 +109,7 @@ def prepared(
     return play, timeline, batches, copy.deepcopy(model)
 
 
-@pytest.mark.parametrize("kind", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("kind", [gpipe, wide(one_f_one_b)])
 @pytest.mark.parametrize("stages", [wide(2), 4])
 @pytest.mark.parametrize("name", ["decoder", "nano", "x0", "skips", "in_place", "frozen_start", "llama", "t5", "unet"])
 def test_any_schedule_gives_every_gradient_of_the_uncut_model(name: str, stages: int, kind: Any) -> None:
@@ -122,7 +122,7 @@ def test_any_schedule_gives_every_gradient_of_the_uncut_model(name: str, stages:
     assert tuple(held) == peak_live(kind(stages, MICROBATCHES))
 
 
-@pytest.mark.parametrize("kind", [wide("interleaved"), wide("looped-bfs"), "zb-h1", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("kind", [wide("interleaved"), wide("looped-bfs"), "zb-h1", wide("zb-v"), "dualpipe-v"])
 @pytest.mark.parametrize("name", ["decoder", "nano", "x0", "skips", "in_place", "frozen_start", "llama", "t5", "unet"])
 def test_ranks_of_several_stages_and_split_backwards_give_every_gradient(name: str, kind: str) -> None:
     schedule = make_schedule(kind, 2, MICROBATCHES, 1 if kind == "zb-h1" else 2)

@@ -108,7 +108,7 @@ def test_tier_two_gives_the_same_wherever_one_suffices(name: str, stages: int) -
     check_play(Play(CASES[name], model, cut), timeline, model, batches)
 
 
-@pytest.mark.parametrize("name", ["own", "skips", "t5", "mixtral", "in_place"])
+@pytest.mark.parametrize("name", ["own", "skips", wide("t5"), wide("mixtral"), "in_place"])
 def test_one_model_runs_several_stages(name: str) -> None:
     case, model, batches, timeline, cut = ready(name, 4)
     check_play(Play(case, model, cut, ranks=[0, 1, 0, 1]), timeline, model, batches)
@@ -419,6 +419,7 @@ def test_shapes_are_checked_where_values_travel() -> None:
         play.stages[1].forward(timeline, plan, lambda: None, {})
 
 
+@pytest.mark.long
 def test_a_model_in_use_can_be_probed_again() -> None:
     """Another signature comes up in the middle of training, on a rank that holds one stage."""
     case, model, batches, timeline, cut = ready("mixtral", 2)

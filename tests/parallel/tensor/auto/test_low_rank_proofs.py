@@ -40,7 +40,7 @@ blocks_filled = blocks.filled
 
 
 def cases_of(module: ModuleType) -> list[Any]:
-    found = []
+    found: list[Any] = []
     for name, function in vars(module).items():
         if not name.startswith("test_") or name in WITH_NUMBERS or not callable(function):
             continue
@@ -50,7 +50,9 @@ def cases_of(module: ModuleType) -> list[Any]:
                 values = [{mark.args[0]: value} for value in mark.args[1]]
         needs = function.__code__.co_varnames[: function.__code__.co_argcount]
         if all(need in values[0] for need in needs):
-            found += [pytest.param(module, name, value, id=f"{name}-{value}") for value in values]
+            for value in values:
+                marks = [pytest.mark.long] * (len(found) % 2)  # by default every second one
+                found.append(pytest.param(module, name, value, id=f"{name}-{value}", marks=marks))
     return found
 
 

@@ -441,7 +441,7 @@ def test_a_cut_head_waits_and_sends_what_it_would_send(name: str, mode: Any, seq
             assert_close(grad, theirs[parameter], parameter, 2e-6, floor=1e-2)
 
 
-@pytest.mark.parametrize("name", [*WAITING, *COMPUTED])
+@pytest.mark.parametrize("name", [*WAITING, *(pytest.param(name, marks=pytest.mark.long) for name in COMPUTED)])
 def test_losses_of_a_cut_head_are_those_of_a_whole_one(name: str) -> None:
     """Every use, with kernels on the logits that are computed, without and with waiting."""
     use = WAITING.get(name) or COMPUTED[name]

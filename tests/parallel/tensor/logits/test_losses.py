@@ -351,7 +351,7 @@ GATHERS: dict[str, tuple[Use, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", [*LOSSES, *GATHERS])
 def test_the_plan_of_a_loss_is_what_it_sends(name: str, inside: bool) -> None:
     """Every rule is planned on shapes by itself; the bytes must be those of the run."""
