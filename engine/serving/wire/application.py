@@ -99,8 +99,11 @@ class ServiceApplication:
         if self._futures.ended is not None or scope["path"] in _OPEN:
             return self._futures.ended
         if not self._is_known(scope):
-            sentence = "the request has a wrong X-API-Key or none; give TINKER_API_KEY the token of the service."
-            return RequestRefusedError(sentence, 401)
+            return RequestRefusedError(
+                "the request has a wrong X-API-Key or none; give the token of the service, as TINKER_API_KEY or as "
+                "token= of engine.remote.",
+                401,
+            )
         if self.ledger.is_replaying:
             return RequestRefusedError("the service loads its models; repeat the request soon.", 503, _RETRY_SECONDS)
         return None
