@@ -19,6 +19,7 @@ from engine.config.optim_sections import (
 from engine.config.reader import Sections, Typed, setting, stored
 from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Problems, Real, Text
 from engine.config.sections import FOLDER, ZeroConfig
+from engine.config.wording import shown_value
 
 Rule = Literal["average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild"]
 RULES = ("average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild")
@@ -267,7 +268,7 @@ def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) 
 def check_address(key: str, url: str | None, problems: Problems) -> None:
     """Adds the problem of an address of a server in a key."""
     if url is not None and not (url.startswith(("http://", "https://")) and _has_host(url)):
-        problems.add(key, f'"{url}" is not an address; give http://HOST:PORT.')
+        problems.add(key, f"{shown_value(url)} is not an address; give http://HOST:PORT.")
 
 
 def check_outer(

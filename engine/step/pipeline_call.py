@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -229,7 +230,7 @@ class PipelineCalls:
 
     def __init__(self, runtime: RankRuntime) -> None:
         self._runtime, self._pipeline = runtime, _pipeline_of(runtime)
-        self._arrivals, self._count = _Arrivals(), 0
+        self._arrivals, self._numbers = _Arrivals(), count(1)
         self.compares_paths = False
         """An attribute of the model has changed on a rank, so the ranks compare their traces of the next call."""
         self._newest: Arguments | None = None
@@ -238,8 +239,7 @@ class PipelineCalls:
         """This rank's actions, by the number of parts."""
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], rows: int | None) -> Any:
-        """Runs all stages; returns the model's output for one batch on every rank of the replica, in training with a
-        graph.
+        """Runs all stages; returns the model's output for one batch on every rank of the replica, with a graph.
 
         Collective over pp: activations are sent between stages, and outputs from the last stage to all.
 
@@ -252,11 +252,9 @@ class PipelineCalls:
                 joined. Raised before anything is sent.
             PlanError: the forward does not fit the partition.
         """
-        runtime = self._runtime
-        inputs = GradedInputs(args, kwargs, runtime.plan.config.pp)
-        self._count += 1
+        runtime, inputs = self._runtime, GradedInputs(args, kwargs, self._runtime.plan.config.pp)
         parts = cut_arguments(*inputs.arguments, runtime.program.rows, rows)
-        call = PipelineCall(runtime, parts, self._row(len(parts)), key, self._arrivals, self._count)
+        call = PipelineCall(runtime, parts, self._row(len(parts)), key, self._arrivals, next(self._numbers))
         call.inputs = inputs
         call.trace(self.compares_paths)
         if torch.is_grad_enabled():

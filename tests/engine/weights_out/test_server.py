@@ -118,6 +118,7 @@ def test_a_version_that_is_read_is_not_replaced_by_steps_and_ends_at_its_deadlin
             assert 0.3 < monotonic() - began < 5, "a call waits for the deadline of the trainer"
         for _ in range(2):
             eng.train_batch(batch)
+        publisher._reads.wait()  # a thread offers the version of a step
         newest = reader.newest()
         assert newest is not None and newest.number == version.number + 3
         with reader.leased(version, monotonic() + 60) as found:

@@ -35,6 +35,7 @@ from tests.engine.weights_out.test_grids import meet
 from tests.engine.weights_out.vllm_process import vllm_server
 
 pytestmark = pytest.mark.peers
+WORDS = ("--skip-tokenizer-init", "--max-num-seqs", "4", "--enable-scale-out")
 PROMPT, NEW = [1, 2, 3, 4], 24
 SIZES: Mapping[str, Any] = {
     "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32,
@@ -56,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a vLLM server with the model before training."""
     folder = tmp_path_factory.mktemp("vllm")
     model().save_pretrained(folder)
-    with vllm_server(folder, "--skip-tokenizer-init", "--max-num-seqs", "4", "--enable-scale-out") as url:
+    with vllm_server(folder, *WORDS) as url:
         yield url
 
 
@@ -120,6 +121,37 @@ def test_vllm_follows_data_and_tensor_ranks(server: str) -> None:
     changes = {"zero_optimization": {"stage": 1}, "weights_out": {"to": [{"vllm": server, "check": True}]}}
     found = run({"data": 2, "tensor": 2}, changes, model, after, steps=1).extra
     assert all(expected == tokens for expected, tokens in found)
+
+
+def with_experts() -> Any:
+    """Returns a mixture of experts, which transformers stacks and vLLM loads one by one."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **sizes}))
+
+
+def test_vllm_gets_experts_as_from_a_published_folder(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with_experts().save_pretrained(first)
+    rows = torch.arange(64).reshape(2, 32) * 13 % 1024
+    example = {"input_ids": rows, "labels": rows}
+    config: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    with vllm_server(first, *WORDS) as url:
+        config["weights_out"] = {"to": [{"vllm": url}]}
+        with engine.initialize(with_experts(), config, example_batch=example) as eng:
+            eng.train_batch(example)
+            eng.publish_weights().wait()
+            expected = eng.generate(torch.tensor([PROMPT]), max_new_tokens=NEW)[0, len(PROMPT) :].tolist()
+            eng.save_pretrained(second)
+        published = tokens_of(url)
+        # vLLM 0.32 itself does not replace all that it has packed of experts on CPUs
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(second)}}
+        httpx.post(f"{url}/collective_rpc", json=reload, timeout=60.0).raise_for_status()
+        assert published == tokens_of(url)
+    with vllm_server(second, *WORDS) as url:
+        assert tokens_of(url) == expected
 
 
 def test_other_weights_in_vllm_are_named(server: str) -> None:
