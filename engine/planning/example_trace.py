@@ -61,11 +61,9 @@ class SharedSequences:
             patches, needs = ForwardPatches(), None
             try:
                 trace = self._trace(stages, watch, patches)
-                if self.plan.in_blocks or watch is None or not sends(watch, RECURRENT_STATE):
-                    whole = watch is not None and not self.plan.in_blocks and not sends(watch, HALO)
-                    self.plan = replace(self.plan, by_work=whole)
+                needs = self._needs(trace, watch)
+                if needs is None:
                     return trace
-                needs = replace(self.plan, in_blocks=True)  # a state then passes each border once
             except (PlanError, LocalOnlyError) as problem:
                 needs = with_refusal(self._own.model, self.plan, problem) if self.axes else None
                 if needs is None:
@@ -73,6 +71,19 @@ class SharedSequences:
             finally:
                 patches.remove()
             self.plan = needs
+
+    def _needs(self, trace: ModelTrace, watch: CollectiveRecorder | None) -> ContextPlan | None:
+        """Returns the plan of the next trace; None if this one is the last, whose figures the plan then has."""
+        ran, plan = self._ran, self.plan
+        if watch is None or not isinstance(ran, ContextProgram):
+            return None
+        if not plan.in_blocks and sends(watch, RECURRENT_STATE):
+            return replace(plan, in_blocks=True, by_work=False)  # a state then passes each border once
+        halo = sends(watch, HALO)
+        if plan.by_work and self._config.pp > 1 and (halo or not ran.keeps_positions(trace)):
+            return replace(plan, by_work=False)
+        self.plan = replace(plan, halo=halo, pairs=ran.balance.pairs)
+        return None
 
     def _trace(self, stages: int, watch: CollectiveRecorder | None, patches: ForwardPatches) -> ModelTrace:
         parallel, plan = self._config.parallel, self.plan

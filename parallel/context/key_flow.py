@@ -94,9 +94,8 @@ class KeyFlow(NamedTuple):
                 self.axis.expect("all_gather", KEYS, whole, made)
                 self.axis.expect("reduce_scatter", KEY_GRADIENTS, whole, made)
                 continue
-            for label, sizes in ((KEYS, parcel.boxes.give_sizes), (KEY_GRADIENTS, parcel.boxes.get_sizes)):
-                sent = sum(torch.Size(size).numel() for rank, size in enumerate(sizes) if rank != self.axis.index)
-                self.axis.expect("exchange", label, whole.new_empty(sent), made)
+            parcel.boxes.expect(self.axis, KEYS, local, made)
+            parcel.boxes.back.expect(self.axis, KEY_GRADIENTS, local, made)
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ from engine.parallel.comm.backend import Wait
 from engine.parallel.tensor.collectives import refuse_second_derivatives
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_runs import Runs, as_slices, indices_of, meet, places_in, run_length
-from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets, held_once
+from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, Sets, held_once
 from engine.parallel.tensor.global_tensor.operands import FEW_RUNS
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -40,11 +40,24 @@ class Boxes(NamedTuple):
     given: tuple[int, ...]
     made: tuple[int, ...]
     """Shapes of the local tensor and of the result."""
+    ways: tuple[tuple[int, ...], Sets, Sets]
+    """Full shape, sharding of the local tensors, and sharding of the results."""
 
     @property
     def back(self) -> "Boxes":
         """Boxes of the reverse resharding, from the result to the local tensor."""
-        return Boxes(self.gets, self.gives, self.get_sizes, self.give_sizes, self.made, self.given)
+        shape, have, want = self.ways
+        ways = shape, want, have
+        return Boxes(self.gets, self.gives, self.get_sizes, self.give_sizes, self.made, self.given, ways)
+
+    def expect(self, axis: TensorAxis, label: str, x: Tensor, made: Tensor | None = None) -> None:
+        """Reports the bytes that each rank sends to the listener of a dry ``axis``; see ``TensorAxis.expect_rows``.
+
+        ``x``: the local tensor, or one of its dtype.
+        """
+        if axis.dry:
+            elements = sent_elements(*self.ways, axis.size)
+            axis.expect_rows(label, tuple(count * x.element_size() for count in elements), x, made)
 
 
 def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int) -> Boxes:
@@ -61,14 +74,18 @@ def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int
     return Boxes(
         tuple(box for box, _ in gives), tuple(box for box, _ in gets),
         tuple(tuple(_counted(met, shape)) for _, met in gives), tuple(tuple(_counted(met, shape)) for _, met in gets),
-        sizes(have, rank), sizes(want, rank),
+        sizes(have, rank), sizes(want, rank), (tuple(shape), have, want),
     )  # fmt: skip
 
 
-def sent_elements(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int) -> int:
-    """Returns the number of elements that ``rank`` sends to other ranks when it reshards ``have`` to ``want``."""
-    found = boxes_of(shape, have, want, rank, ranks)
-    return sum(math.prod(size) for other, size in enumerate(found.give_sizes) if other != rank)
+def sent_elements(shape: Sequence[int], have: Sets, want: Sets, ranks: int) -> tuple[int, ...]:
+    """Returns the number of elements that each rank sends to other ranks when ``have`` is resharded to ``want``."""
+
+    def met(rank: int, other: int) -> int:
+        both = [_common(_runs_on(own, rank), _runs_on(its, other)) for own, its in zip(have, want, strict=True)]
+        return math.prod(_counted(both, shape))
+
+    return tuple(sum(met(rank, other) for other in range(ranks) if other != rank) for rank in range(ranks))
 
 
 def _sizes(shape: Sequence[int], sets: Sets, rank: int) -> tuple[int, ...]:
@@ -85,7 +102,7 @@ def _box(own: Sets, theirs: Sets, rank: int, other: int) -> tuple[Places, list[R
     places: list[Runs | None] = []
     met: list[Runs | None] = []
     for mine, its in zip(own, theirs, strict=True):
-        both = _common(None if mine is None else mine.runs[rank], None if its is None else its.runs[other])
+        both = _common(_runs_on(mine, rank), _runs_on(its, other))
         met.append(both)
         if both is None or (mine is not None and both is mine.runs[rank]):
             places.append(None)
@@ -94,6 +111,10 @@ def _box(own: Sets, theirs: Sets, rank: int, other: int) -> tuple[Places, list[R
             assert inside is not None, "an intersection is a part of both sets"
             places.append(inside if mine is None or run_length(inside) < mine.counts[rank] else None)
     return tuple(places), met
+
+
+def _runs_on(index: Index | None, rank: int) -> Runs | None:
+    return None if index is None else index.runs[rank]
 
 
 def _common(a: Runs | None, b: Runs | None) -> Runs | None:
@@ -140,6 +161,7 @@ def start_send(x: Tensor, boxes: Boxes, axis: TensorAxis, label: str, add: bool 
     ``add``: sums the values of an element that several ranks send; otherwise one rank sends it.
     """
     own, others = axis.index, [rank for rank in range(axis.size) if rank != axis.index]
+    boxes.expect(axis, label, x)
     made = (x.new_zeros if add else x.new_empty)(boxes.made)
     gives = [0 if rank == own else math.prod(size) for rank, size in enumerate(boxes.give_sizes)]
     gets = [0 if rank == own else math.prod(size) for rank, size in enumerate(boxes.get_sizes)]
@@ -171,16 +193,8 @@ def recut(x: GlobalTensor, sets: Sets, label: str) -> GlobalTensor:
     boxes = context.find(key, lambda: boxes_of(x.full, x.sets, sets, axis.index, axis.size))
     made: Tensor = _Recut.apply(x.local, boxes, axis, label)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() and made.requires_grad:
-        expect_back(boxes, axis, label, made)
+        boxes.back.expect(axis, label, made, made)
     return GlobalTensor(made, x.full, sets, context)
-
-
-def expect_back(boxes: Boxes, axis: TensorAxis, label: str, made: Tensor, times: int = 1) -> None:
-    """Reports the exchange that ``made``'s backward makes to the listener of a dry axis (see ``TensorAxis``)."""
-    if axis.dry:
-        sizes = enumerate(boxes.get_sizes)
-        back = times * sum(math.prod(size) for rank, size in sizes if rank != axis.index)
-        axis.expect("exchange", label, made.detach().new_empty(back), made)
 
 
 class _Recut(torch.autograd.Function):

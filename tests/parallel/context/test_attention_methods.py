@@ -18,7 +18,7 @@ from engine.parallel.context.sight import needed_keys
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index
 from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
-from engine.parallel.tensor.tp_axis import DryAxis, Expected, TensorAxis
+from engine.parallel.tensor.tp_axis import DryAxis, Expected, ExpectedRows, TensorAxis
 
 METHODS: tuple[Method, ...] = get_args(Method)
 ROWS, HEADS, LENGTH, WIDTH = 2, 4, 37, 6
@@ -178,7 +178,7 @@ def test_needed_keys_alone_are_sent(mask: str) -> None:
 
 
 def _planned(method: Method, key_heads: int, ranks: int, length: int) -> dict[str, int]:
-    told: list[Expected] = []
+    told: list[Expected | ExpectedRows] = []
     context = ContextOfSequences(DryAxis(ranks, lambda what, _: told.append(what)), method)
     index = zigzag(length, ranks)
     q, k, v = (
@@ -189,12 +189,11 @@ def _planned(method: Method, key_heads: int, ranks: int, length: int) -> dict[st
         for heads in (HEADS, key_heads, key_heads)
     )  # fmt: skip
     functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    sizes = {"all_gather": (ranks - 1, ranks), "reduce_scatter": (ranks - 1, ranks), "exchange": (1, 1)}
     bytes_: dict[str, int] = {}
     for what in told:
-        more, less = sizes[what.op]
         way = "backward" if what.backward else "forward"
-        bytes_[way] = bytes_.get(way, 0) + what.bytes * more // less
+        size = what.sent[0] if isinstance(what, ExpectedRows) else what.bytes * (ranks - 1) // ranks
+        bytes_[way] = bytes_.get(way, 0) + size
     return bytes_
 
 
