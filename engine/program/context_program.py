@@ -76,18 +76,17 @@ class ContextProgram(Program):
 
     def _on_balance(self) -> Iterator[str]:
         """Yields lines for the banner about the attention work of the ranks."""
-        methods = {method for method, _ in self._sequences.attention.used}
-        if methods and self.plan.in_blocks:
+        balance = self.balance
+        if self.plan.in_blocks and self._sequences.attention.used:
             yield (
                 "parallel.context: ranks have neighbouring positions, because a state passes along them; attention by "
                 'another method than "heads" has more work on the later ranks'
             )
-        elif methods and not self.plan.by_work:
+        elif not self.plan.by_work and balance.pairs:
             yield (
                 "parallel.context: packed documents keep two chunks a rank, because pipeline stages send or pad other "
                 "positions than those of the batch"
             )
-        balance = self.balance
         if balance.pairs:
             yield (
                 f"parallel.context: the documents of the example have {max(balance.pairs):,} pairs of query and key a "

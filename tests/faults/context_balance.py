@@ -3,6 +3,7 @@
 from tests.faults.fault import Fault
 
 _WORK = "tests/parallel/context/test_shared_by_work.py"
+_MODELS = "tests/parallel/context/test_shared_models.py"
 _LATE = "tests/parallel/context/test_late_logits.py"
 
 CONTEXT_BALANCE = (
@@ -42,9 +43,49 @@ CONTEXT_BALANCE = (
         name="documents-in-zig-zag-chunks",
         about="Packed documents are shared by position, so that one context rank computes most of the pairs.",
         file="engine/program/context_program.py",
-        old="        by_work = self.by_work and not self._sequences.axis.dry",
-        new="        by_work = False",
+        old="sharing and self.plan.by_work)",
+        new="False)",
         tests=(f"{_WORK}::test_ranks_compute_the_pairs_that_were_planned[4-gather]",),
+    ),
+    Fault(
+        name="chunks-without-exchanges",
+        about="Ranks do not exchange ends of chunks, so that documents of a few chunks stay uneven.",
+        file="parallel/context/balance.py",
+        old="    for _ in range(2 * ranks):",
+        new="    for _ in range(0):",
+        tests=("tests/parallel/context/test_balance.py::test_documents_of_random_lengths_are_shared_by_work",),
+    ),
+    Fault(
+        name="bytes-of-the-first-rank-for-all",
+        about="The plan predicts the bytes of rank 0 for all ranks, although ranks send different numbers of keys.",
+        file="parallel/context/recut.py",
+        old="tuple(count * x.element_size() for count in elements)",
+        new="tuple(elements[0] * x.element_size() for count in elements)",
+        tests=(f"{_WORK}::test_ranks_compute_the_pairs_that_were_planned[3-need]",),
+    ),
+    Fault(
+        name="stages-place-messages-as-in-the-trace",
+        about="A pipeline stage takes a message for rows of zig-zag chunks, while the first stage shares them by work.",
+        file="parallel/context/sequences.py",
+        old="        if not self.running:",
+        new="        if self.shared:",
+        tests=(f"{_MODELS}::test_pipeline_stages_know_the_positions_of_messages[None-need-{{}}]",),
+    ),
+    Fault(
+        name="messages-with-other-positions-are-shared-by-work",
+        about="Stages exchange rows that are not those of the batch, and place them as in the trace.",
+        file="engine/planning/example_trace.py",
+        old="(halo or not ran.keeps_positions(trace))",
+        new="halo",
+        tests=(f"{_MODELS}::test_stages_that_cannot_place_messages_keep_two_chunks[None-True]",),
+    ),
+    Fault(
+        name="uneven-work-costs-nothing",
+        about="The choice of a method takes the work of all ranks for equal, also where they have neighbouring positions.",
+        file="parallel/context/choose.py",
+        old="    waits = (form.uneven - 1) * form.flops / rates.flops",
+        new="    waits = 0.0",
+        tests=(f"{_MODELS}::test_heads_are_chosen_where_positions_have_unequal_work",),
     ),
     Fault(
         name="documents-shared-by-chunks-of-equal-number",
