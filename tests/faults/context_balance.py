@@ -81,7 +81,7 @@ CONTEXT_BALANCE = (
     ),
     Fault(
         name="uneven-work-costs-nothing",
-        about="The choice of a method takes the work of all ranks for equal, also where they have neighbouring positions.",
+        about="The choice of a method takes the work of all ranks for equal, also of neighbouring positions.",
         file="parallel/context/choose.py",
         old="    waits = (form.uneven - 1) * form.flops / rates.flops",
         new="    waits = 0.0",
