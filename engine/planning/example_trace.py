@@ -4,7 +4,7 @@ It records the tensors that cross stages and the bytes that sharded layers send.
 with autograd, before its parameters are sharded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -43,11 +43,14 @@ class SharedSequences:
     positions gets neighbouring positions on each rank.
     """
 
-    def __init__(self, config: Config, program: Program, example: Batch, card: str = "") -> None:
+    def __init__(
+        self, config: Config, program: Program, example: Batch, card: str = "", local: Sequence[RowwiseModule] = ()
+    ) -> None:
+        """``local``: modules that run on this rank's positions as plain tensors."""
         self.plan = ContextPlan()
         self.axes = (DryAxis(config.cp, name="cp"),) if config.cp > 1 else ()
         self._config, self._own, self._example = config, program, example
-        self._ran = program
+        self._ran, self._local = program, tuple(local)
         self._asked = asked_method(config, card)
 
     @property
@@ -90,7 +93,8 @@ class SharedSequences:
         for axis in self.axes:
             follow_sequences(self._own.model, plan, patches)
             unit = sequence_unit(self._config)
-            self._ran = with_context(self._own, axis, self._asked, plan, unit=unit)
+            ran = with_context(self._own, axis, self._asked, plan, unit=unit)
+            self._ran = replace(ran, local=self._local) if isinstance(ran, ContextProgram) else ran
         return trace_example(self._ran, self._example, stages, watch, split=parallel.split)
 
 
@@ -126,7 +130,8 @@ def trace_example(
             return tuple(loss)
 
     # shard first: keep_fp32 wraps the forwards of the layers that the run has
-    with torch.enable_grad(), watch.cut() if watch else nullcontext(), run_dtypes(program.model, program.precision):
+    cut, dtypes = watch.cut() if watch else nullcontext(), run_dtypes(program.model, program.precision)
+    with torch.enable_grad(), cut, dtypes, program.local_modules():
         units = units_for_split(program.model, split, stages)
         return trace_model(program.model, run, units, stages=stages, material=material)
 

@@ -14,6 +14,7 @@ from engine.parallel.context.balance import WorkBalance, work_of_documents
 from engine.parallel.context.choose import AskedMethod
 from engine.parallel.context.recurrence.followed import ContextPlan
 from engine.parallel.context.recurrence.placed_rules import gathered_value
+from engine.parallel.context.rows.rowwise import RowwiseModule, running_rowwise
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Sets
@@ -34,6 +35,8 @@ class ContextProgram(Program):
     staged: bool = False
     """True if a forward runs one pipeline stage, so that the layer that reads the batch may be on another rank."""
     plan: ContextPlan = field(default_factory=ContextPlan)
+    local: tuple[RowwiseModule, ...] = ()
+    """Modules that a trace runs on this rank's positions as plain tensors; in a run they have been patched."""
 
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Returns output and loss of one microbatch, equal on all context ranks; the first one starts the backward."""
@@ -54,6 +57,10 @@ class ContextProgram(Program):
     def output(self, microbatch: Batch) -> Any:
         """Returns the output of one microbatch, gathered over the axis "cp"."""
         return gather_sequences(Program.output(self, microbatch))
+
+    def local_modules(self) -> AbstractContextManager[None]:
+        """Patches the modules that treat positions one by one inside the context, for a trace."""
+        return running_rowwise(self.model, self.local)
 
     def on_shapes(self) -> AbstractContextManager[None]:
         """Makes the axis "cp" dry inside the context."""

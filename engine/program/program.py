@@ -124,6 +124,10 @@ class Program:
                 return call_model(self.model, kept)
             return self.model(*self.cast(self.move(args)), **kept)
 
+    def local_modules(self) -> AbstractContextManager[None]:
+        """Returns a context in which modules run on this rank's rows as plain tensors; here none does."""
+        return nullcontext()
+
     def check_trace(self, trace: ModelTrace) -> None:
         """Checks a trace before pipeline stages run it; every stage has all that it needs."""
 
