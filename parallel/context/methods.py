@@ -283,17 +283,21 @@ def _heads(call: _Call) -> GlobalTensor:
     context, given = call.context, call.given
     query = given.query
     plan = call.plan("heads", lambda: _HeadPlan.of(call))
-    both = recut(GlobalTensor(call.pairs, call.shape, call.have, context), plan.served, HEADS).local
+    pairs = GlobalTensor(call.pairs, call.shape, call.have, context)
+    if pairs.dtype == query.dtype:
+        sharded, served = recut((query, pairs), (plan.shares, plan.served), HEADS)
+    else:
+        (sharded,), (served,) = recut((query,), (plan.shares,), HEADS), recut((pairs,), (plan.served,), HEADS)
+    queries, both = sharded.local, served.local
     if plan.one_each is not None:
         both = both.index_select(-3, torch.as_tensor(plan.one_each, device=both.device))
-    queries = recut(query, plan.shares, HEADS).local
     mask = given.mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
         mask = take(mask, (*(None,) * (mask.ndim - 3), plan.own, None, None))
     attention = KeyAttention(one_run(0, query.full[-2]), plan.flow, given.causal, _scale(given))
     out = attend_keys(queries, both, mask, attention)
     made = GlobalTensor(out, (*query.full[:-1], call.value.full[-1]), plan.shares, context)
-    return recut(made, query.sets, HEADS)
+    return recut((made,), (query.sets,), HEADS)[0]
 
 
 class _HeadPlan(NamedTuple):

@@ -50,14 +50,9 @@ class Boxes(NamedTuple):
         ways = shape, want, have
         return Boxes(self.gets, self.gives, self.get_sizes, self.give_sizes, self.made, self.given, ways)
 
-    def expect(self, axis: TensorAxis, label: str, x: Tensor, made: Tensor | None = None) -> None:
-        """Reports the bytes that each rank sends to the listener of a dry ``axis``; see ``TensorAxis.expect_rows``.
-
-        ``x``: the local tensor, or one of its dtype.
-        """
-        if axis.dry:
-            elements = sent_elements(*self.ways, axis.size)
-            axis.expect_rows(label, tuple(count * x.element_size() for count in elements), x, made)
+    def sent(self, x: Tensor, ranks: int) -> list[int]:
+        """Returns the bytes that each rank sends; ``x``: the local tensor, or one of its dtype."""
+        return [count * x.element_size() for count in sent_elements(*self.ways, ranks)]
 
 
 def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int) -> Boxes:
@@ -155,59 +150,137 @@ def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
         start += length
 
 
-def start_send(x: Tensor, boxes: Boxes, axis: TensorAxis, label: str, add: bool = False) -> tuple[Tensor, Wait]:
-    """Starts a resharding of ``x`` over ``axis``; returns the new shard, and a function that waits for its completion.
+def read(x: Tensor, box: Places, into: Tensor) -> None:
+    """Writes the elements of ``x`` in ``box`` to ``into``, each in one copy unless places are many runs."""
+    split = next((dim for dim, runs in enumerate(box) if runs is not None), None)
+    if split is None:
+        into.copy_(x)
+        return
+    runs, rest = box[split], (*box[:split], None, *box[split + 1 :])
+    assert runs is not None
+    if len(runs) > FEW_RUNS:
+        read(x.index_select(split, torch.as_tensor(indices_of(runs), device=x.device)), rest, into)
+        return
+    start = 0
+    for one in as_slices(runs):
+        length = one.stop - one.start
+        read(x.narrow(split, one.start, length), rest, into.narrow(split, start, length))
+        start += length
 
-    ``add``: sums the values of an element that several ranks send; otherwise one rank sends it.
+
+class Way(NamedTuple):
+    """Boxes of one tensor in an exchange; ``add``: several ranks send an element, and their values are added, or no
+    rank does.
     """
+
+    boxes: Boxes
+    add: bool = False
+
+
+def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tensor, Wait]:
+    """Starts a resharding of ``x`` over ``axis``; returns the new shard, and a function that waits for the exchange."""
+    (made,), wait = start_together((x,), (way,), axis, label)
+    return made, wait
+
+
+def start_together(
+    given: Sequence[Tensor], ways: Sequence[Way], axis: TensorAxis, label: str
+) -> tuple[list[Tensor], Wait]:
+    """Starts reshardings of tensors of one dtype in one exchange over ``axis``, as :func:`start_send`."""
     own, others = axis.index, [rank for rank in range(axis.size) if rank != axis.index]
-    boxes.expect(axis, label, x)
-    made = (x.new_zeros if add else x.new_empty)(boxes.made)
-    gives = [0 if rank == own else math.prod(size) for rank, size in enumerate(boxes.give_sizes)]
-    gets = [0 if rank == own else math.prod(size) for rank, size in enumerate(boxes.get_sizes)]
-    sent = [take(x, boxes.gives[rank]).reshape(-1) for rank in others if gives[rank]]
-    packed = torch.cat(sent) if len(sent) > 1 else sent[0].contiguous() if sent else x.new_empty(0)
-    received, pending = axis.start_exchange(packed, gives, gets, label)
-    put(made, boxes.gets[own], take(x, boxes.gives[own]), add)
+    expect(given, [way.boxes for way in ways], axis, label)
+    made = [(x.new_zeros if way.add else x.new_empty)(way.boxes.made) for x, way in zip(given, ways, strict=True)]
+    gives, gets = [0] * axis.size, [0] * axis.size
+    for rank in others:
+        gives[rank] = sum(math.prod(way.boxes.give_sizes[rank]) for way in ways)
+        gets[rank] = sum(math.prod(way.boxes.get_sizes[rank]) for way in ways)
+    received, pending = axis.start_exchange(_packed(given, ways, others), gives, gets, label)
+    for x, into, (boxes, add) in zip(given, made, ways, strict=True):
+        here = boxes.gets[own]
+        if add or any(runs is not None and len(runs) != 1 for runs in here):
+            put(into, here, take(x, boxes.gives[own]), add)
+        else:
+            read(x, boxes.gives[own], take(into, here))
 
     def place() -> None:
         pending.wait()
-        parts = torch.split(received, gets)
+        sizes = [math.prod(way.boxes.get_sizes[rank]) for rank in others for way in ways]
+        parts = iter(torch.split(received, sizes))
         for rank in others:  # in the order of ranks, so that sums do not depend on arrival
-            if gets[rank]:
-                put(made, boxes.gets[rank], parts[rank].view(boxes.get_sizes[rank]), add)
+            for into, (boxes, add) in zip(made, ways, strict=True):
+                part = next(parts)
+                if part.numel():
+                    put(into, boxes.gets[rank], part.view(boxes.get_sizes[rank]), add)
 
     return made, place
 
 
-def recut(x: GlobalTensor, sets: Sets, label: str) -> GlobalTensor:
-    """Reshards ``x`` to ``sets``, in which several ranks may store an element. Communicates over the axis of ``x``.
+def _packed(given: Sequence[Tensor], ways: Sequence[Way], others: Sequence[int]) -> Tensor:
+    """Returns the elements for each of the ``others``, tensor after tensor, in a new tensor; a single one as it is."""
+    pieces = [
+        (x, way.boxes.gives[rank], way.boxes.give_sizes[rank])
+        for rank in others
+        for x, way in zip(given, ways, strict=True)
+        if math.prod(way.boxes.give_sizes[rank])
+    ]
+    if len(pieces) == 1:
+        x, box, _ = pieces[0]
+        return take(x, box).contiguous().view(-1)
+    packed = given[0].new_empty(sum(math.prod(size) for *_, size in pieces))
+    start = 0
+    for x, box, size in pieces:
+        stop = start + math.prod(size)
+        read(x, box, packed[start:stop].view(size))
+        start = stop
+    return packed
+
+
+def expect(
+    given: Sequence[Tensor], boxes: Sequence[Boxes], axis: TensorAxis, label: str, made: Tensor | None = None
+) -> None:
+    """Reports the bytes that each rank sends in one exchange to the listener of a dry ``axis``.
+
+    ``made``: tensor with a backward that makes the exchange; see ``TensorAxis.expect_rows``.
+    """
+    if axis.dry:
+        sizes = (each.sent(x, axis.size) for x, each in zip(given, boxes, strict=True))
+        axis.expect_rows(label, tuple(map(sum, zip(*sizes, strict=True))), given[0], made)
+
+
+def recut(given: Sequence[GlobalTensor], wanted: Sequence[Sets], label: str) -> list[GlobalTensor]:
+    """Reshards tensors of one context and dtype to the sharding ``wanted`` of each, in which several ranks may store an
+    element. Communicates once over their axis.
 
     Raises:
-        NoRuleError: several ranks store an element of ``x``.
+        NoRuleError: several ranks store an element of a tensor.
     """
-    if x.sets == sets:
-        return x
-    context, axis = x.views, x.views.axis
-    key = ("recut", x.full, x.sets, sets)
-    boxes = context.find(key, lambda: boxes_of(x.full, x.sets, sets, axis.index, axis.size))
-    made: Tensor = _Recut.apply(x.local, boxes, axis, label)  # type: ignore[no-untyped-call]
-    if torch.is_grad_enabled() and made.requires_grad:
-        boxes.back.expect(axis, label, made, made)
-    return GlobalTensor(made, x.full, sets, context)
+    context, axis = given[0].views, given[0].views.axis
+
+    def boxes(x: GlobalTensor, sets: Sets) -> Boxes:
+        return context.find(
+            ("recut", x.full, x.sets, sets), lambda: boxes_of(x.full, x.sets, sets, axis.index, axis.size)
+        )
+
+    every = [boxes(x, sets) for x, sets in zip(given, wanted, strict=True)]
+    made: tuple[Tensor, ...] = _Recut.apply(every, axis, label, *(x.local for x in given))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in made):
+        expect(made, [each.back for each in every], axis, label, made[0])
+    pairs = zip(given, made, wanted, strict=True)
+    return [GlobalTensor(local, x.full, sets, context) for x, local, sets in pairs]
 
 
 class _Recut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, boxes: Boxes, axis: TensorAxis, label: str) -> Tensor:
-        ctx.boxes, ctx.axis, ctx.label = boxes, axis, label
-        made, wait = start_send(x, boxes, axis, label)
+    def forward(ctx: Any, every: list[Boxes], axis: TensorAxis, label: str, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.every, ctx.axis, ctx.label = every, axis, label
+        made, wait = start_together(given, [Way(boxes) for boxes in every], axis, label)
         wait()
-        return made
+        return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivatives()
-        made, wait = start_send(grad, ctx.boxes.back, ctx.axis, ctx.label, add=True)
+        ways = [Way(boxes.back, add=not held_once(boxes.ways[2])) for boxes in ctx.every]
+        made, wait = start_together(grads, ways, ctx.axis, ctx.label)
         wait()
-        return made, None, None, None
+        return None, None, None, *made

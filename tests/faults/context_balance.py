@@ -59,8 +59,8 @@ CONTEXT_BALANCE = (
         name="bytes-of-the-first-rank-for-all",
         about="The plan predicts the bytes of rank 0 for all ranks, although ranks send different numbers of keys.",
         file="parallel/context/recut.py",
-        old="tuple(count * x.element_size() for count in elements)",
-        new="tuple(elements[0] * x.element_size() for count in elements)",
+        old="[count * x.element_size() for count in sent_elements(*self.ways, ranks)]",
+        new="[sent_elements(*self.ways, ranks)[0] * x.element_size()] * ranks",
         tests=(f"{_WORK}::test_ranks_compute_the_pairs_that_were_planned[3-need]",),
     ),
     Fault(

@@ -123,7 +123,7 @@ def _llama(tied: bool) -> nn.Module:
     model: Any = llama()
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 class HeadFirst(nn.Module):

@@ -47,7 +47,7 @@ def test_elements_travel_to_those_who_want_them_and_gradients_back(wanted: str) 
     def body(axis: TensorAxis) -> tuple[Tensor, Tensor]:
         local = _part(full, have, axis.index).clone().requires_grad_()
         x = GlobalTensor(local, SHAPE, have, ContextOfSequences(axis))
-        made = recut(x, want, "test").local
+        made = recut((x,), (want,), "test")[0].local
         torch.autograd.backward(made, weights[axis.index])
         assert local.grad is not None
         return made.detach(), local.grad

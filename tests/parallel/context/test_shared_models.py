@@ -36,6 +36,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 class Blocks(nn.Module):
     """Blocks between a table and a head; ``cut``: modules pass rows without the first position."""
 
+    layer: Any
+
     def __init__(self, layer: str | None = None, cut: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
