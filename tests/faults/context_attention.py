@@ -80,7 +80,7 @@ CONTEXT_ATTENTION = (
         about="The gradient of an element that several ranks read is that of one of them.",
         file=_RECUT,
         old="part.view(boxes.get_sizes[rank]), add)",
-        new="parts[rank].view(boxes.get_sizes[rank]))",
+        new="part.view(boxes.get_sizes[rank]))",
         tests=("tests/parallel/context/test_recut.py::test_elements_travel_to_those_who_want_them_and_gradients_back",),
     ),
     Fault(
