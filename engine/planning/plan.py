@@ -357,11 +357,11 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     quantized = find_quantized(model, config)
     table = build_table(model, assigned, _division(config, analysis, schedule, quantized, request.shared_experts))
     refuse_outside_reads(table)
-    gathers = _gather_groups(model, analysis, request.shared_experts) if shards_parameters(config) else None
+    gathers = _gather_groups(config, request, analysis)
     users = Users(schedule.stages_of_rank, analysis.partition, analysis.trace, gathers)
     layouts = FlatLayouts(table, config, precision, users)
     replacements, full = without_unread_heads(model, request.replacements, users, layouts)
-    plan = Plan(
+    return _settled(Plan(
         config=config,
         table=table,
         layouts=layouts,
@@ -386,8 +386,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         rowwise=analysis.rowwise,
         tiles=analysis.tiles,
         replay=find_replay_plan(model, config),
-    )
-    return _settled(plan)
+    ))  # fmt: skip
 
 
 def _analyzed(config: Config, request: PlanRequest, stages: int) -> tuple[Analysis, PlanRequest]:
@@ -411,10 +410,16 @@ def _notes(
     )
 
 
-def _gather_groups(model: nn.Module, analysis: Analysis, shared: ExpertPlan | None) -> GatherGroups:
-    """Returns the groups of modules that gather their parameters together; a block with shared experts is one group."""
+def _gather_groups(config: Config, request: PlanRequest, analysis: Analysis) -> GatherGroups | None:
+    """Returns the groups of modules that gather their parameters together; a block with shared experts is one group.
+
+    None if parameters are not sharded.
+    """
+    if not shards_parameters(config):
+        return None
     calls = [call.unit for call in analysis.trace.calls] if analysis.trace else []
-    return find_gather_groups(model, calls, shared.blocks if shared is not None else ())
+    shared = request.shared_experts
+    return find_gather_groups(request.program.model, calls, shared.blocks if shared is not None else ())
 
 
 def _settled(plan: Plan) -> Plan:
