@@ -110,7 +110,8 @@ def test_convolutions_beside_attention_are_shared_by_work(ranks: int, more: dict
     [
         ("need", {}),
         *(wide(method, {}) for method in ("gather", "ring", "heads")),
-        *(wide("auto", {"schedule": schedule}) for schedule in ("gpipe", "interleaved", "zero-bubble")),
+        *(wide("auto", {"schedule": schedule}) for schedule in ("gpipe", "zb-h1", "zb-v", "dualpipe-v")),
+        wide("auto", {"schedule": "interleaved", "virtual_stages": 2}),
         wide("need", {"tensor": 2}),
     ],
     ids=str,
@@ -118,9 +119,9 @@ def test_convolutions_beside_attention_are_shared_by_work(ranks: int, more: dict
 @pytest.mark.parametrize("mode", [None, wide("full"), wide("selective")])
 def test_pipeline_stages_know_the_positions_of_messages(method: str, more: dict[str, Any], mode: str | None) -> None:
     parallel = {"pipeline": 2, **more, "context": {"size": 2, "method": method}}
-    layers = 4 if more.get("schedule") == "interleaved" else 2
+    layers = rows = 4 if "schedule" in more else 2
     recompute: dict[str, Any] = {"activation_checkpointing": {"mode": mode}} if mode else {}
-    run = _check(partial(llama, layers=layers), parallel, 4 * more.get("tensor", 1), 2, **recompute)
+    run = _check(partial(llama, layers=layers), parallel, 4 * more.get("tensor", 1), rows, **recompute)
     assert run.plan.by_work and max(run.plan.pairs) * 2 <= EVEN * sum(run.plan.pairs)
 
 
