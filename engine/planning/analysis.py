@@ -182,7 +182,8 @@ def _analyze(
         _refuse_unfollowed(config, tensor, problem)
         _check_reads(watch)
         names = " and ".join(axis for axis, ranks in (("tp", config.tp), ("cp", config.cp)) if ranks > 1)
-        unknown = f"bytes over {names} are not known before they are sent: {_on_one_stage(problem)}"
+        chunks = ", and packed documents keep two chunks a rank" * (config.cp > 1)
+        unknown = f"bytes over {names} are not known before they are sent{chunks}: {_on_one_stage(problem)}"
         return Analysis(notes=(unknown, *_not_followed(config, tensor)), tensor=tensor)
     _check_reads(watch)
     notes = (*sequences.notes, *_ran_on_zeros(trace))

@@ -70,6 +70,7 @@ class SharedSequences:
             except (PlanError, LocalOnlyError) as problem:
                 needs = with_refusal(self._own.model, self.plan, problem) if self.axes else None
                 if needs is None:
+                    self.plan = replace(self.plan, by_work=False)  # what the model sends is unknown
                     raise
             finally:
                 patches.remove()

@@ -88,13 +88,23 @@ def _check(build: Any, parallel: dict[str, Any], threads: int, rows: int = 1, **
     ("layer", "ranks"),
     [
         (layer, ranks) if (layer, ranks) == ("causal conv", 3) else wide(layer, ranks)
-        for layer in ("causal conv", "padded conv", "shifted by pad", "shifted by cat", "means")
+        for layer in (
+            "causal conv",
+            "padded conv",
+            "centred conv",
+            "shift by pad",
+            "shift by roll",
+            "shift by cat",
+            "flip",
+            "cumsum",
+            "linear attention",
+        )
         for ranks in (2, 3, 4)
     ],
 )
 def test_rows_at_borders_of_chunks_are_sent(layer: str, ranks: int) -> None:
-    run = _check(partial(Blocks, layer), {"context": ranks}, ranks)
-    assert run.plan.by_work and run.plan.halo == (layer != "means")
+    run = _check(OWN[layer], {"context": ranks}, ranks)
+    assert run.plan.by_work and run.plan.halo == (layer not in ("cumsum", "linear attention"))
     assert max(run.plan.pairs) * ranks <= EVEN * sum(run.plan.pairs)
 
 
@@ -131,6 +141,11 @@ def test_stages_that_cannot_place_messages_keep_two_chunks(layer: str | None, cu
     assert not run.plan.by_work and "keep two chunks a rank" in run.notes
     (work,) = work_of_documents([("position_ids", packed(steps=1)[0]["position_ids"])]).values()
     assert run.plan.pairs == work_balance(work, zigzag(LENGTH, 2)).pairs
+
+
+def test_a_model_that_cannot_be_traced_keeps_two_chunks() -> None:
+    run = run_thread_ranks(2, partial(_train, OWN["differences"], settings({"context": 2}, 1)))[0]
+    assert not run.plan.by_work and "packed documents keep two chunks a rank: nothing that the forward" in run.notes
 
 
 def test_a_state_that_passes_along_keeps_neighbouring_positions() -> None:
