@@ -186,7 +186,7 @@ def without_unread_heads(
         if each.operator == LAZY_HEAD:
             name = f"{each.module}.weight"
             here = users.partition is None or stage in users.partition.owners.get(name, ())
-            first = names[id(model.get_submodule(each.module).weight)]
+            first = names.get(id(model.get_submodule(each.module).weight), name)  # tied weights have the first name
             if not here or not stays_for_loss(layouts[ShardHolder(last, 0, 0)], stage, first):
                 where = "ZeRO 3 frees its weight before" if here else "its weight is not on the pipeline stage of"
                 notes.append(f"kernels: all logits of {each.module} exist at once, because {where} the loss")
