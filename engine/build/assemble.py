@@ -50,6 +50,7 @@ from engine.parallel.context.rows.rowwise import run_rowwise
 from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.grid import Grid, ShardHolder
+from engine.parallel.kernel_injection.inject import LAZY_HEAD
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.parametrized_weights import keep_parameters
 from engine.parallel.model.quantized_layers import quantized_layers
@@ -280,7 +281,7 @@ def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, req
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:
     """Puts fused operators into the model, on all ranks or on none."""
-    heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight")]
+    heads = [each.module for each in plan.replacements if each.operator == LAZY_HEAD]
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, request.patches)
         make_heads_lazy(model, heads, axis, request.patches)

@@ -19,7 +19,7 @@ from engine.kernels.dispatch import REFERENCE, Kernels, runs_triton
 from engine.kernels.ops.embedding import look_up_rows
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
-from engine.parallel.kernel_injection.inject import Replacement, find_heads, find_replacements
+from engine.parallel.kernel_injection.inject import LAZY_HEAD, Replacement, find_heads, find_replacements
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.operand_casts import is_watched
@@ -29,7 +29,6 @@ from engine.parallel.tensor.layers.lazy_head import install_lazy_head
 from engine.parallel.tensor.layers.linear import ColumnLayer, has_plain_forward, is_cut
 from engine.parallel.tensor.layers.vocab_parallel import HeadLayer
 from engine.parallel.tensor.tp_axis import TensorAxis
-from engine.planning.budgets import shards_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +37,6 @@ class ForwardChanges:
 
     kernels: Kernels = REFERENCE
     replacements: tuple[Replacement, ...] = ()
-    heads: tuple[str, ...] = ()
-    """Names of heads whose logits are lazy, computed by the loss in chunks."""
 
 
 def _check_kernels(config: Config, device: torch.device) -> None:
@@ -71,12 +68,11 @@ def change_forwards(
     for _, put_on in found:
         put_on(patches)
     replacements = tuple(replacement for replacement, _ in found)
-    # at ZeRO 3 the weight of a head is freed before the loss is computed
-    heads = tuple(find_heads(model)) if replaces and not shards_parameters(config) else ()
-    late = tuple(Replacement(name, "loss", "logits in chunks of tokens, never all") for name in heads)
+    heads = find_heads(model) if replaces else ()
+    late = tuple(Replacement(name, LAZY_HEAD, "logits in chunks of tokens, never all") for name in heads)
     if config.compile:
         _compile(model, patches)
-    return ForwardChanges(kernels, (*replacements, *late), heads)
+    return ForwardChanges(kernels, (*replacements, *late))
 
 
 def own_card(kernels: Kernels) -> str:

@@ -19,7 +19,7 @@ from engine.parallel.activation_checkpointing.blocks import recomputed_blocks, s
 from engine.parallel.activation_checkpointing.tiles import TilePlan, plan_tiles
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.context.recurrence.followed import ContextPlan
-from engine.parallel.context.rows.rowwise import RowwiseModule, running_rowwise
+from engine.parallel.context.rows.rowwise import RowwiseModule
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake
@@ -143,22 +143,21 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     Raises:
         PlanError: the model cannot be traced, or cannot be sharded or partitioned as configured.
     """
-    tokens, on_ranks = config.activation_checkpointing.tile_tokens, config.cp > 1 and config.tp == 1
+    tokens, on_ranks = config.activation_checkpointing.tile_tokens, config.cp > 1
     found = _rowwise(config, request) if on_ranks or tokens else ()
     local, tiles = found if on_ranks else (), plan_tiles(found, tokens, config.cp)
-    with running_rowwise(request.program.model, local):
-        analysis = _analysis(config, request, stages)
+    analysis = _analysis(config, request, stages, local)
     return replace(analysis, rowwise=local, tiles=tiles, notes=(*analysis.notes, *(tiles.notes if tiles else ())))
 
 
-def _analysis(config: Config, request: PlanRequest, stages: int) -> Analysis:
+def _analysis(config: Config, request: PlanRequest, stages: int, local: Sequence[RowwiseModule]) -> Analysis:
     if config.tp == config.pp == config.cp == 1:
         return _order_of_calls(config, request)
     # The tensor plan comes first, because the trace below runs with sharded layers, whose values a tensor rank sends.
     tensor, experts = _tensor_plan(config, request), request.shared_experts
     if tensor is not None and experts is not None:
         tensor, experts = form_on_tensor_ranks(config, request.program.model, request.example, tensor, experts)
-    sequences = SharedSequences(config, request.program, request.example, request.card)
+    sequences = SharedSequences(config, request.program, request.example, request.card, local)
     found = _analyze(config, request, stages, tensor, sequences)
     return replace(found, shared_experts=experts, context=sequences.plan)
 
@@ -183,7 +182,8 @@ def _analyze(
         _refuse_unfollowed(config, tensor, problem)
         _check_reads(watch)
         names = " and ".join(axis for axis, ranks in (("tp", config.tp), ("cp", config.cp)) if ranks > 1)
-        unknown = f"bytes over {names} are not known before they are sent: {_on_one_stage(problem)}"
+        chunks = ", and packed documents keep two chunks a rank" * (config.cp > 1)
+        unknown = f"bytes over {names} are not known before they are sent{chunks}: {_on_one_stage(problem)}"
         return Analysis(notes=(unknown, *_not_followed(config, tensor)), tensor=tensor)
     _check_reads(watch)
     notes = (*sequences.notes, *_ran_on_zeros(trace))

@@ -4,7 +4,7 @@ It records the tensors that cross stages and the bytes that sharded layers send.
 with autograd, before its parameters are sharded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -43,11 +43,14 @@ class SharedSequences:
     positions gets neighbouring positions on each rank.
     """
 
-    def __init__(self, config: Config, program: Program, example: Batch, card: str = "") -> None:
+    def __init__(
+        self, config: Config, program: Program, example: Batch, card: str = "", local: Sequence[RowwiseModule] = ()
+    ) -> None:
+        """``local``: modules that run on this rank's positions as plain tensors."""
         self.plan = ContextPlan()
         self.axes = (DryAxis(config.cp, name="cp"),) if config.cp > 1 else ()
         self._config, self._own, self._example = config, program, example
-        self._ran = program
+        self._ran, self._local = program, tuple(local)
         self._asked = asked_method(config, card)
 
     @property
@@ -61,25 +64,38 @@ class SharedSequences:
             patches, needs = ForwardPatches(), None
             try:
                 trace = self._trace(stages, watch, patches)
-                if self.plan.in_blocks or watch is None or not sends(watch, RECURRENT_STATE):
-                    whole = watch is not None and not self.plan.in_blocks and not sends(watch, HALO)
-                    self.plan = replace(self.plan, by_work=whole)
+                needs = self._needs(trace, watch)
+                if needs is None:
                     return trace
-                needs = replace(self.plan, in_blocks=True)  # a state then passes each border once
             except (PlanError, LocalOnlyError) as problem:
                 needs = with_refusal(self._own.model, self.plan, problem) if self.axes else None
                 if needs is None:
+                    self.plan = replace(self.plan, by_work=False)  # what the model sends is unknown
                     raise
             finally:
                 patches.remove()
             self.plan = needs
+
+    def _needs(self, trace: ModelTrace, watch: CollectiveRecorder | None) -> ContextPlan | None:
+        """Returns the plan of the next trace; None if this one is the last, whose figures the plan then has."""
+        ran, plan = self._ran, self.plan
+        if watch is None or not isinstance(ran, ContextProgram):
+            return None
+        if not plan.in_blocks and sends(watch, RECURRENT_STATE):
+            return replace(plan, in_blocks=True, by_work=False)  # a state then passes each border once
+        halo = sends(watch, HALO)
+        if plan.by_work and self._config.pp > 1 and (halo or not ran.keeps_positions(trace)):
+            return replace(plan, by_work=False)
+        self.plan = replace(plan, halo=halo, pairs=ran.balance.pairs)
+        return None
 
     def _trace(self, stages: int, watch: CollectiveRecorder | None, patches: ForwardPatches) -> ModelTrace:
         parallel, plan = self._config.parallel, self.plan
         for axis in self.axes:
             follow_sequences(self._own.model, plan, patches)
             unit = sequence_unit(self._config)
-            self._ran = with_context(self._own, axis, self._asked, plan, unit=unit)
+            ran = with_context(self._own, axis, self._asked, plan, unit=unit)
+            self._ran = replace(ran, local=self._local) if isinstance(ran, ContextProgram) else ran
         return trace_example(self._ran, self._example, stages, watch, split=parallel.split)
 
 
@@ -115,7 +131,8 @@ def trace_example(
             return tuple(loss)
 
     # shard first: keep_fp32 wraps the forwards of the layers that the run has
-    with torch.enable_grad(), watch.cut() if watch else nullcontext(), run_dtypes(program.model, program.precision):
+    cut, dtypes = watch.cut() if watch else nullcontext(), run_dtypes(program.model, program.precision)
+    with torch.enable_grad(), cut, dtypes, program.local_modules():
         units = units_for_split(program.model, split, stages)
         return trace_model(program.model, run, units, stages=stages, material=material)
 

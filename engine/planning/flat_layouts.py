@@ -10,11 +10,13 @@ from itertools import product
 from math import prod
 
 import torch
+from torch import nn
 
 from engine.config import Config
 from engine.config.outer_section import site_optimizer
 from engine.optim.built_in import block_of_codes
 from engine.parallel.grid import Grid, ShardHolder
+from engine.parallel.kernel_injection.inject import LAZY_HEAD, Replacement
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -22,7 +24,7 @@ from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.budgets import wire_formats
 from engine.precision.dtypes import Precision
 from engine.zero.gather.gather_groups import GatherGroups
-from engine.zero.gather.gather_schedule import EVERYWHERE
+from engine.zero.gather.gather_schedule import EVERYWHERE, stays_for_loss
 from engine.zero.layout import FlatLayout, Item, Turn, build_layout
 
 
@@ -167,3 +169,27 @@ SHARDED_DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
 )  # fmt: skip
 """Dtypes that every communication backend gathers; frozen parameters of other dtypes are not sharded."""
+
+
+def without_unread_heads(
+    model: nn.Module, replacements: Sequence[Replacement], users: Users, layouts: FlatLayouts
+) -> tuple[tuple[Replacement, ...], tuple[str, ...]]:
+    """Returns ``replacements`` without lazy heads whose weight the loss cannot read, and a note for each of these.
+
+    The weight is on an earlier pipeline stage, or in a gather group that ZeRO 3 frees before the forward ends.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    stage = max(max(stages) for stages in users.stages_of_rank)
+    last = next(pp for pp, stages in enumerate(users.stages_of_rank) if stage in stages)
+    kept, notes = list[Replacement](), list[str]()
+    for each in replacements:
+        if each.operator == LAZY_HEAD:
+            name = f"{each.module}.weight"
+            here = users.partition is None or stage in users.partition.owners.get(name, ())
+            first = names.get(id(model.get_submodule(each.module).weight), name)  # tied weights have the first name
+            if not here or not stays_for_loss(layouts[ShardHolder(last, 0, 0)], stage, first):
+                where = "ZeRO 3 frees its weight before" if here else "its weight is not on the pipeline stage of"
+                notes.append(f"kernels: all logits of {each.module} exist at once, because {where} the loss")
+                continue
+        kept.append(each)
+    return tuple(kept), tuple(notes)

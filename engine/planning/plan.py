@@ -65,7 +65,7 @@ from engine.planning.expert_plan import (
     find_replay_plan,
     find_router_biases,
 )
-from engine.planning.flat_layouts import FlatLayouts, Users
+from engine.planning.flat_layouts import FlatLayouts, Users, without_unread_heads
 from engine.planning.host_state import refuse_limit, refuse_unknown, setting_notes, smallest_ratio, with_ratio
 from engine.precision.dtypes import Precision, make_precision
 from engine.precision.frozen_weights import find_quantized, quantized_note, refuse_outside_reads
@@ -172,10 +172,6 @@ class Plan:
     def last_rank(self) -> int:
         """Pipeline rank of the last stage, which computes the loss."""
         return self.schedule.rank_of_stage[-1]
-
-    def is_last(self, parameter: str) -> bool:
-        """Returns True if the last stage, which computes the loss, owns this parameter."""
-        return self.partition is None or self.schedule.stages - 1 in self.partition.owners.get(parameter, ())
 
     def stages(self, pp: int) -> tuple[int, ...]:
         """Returns the stages of a pipeline rank, ascending."""
@@ -361,17 +357,19 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     quantized = find_quantized(model, config)
     table = build_table(model, assigned, _division(config, analysis, schedule, quantized, request.shared_experts))
     refuse_outside_reads(table)
-    gathers = _gather_groups(model, analysis, request.shared_experts) if shards_parameters(config) else None
+    gathers = _gather_groups(config, request, analysis)
     users = Users(schedule.stages_of_rank, analysis.partition, analysis.trace, gathers)
-    plan = Plan(
+    layouts = FlatLayouts(table, config, precision, users)
+    replacements, full = without_unread_heads(model, request.replacements, users, layouts)
+    return _settled(Plan(
         config=config,
         table=table,
-        layouts=FlatLayouts(table, config, precision, users),
+        layouts=layouts,
         groups=groups,
         precision=precision,
         schedule=schedule,
         moments=None if request.own_optimizer else kept_state(site_optimizer(config.outer, config.optimizer), groups),
-        notes=_notes(config, request, precision, schedule, analysis, quantized),
+        notes=(*_notes(config, request, precision, schedule, analysis, quantized), *full),
         tensor=analysis.tensor,
         trace=analysis.trace,
         partition=analysis.partition,
@@ -379,7 +377,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         context=analysis.context,
         gather_groups=gathers,
         decision=analysis.decision,
-        replacements=request.replacements,
+        replacements=replacements,
         own_rule=request.own_rule,
         own_schedule=request.own_schedule,
         shared_experts=request.shared_experts,
@@ -388,8 +386,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         rowwise=analysis.rowwise,
         tiles=analysis.tiles,
         replay=find_replay_plan(model, config),
-    )
-    return _settled(plan)
+    ))  # fmt: skip
 
 
 def _analyzed(config: Config, request: PlanRequest, stages: int) -> tuple[Analysis, PlanRequest]:
@@ -413,10 +410,16 @@ def _notes(
     )
 
 
-def _gather_groups(model: nn.Module, analysis: Analysis, shared: ExpertPlan | None) -> GatherGroups:
-    """Returns the groups of modules that gather their parameters together; a block with shared experts is one group."""
+def _gather_groups(config: Config, request: PlanRequest, analysis: Analysis) -> GatherGroups | None:
+    """Returns the groups of modules that gather their parameters together; a block with shared experts is one group.
+
+    None if parameters are not sharded.
+    """
+    if not shards_parameters(config):
+        return None
     calls = [call.unit for call in analysis.trace.calls] if analysis.trace else []
-    return find_gather_groups(model, calls, shared.blocks if shared is not None else ())
+    shared = request.shared_experts
+    return find_gather_groups(request.program.model, calls, shared.blocks if shared is not None else ())
 
 
 def _settled(plan: Plan) -> Plan:

@@ -1,20 +1,26 @@
 """Program of a rank that computes a part of the positions of every sequence (context parallelism)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import TreeSpec
 
 from engine.errors import EngineError
-from engine.parallel.context.balance import work_of_documents
+from engine.parallel.context.balance import WorkBalance, work_of_documents
 from engine.parallel.context.choose import AskedMethod
 from engine.parallel.context.recurrence.followed import ContextPlan
 from engine.parallel.context.recurrence.placed_rules import gathered_value
+from engine.parallel.context.rows.rowwise import RowwiseModule, running_rowwise
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.index_sets import Sets
 from engine.parallel.tensor.global_tensor.redistribute import gradient_to_owner
 from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.trace.model_trace import ModelTrace
 from engine.parallel.trace.torch_function import map_leaves
 from engine.program.batch import Batch, tensors_by_path
 from engine.program.loss import WeightedLoss
@@ -28,8 +34,9 @@ class ContextProgram(Program):
     sequences: ContextOfSequences | None = field(default=None, compare=False)
     staged: bool = False
     """True if a forward runs one pipeline stage, so that the layer that reads the batch may be on another rank."""
-    by_work: bool = False
-    """True if context ranks share packed documents by attention work."""
+    plan: ContextPlan = field(default_factory=ContextPlan)
+    local: tuple[RowwiseModule, ...] = ()
+    """Modules that a trace runs on this rank's positions as plain tensors; in a run they have been patched."""
 
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Returns output and loss of one microbatch, equal on all context ranks; the first one starts the backward."""
@@ -51,6 +58,10 @@ class ContextProgram(Program):
         """Returns the output of one microbatch, gathered over the axis "cp"."""
         return gather_sequences(Program.output(self, microbatch))
 
+    def local_modules(self) -> AbstractContextManager[None]:
+        """Patches the modules that treat positions one by one inside the context, for a trace."""
+        return running_rowwise(self.model, self.local)
+
     def on_shapes(self) -> AbstractContextManager[None]:
         """Makes the axis "cp" dry inside the context."""
         return self._sequences.axis.dry_run()
@@ -58,11 +69,56 @@ class ContextProgram(Program):
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the banner: methods of attention, and functions without a rule, which gather sequences."""
-        gathers, attention = self._sequences.gathers, self._sequences.attention.notes
+        gathers = self._sequences.gathers
+        attention = (*self._sequences.attention.notes, *self._on_balance())
         if not gathers:
             return attention
         shown = ", ".join(f"{name} ({times})" for name, times in sorted(gathers.items(), key=lambda one: -one[1])[:4])
         return (*attention, f"parallel.context: sequences are gathered in each forward by {shown}")
+
+    @property
+    def balance(self) -> WorkBalance:
+        """Pairs that each rank computes in a head for the packed documents of the last forward; none without them."""
+        return self._sequences.balance
+
+    def _on_balance(self) -> Iterator[str]:
+        """Yields lines for the banner about the attention work of the ranks."""
+        balance = self.balance
+        if self.plan.in_blocks and self._sequences.attention.used:
+            yield (
+                "parallel.context: ranks have neighbouring positions, because a state passes along them; attention by "
+                'another method than "heads" has more work on the later ranks'
+            )
+        elif not self.plan.by_work and balance.pairs:
+            yield (
+                "parallel.context: packed documents keep two chunks a rank, because pipeline stages send or pad other "
+                "positions than those of the batch"
+            )
+        if balance.pairs:
+            yield (
+                f"parallel.context: the documents of the example have {max(balance.pairs):,} pairs of query and key a "
+                f"head on the rank with the most, {balance.most_over_mean:.2f} times the mean"
+            )
+
+    def keeps_positions(self, trace: ModelTrace) -> bool:
+        """Returns True if modules exchange only tensors with the batch's positions, which every stage knows."""
+        last = max((call.event for call in trace.calls), default=0)
+        specs = [call.output.spec for call in trace.calls]
+        specs += [glue.output.spec for glue in trace.glue if glue.event < last]
+        return all(self._sequences.is_plain(sets) for spec in specs for sets in _sets_in(spec, self._sequences))
+
+    def check_trace(self, trace: ModelTrace) -> None:
+        """Refuses a forward whose stages exchange tensors that they could not place for packed documents.
+
+        Raises:
+            EngineError: a tensor between modules has other positions than those of the batch.
+        """
+        if self.plan.by_work and not self.keeps_positions(trace):
+            raise EngineError(
+                "a forward of these shapes passes tensors with other positions than those of its batch between "
+                "modules, unlike the example of the plan, so that pipeline stages could not place packed documents; "
+                "initialize with an example of these shapes, or set parallel.pipeline to 1."
+            )
 
     @property
     def _sequences(self) -> ContextOfSequences:
@@ -72,7 +128,9 @@ class ContextProgram(Program):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output, gathered over the axis "cp"; the first context rank passes gradients on."""
         moved = self.move(args), self.move(kwargs)
-        return map_leaves(self._owned, self._entered(moved, lambda: Program.call(self, *moved[0], **moved[1])))
+        run = partial(Program.call, self, *moved[0], **moved[1])
+        # the graphs of several forwards may live at once, and a recomputation knows the positions of the last one
+        return map_leaves(self._owned, self._entered(moved, run, sharing=not self.plan.halo))
 
     def _owned(self, value: Any) -> Any:
         value = _plain(value)
@@ -81,17 +139,26 @@ class ContextProgram(Program):
         return gradient_to_owner(value, self._sequences.axis).clone() if needs else value
 
     def _run(self, moved: Batch, given: Batch | None = None) -> Any:
-        return self._entered(moved, lambda: Program._run(self, moved, given))
+        return self._entered(moved, partial(Program._run, self, moved, given), given)
 
-    def _entered(self, moved: Any, run: Callable[[], Any]) -> Any:
-        """Returns the result of ``run``, a forward that reads the tensors of ``moved`` as sequences."""
-        self._sequences.clear()  # recomputation in the last backward has sent states too
-        by_work = self.by_work and not self._sequences.axis.dry
-        named = ((str(path[-1]), tensor) for path, tensor in tensors_by_path(moved) if path and by_work)
-        self._sequences.begin(work_of_documents(named))
-        with SequenceEntry(self._sequences, (tensor for _, tensor in tensors_by_path(moved))) as entry:
-            made = run()
-        self._sequences.clear()
+    def _entered(self, moved: Any, run: Callable[[], Any], given: Any = None, sharing: bool = True) -> Any:
+        """Returns the result of ``run``, a forward that reads the tensors of ``moved`` as sequences.
+
+        ``given``: the batch that was moved. ``sharing``: packed documents may be shared by work.
+        """
+        sequences = self._sequences
+        sequences.clear()  # recomputation in the last backward has sent states too
+        # a stage keeps one trace for all documents of equal lengths
+        reads = not (self.staged and sequences.axis.dry)
+        named = ((str(path[-1]), tensor) for path, tensor in tensors_by_path(moved if given is None else given) if path)
+        sequences.begin(work_of_documents(named if reads else ()), sharing and self.plan.by_work)
+        sequences.running = True
+        try:
+            with SequenceEntry(sequences, (tensor for _, tensor in tensors_by_path(moved))) as entry:
+                made = run()
+        finally:
+            sequences.running = False
+        sequences.clear()
         if not entry.found and (self._sequences.axis.dry or not self.staged):
             raise EngineError(
                 "parallel.context shards token ids [B, S] that an embedding reads, or rows [B, S, H] that a linear "
@@ -121,8 +188,7 @@ def with_context(
         return program
     own = {each.name: getattr(program, each.name) for each in fields(Program)}
     sequences = ContextOfSequences(axis, asked.method, unit, plan.in_blocks, asked.rates)
-    # every pipeline stage must know the positions of a message, and the first one alone reads the batch
-    return ContextProgram(**own, sequences=sequences, staged=staged, by_work=plan.by_work and not staged)
+    return ContextProgram(**own, sequences=sequences, staged=staged, plan=plan)
 
 
 def gather_sequences(output: Any) -> Any:
@@ -132,3 +198,11 @@ def gather_sequences(output: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     return gathered_value(value, "output")
+
+
+def _sets_in(spec: TreeSpec, context: ContextOfSequences) -> Iterator[Sets]:
+    """Yields the sharding of each global tensor of ``context`` in a traced output."""
+    if spec.type is GlobalTensor and spec.context[2] is context:
+        yield spec.context[1]
+    for child in spec.children():
+        yield from _sets_in(child, context)

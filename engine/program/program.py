@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from engine.errors import EngineError, first_line
 from engine.kernels.device import PinnedCopies
 from engine.parallel.context.recipe import masks_by_recipe
+from engine.parallel.trace.model_trace import ModelTrace
 from engine.precision.dtypes import Precision
 from engine.program.batch import Batch, call_model, cast_floats, map_tensors, tensors_by_path
 from engine.program.batch_rows import BatchRows
@@ -122,6 +123,13 @@ class Program:
             if len(args) == 1 and not kwargs:
                 return call_model(self.model, kept)
             return self.model(*self.cast(self.move(args)), **kept)
+
+    def local_modules(self) -> AbstractContextManager[None]:
+        """Returns a context in which modules run on this rank's rows as plain tensors; here none does."""
+        return nullcontext()
+
+    def check_trace(self, trace: ModelTrace) -> None:
+        """Checks a trace before pipeline stages run it; every stage has all that it needs."""
 
     def on_shapes(self) -> AbstractContextManager[None]:
         """Returns a context in which forwards communicate nothing."""

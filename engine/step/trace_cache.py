@@ -164,6 +164,7 @@ class TraceCache:
     def _partition(self, run: ForwardCall) -> TracedForward:
         assert self._plan.partition is not None
         trace = self._trace(run)
+        self._program.check_trace(trace)
         held = self._learnt if torch.is_grad_enabled() else self._held
         return TracedForward(trace, repartition(trace, self._plan.partition.boundaries, held))
 

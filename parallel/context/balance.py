@@ -11,6 +11,7 @@ gives the same result.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -43,14 +44,16 @@ class WorkBalance(NamedTuple):
         return max(self.pairs) * len(self.pairs) / max(sum(self.pairs), 1)
 
 
-def causal_pairs(positions: np.ndarray) -> int:
-    """Returns the pairs of queries at ``positions`` with the keys that they see: their own and all before it."""
-    return int(positions.sum()) + len(positions)
-
-
 def causal_balance(length: int, ranks: int, unit: int = 1) -> WorkBalance:
     """Returns the work of context ranks for a row of ``length`` tokens in zig-zag chunks, multiples of ``unit``."""
-    return WorkBalance(tuple(causal_pairs(held) for held in zigzag(length, ranks, unit).ranks))
+    return runs_balance(zigzag(length, ranks, unit))
+
+
+def runs_balance(index: Index) -> WorkBalance:
+    """Returns the work of context ranks with the positions ``index`` under a causal mask."""
+    return WorkBalance(
+        tuple(int(((runs[:, 1] - runs[:, 0]) * (runs[:, 0] + runs[:, 1] + 1) // 2).sum()) for runs in index.runs)
+    )
 
 
 def work_balance(work: Indices, index: Index) -> WorkBalance:
@@ -63,17 +66,19 @@ def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
     """Returns positions of context ranks with nearly equal ``work`` [S], the pairs of the query at each position.
 
     Each rank has as many positions as under the zig-zag sharding, which is returned if it is even enough. Otherwise
-    ranks have 2, 4, 8, .. chunks, of at least ``LEAST_CHUNK`` positions, until the work is even.
+    ranks have 2, 4, 8, .. chunks, of at least ``LEAST_CHUNK`` positions, and exchange parts of them, until the work is
+    even.
     """
     plain = zigzag(len(work), ranks, unit)
     best, found = work_balance(work, plain).most_over_mean, plain
     for chunks in _numbers(len(work), ranks):
         if best <= EVEN:
             break
-        tried = _dealt(work, plain, chunks, unit)
-        most = work_balance(work, tried).most_over_mean
-        if most < best:
-            best, found = most, tried
+        dealt = _dealt(work, plain, chunks, unit)
+        for tried in (dealt, _exchanged(work, dealt, unit)):
+            most = work_balance(work, tried).most_over_mean
+            if most < best and best > EVEN:
+                best, found = most, tried
     return found
 
 
@@ -106,6 +111,44 @@ def _dealt(work: Indices, plain: Index, chunks: int, unit: int) -> Index:
             runs[rank].append((start, stop))
         start = stop
     return Index.of_runs((join_runs(np.array(held, np.int64).reshape(-1, 2)) for held in runs), length)
+
+
+def _exchanged(work: Indices, index: Index, unit: int) -> Index:
+    """Returns ``index`` after exchanges of equally long ends of runs between the ranks with the most and the least
+    work, at most two a rank.
+    """
+    before, ranks = np.append(0, np.cumsum(work)), len(index.runs)
+    runs = [held.tolist() for held in index.runs]
+    for _ in range(2 * ranks):
+        loads = [sum(int(before[stop] - before[start]) for start, stop in held) for held in runs]
+        most, least = loads.index(max(loads)), loads.index(min(loads))
+        if max(loads) * ranks <= EVEN * sum(loads):
+            break
+        gap = (loads[most] - loads[least]) / 2
+        pairs = product(runs[most], runs[least])
+        left, length, given, taken = min(_ends(before, given, taken, unit, gap) for given, taken in pairs)
+        if left >= gap:
+            break
+        runs[most].remove(given)
+        runs[least].remove(taken)
+        runs[most] += [[given[0], given[1] - length], [taken[0], taken[0] + length]]
+        runs[least] += [[taken[0] + length, taken[1]], [given[1] - length, given[1]]]
+        runs = [sorted(run for run in held if run[0] < run[1]) for held in runs]
+    return Index.of_runs((join_runs(np.array(held, np.int64).reshape(-1, 2)) for held in runs), index.size)
+
+
+def _ends(
+    before: Indices, given: list[int], taken: list[int], unit: int, gap: float
+) -> tuple[float, int, list[int], list[int]]:
+    """Returns the length for which the last positions of ``given`` have ``gap`` more work than the first ones of
+    ``taken``, behind the work that is then missing.
+    """
+    longest = min(given[1] - given[0], taken[1] - taken[0])
+    lengths = np.arange(min(longest, max(unit, LEAST_CHUNK // 4 // unit * unit)), longest + 1, unit)
+    moved = before[given[1]] - before[given[1] - lengths] - before[taken[0] + lengths] + before[taken[0]]
+    left = np.abs(gap - moved)
+    best = int(left.argmin())
+    return float(left[best]), int(lengths[best]), given, taken
 
 
 def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indices]:

@@ -60,6 +60,8 @@ class AttentionSizes(NamedTuple):
     """Most elements of needed keys and values that a rank sends; None: unknown."""
     needed: int | None = None
     """Most keys that a rank needs."""
+    uneven: float = 1.0
+    """Work of the rank with the most, divided by the mean; the heads of a rank have equal work."""
 
     @property
     def key_bytes(self) -> int:
@@ -83,7 +85,7 @@ class MethodCost(NamedTuple):
 
     bytes: int
     exposed: float
-    """Seconds of communication that no computation hides."""
+    """Seconds of communication that no computation hides, and of waits for the rank with the most work."""
     memory: int
 
 
@@ -93,9 +95,10 @@ def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[M
     gathered = whole * away // form.ranks
     bandwidth, latency = rates.bandwidth, rates.latency
     step, block = whole / form.ranks / bandwidth + latency, form.flops / rates.flops / form.ranks
+    waits = (form.uneven - 1) * form.flops / rates.flops  # for the rank with the most work
     found: dict[Method, MethodCost] = {
-        "gather": MethodCost(gathered, gathered / bandwidth + latency, whole),
-        "ring": MethodCost(gathered, away * max(latency, step - block), 2 * whole // form.ranks),
+        "gather": MethodCost(gathered, waits + gathered / bandwidth + latency, whole),
+        "ring": MethodCost(gathered, waits + away * max(latency, step - block), 2 * whole // form.ranks),
     }
     if form.heads % form.ranks == 0:
         moved = (
@@ -105,7 +108,7 @@ def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[M
         found["heads"] = MethodCost(sent, sent / bandwidth + 4 * latency, moved)
     if form.sent is not None and form.needed is not None:
         sent = form.sent * form.element
-        found["need"] = MethodCost(sent, sent / bandwidth + latency, whole * form.needed // max(form.keys, 1))
+        found["need"] = MethodCost(sent, waits + sent / bandwidth + latency, whole * form.needed // max(form.keys, 1))
     return MappingProxyType(found)
 
 

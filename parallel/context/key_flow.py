@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.parallel.comm.backend import Wait
-from engine.parallel.context.recut import Boxes, boxes_of, put, start_send, take
+from engine.parallel.context.recut import Boxes, Way, boxes_of, expect, put, start_send, take
 from engine.parallel.tensor.global_tensor.index_runs import Runs, one_run
-from engine.parallel.tensor.global_tensor.index_sets import Index, Sets, replaced
+from engine.parallel.tensor.global_tensor.index_sets import Index, Sets, held_once, replaced
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 KEYS, KEY_GRADIENTS = "keys", "key gradients"
@@ -58,7 +58,7 @@ class KeyFlow(NamedTuple):
         if parcel.boxes is None:
             return local, _nothing
         if parcel.shards is None:
-            return start_send(local, parcel.boxes, self.axis, KEYS)
+            return start_send(local, Way(parcel.boxes), self.axis, KEYS)
         boxes = parcel.boxes
         full, pending = self.axis.start_all_gather(local.contiguous(), KEYS)
         made = local.new_empty(boxes.made)
@@ -79,7 +79,8 @@ class KeyFlow(NamedTuple):
         if parcel.boxes is None:
             return grad, _nothing
         if parcel.shards is None:
-            return start_send(grad, parcel.boxes.back, self.axis, KEY_GRADIENTS, add=True)
+            shared = not held_once(parcel.boxes.ways[2])
+            return start_send(grad, Way(parcel.boxes.back, add=shared), self.axis, KEY_GRADIENTS)
         parts = torch.stack([take(grad, box) for box in parcel.boxes.gets])
         made, pending = self.axis.start_reduce_scatter(parts, KEY_GRADIENTS)
         return made, pending.wait
@@ -94,9 +95,8 @@ class KeyFlow(NamedTuple):
                 self.axis.expect("all_gather", KEYS, whole, made)
                 self.axis.expect("reduce_scatter", KEY_GRADIENTS, whole, made)
                 continue
-            for label, sizes in ((KEYS, parcel.boxes.give_sizes), (KEY_GRADIENTS, parcel.boxes.get_sizes)):
-                sent = sum(torch.Size(size).numel() for rank, size in enumerate(sizes) if rank != self.axis.index)
-                self.axis.expect("exchange", label, whole.new_empty(sent), made)
+            expect((local,), (parcel.boxes,), self.axis, KEYS, made)
+            expect((local,), (parcel.boxes.back,), self.axis, KEY_GRADIENTS, made)
 
 
 def _nothing() -> None:

@@ -80,6 +80,10 @@ class AttendingContext(GlobalTensorContext):
         super().__init__(axis, rules)
         self.attention = AttentionMethods(method, rates)
 
+    def uneven(self, own: Index, causal: bool) -> float:
+        """Returns the attention work of the rank with the most, divided by the mean; 1 if it is not known."""
+        raise NotImplementedError
+
     def clear(self) -> None:
         """Drops cached copies of plain tensors and masks at the end of a forward."""
         super().clear()
@@ -195,16 +199,17 @@ def _method(call: _Call) -> tuple[Method, str]:
 
 def _form(call: _Call) -> AttentionSizes:
     query, needed, ranks = call.given.query, call.needed, call.axis.size
-    sent = most = None
+    own, sent, most = query.sets[-2], None, None
+    assert own is not None, "the caller has checked it"
     if needed is not None:
         wanted = replaced(call.have, len(call.have) - 2, needed)
-        sent = max(sent_elements(call.shape, call.have, wanted, rank, ranks) for rank in range(ranks))
+        sent = max(sent_elements(call.shape, call.have, wanted, ranks))
         most = max(map(run_length, needed.runs))
     heads = 0 if type(call.given.mask) is GlobalTensor else query.full[-3]
     return AttentionSizes(
         ranks=ranks, rows=query.full[:-3].numel(), queries=query.full[-2], keys=call.shape[-2], heads=heads or 1,
         key_heads=call.shape[-3], width=call.shape[-1], element=call.key.local.element_size(),
-        causal=call.given.causal, sent=sent, needed=most,
+        causal=call.given.causal, sent=sent, needed=most, uneven=call.context.uneven(own, call.given.causal),
     )  # fmt: skip
 
 
@@ -278,17 +283,21 @@ def _heads(call: _Call) -> GlobalTensor:
     context, given = call.context, call.given
     query = given.query
     plan = call.plan("heads", lambda: _HeadPlan.of(call))
-    both = recut(GlobalTensor(call.pairs, call.shape, call.have, context), plan.served, HEADS).local
+    pairs = GlobalTensor(call.pairs, call.shape, call.have, context)
+    if pairs.dtype == query.dtype:
+        sharded, served = recut((query, pairs), (plan.shares, plan.served), HEADS)
+    else:
+        (sharded,), (served,) = recut((query,), (plan.shares,), HEADS), recut((pairs,), (plan.served,), HEADS)
+    queries, both = sharded.local, served.local
     if plan.one_each is not None:
         both = both.index_select(-3, torch.as_tensor(plan.one_each, device=both.device))
-    queries = recut(query, plan.shares, HEADS).local
     mask = given.mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
         mask = take(mask, (*(None,) * (mask.ndim - 3), plan.own, None, None))
     attention = KeyAttention(one_run(0, query.full[-2]), plan.flow, given.causal, _scale(given))
     out = attend_keys(queries, both, mask, attention)
     made = GlobalTensor(out, (*query.full[:-1], call.value.full[-1]), plan.shares, context)
-    return recut(made, query.sets, HEADS)
+    return recut((made,), (query.sets,), HEADS)[0]
 
 
 class _HeadPlan(NamedTuple):

@@ -19,7 +19,7 @@ from engine.parallel.comm.backend import Wait
 from engine.parallel.tensor.collectives import refuse_second_derivatives
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_runs import Runs, as_slices, indices_of, meet, places_in, run_length
-from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets, held_once
+from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, Sets, held_once
 from engine.parallel.tensor.global_tensor.operands import FEW_RUNS
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -40,11 +40,19 @@ class Boxes(NamedTuple):
     given: tuple[int, ...]
     made: tuple[int, ...]
     """Shapes of the local tensor and of the result."""
+    ways: tuple[tuple[int, ...], Sets, Sets]
+    """Full shape, sharding of the local tensors, and sharding of the results."""
 
     @property
     def back(self) -> "Boxes":
         """Boxes of the reverse resharding, from the result to the local tensor."""
-        return Boxes(self.gets, self.gives, self.get_sizes, self.give_sizes, self.made, self.given)
+        shape, have, want = self.ways
+        ways = shape, want, have
+        return Boxes(self.gets, self.gives, self.get_sizes, self.give_sizes, self.made, self.given, ways)
+
+    def sent(self, x: Tensor, ranks: int) -> list[int]:
+        """Returns the bytes that each rank sends; ``x``: the local tensor, or one of its dtype."""
+        return [count * x.element_size() for count in sent_elements(*self.ways, ranks)]
 
 
 def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int) -> Boxes:
@@ -61,14 +69,18 @@ def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int
     return Boxes(
         tuple(box for box, _ in gives), tuple(box for box, _ in gets),
         tuple(tuple(_counted(met, shape)) for _, met in gives), tuple(tuple(_counted(met, shape)) for _, met in gets),
-        sizes(have, rank), sizes(want, rank),
+        sizes(have, rank), sizes(want, rank), (tuple(shape), have, want),
     )  # fmt: skip
 
 
-def sent_elements(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int) -> int:
-    """Returns the number of elements that ``rank`` sends to other ranks when it reshards ``have`` to ``want``."""
-    found = boxes_of(shape, have, want, rank, ranks)
-    return sum(math.prod(size) for other, size in enumerate(found.give_sizes) if other != rank)
+def sent_elements(shape: Sequence[int], have: Sets, want: Sets, ranks: int) -> tuple[int, ...]:
+    """Returns the number of elements that each rank sends to other ranks when ``have`` is resharded to ``want``."""
+
+    def met(rank: int, other: int) -> int:
+        both = [_common(_runs_on(own, rank), _runs_on(its, other)) for own, its in zip(have, want, strict=True)]
+        return math.prod(_counted(both, shape))
+
+    return tuple(sum(met(rank, other) for other in range(ranks) if other != rank) for rank in range(ranks))
 
 
 def _sizes(shape: Sequence[int], sets: Sets, rank: int) -> tuple[int, ...]:
@@ -85,7 +97,7 @@ def _box(own: Sets, theirs: Sets, rank: int, other: int) -> tuple[Places, list[R
     places: list[Runs | None] = []
     met: list[Runs | None] = []
     for mine, its in zip(own, theirs, strict=True):
-        both = _common(None if mine is None else mine.runs[rank], None if its is None else its.runs[other])
+        both = _common(_runs_on(mine, rank), _runs_on(its, other))
         met.append(both)
         if both is None or (mine is not None and both is mine.runs[rank]):
             places.append(None)
@@ -94,6 +106,10 @@ def _box(own: Sets, theirs: Sets, rank: int, other: int) -> tuple[Places, list[R
             assert inside is not None, "an intersection is a part of both sets"
             places.append(inside if mine is None or run_length(inside) < mine.counts[rank] else None)
     return tuple(places), met
+
+
+def _runs_on(index: Index | None, rank: int) -> Runs | None:
+    return None if index is None else index.runs[rank]
 
 
 def _common(a: Runs | None, b: Runs | None) -> Runs | None:
@@ -134,66 +150,137 @@ def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
         start += length
 
 
-def start_send(x: Tensor, boxes: Boxes, axis: TensorAxis, label: str, add: bool = False) -> tuple[Tensor, Wait]:
-    """Starts a resharding of ``x`` over ``axis``; returns the new shard, and a function that waits for its completion.
+def read(x: Tensor, box: Places, into: Tensor) -> None:
+    """Writes the elements of ``x`` in ``box`` to ``into``, each in one copy unless places are many runs."""
+    split = next((dim for dim, runs in enumerate(box) if runs is not None), None)
+    if split is None:
+        into.copy_(x)
+        return
+    runs, rest = box[split], (*box[:split], None, *box[split + 1 :])
+    assert runs is not None
+    if len(runs) > FEW_RUNS:
+        read(x.index_select(split, torch.as_tensor(indices_of(runs), device=x.device)), rest, into)
+        return
+    start = 0
+    for one in as_slices(runs):
+        length = one.stop - one.start
+        read(x.narrow(split, one.start, length), rest, into.narrow(split, start, length))
+        start += length
 
-    ``add``: sums the values of an element that several ranks send; otherwise one rank sends it.
+
+class Way(NamedTuple):
+    """Boxes of one tensor in an exchange; ``add``: several ranks send an element, and their values are added, or no
+    rank does.
     """
+
+    boxes: Boxes
+    add: bool = False
+
+
+def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tensor, Wait]:
+    """Starts a resharding of ``x`` over ``axis``; returns the new shard, and a function that waits for the exchange."""
+    (made,), wait = start_together((x,), (way,), axis, label)
+    return made, wait
+
+
+def start_together(
+    given: Sequence[Tensor], ways: Sequence[Way], axis: TensorAxis, label: str
+) -> tuple[list[Tensor], Wait]:
+    """Starts reshardings of tensors of one dtype in one exchange over ``axis``, as :func:`start_send`."""
     own, others = axis.index, [rank for rank in range(axis.size) if rank != axis.index]
-    made = (x.new_zeros if add else x.new_empty)(boxes.made)
-    gives = [0 if rank == own else math.prod(size) for rank, size in enumerate(boxes.give_sizes)]
-    gets = [0 if rank == own else math.prod(size) for rank, size in enumerate(boxes.get_sizes)]
-    sent = [take(x, boxes.gives[rank]).reshape(-1) for rank in others if gives[rank]]
-    packed = torch.cat(sent) if len(sent) > 1 else sent[0].contiguous() if sent else x.new_empty(0)
-    received, pending = axis.start_exchange(packed, gives, gets, label)
-    put(made, boxes.gets[own], take(x, boxes.gives[own]), add)
+    expect(given, [way.boxes for way in ways], axis, label)
+    made = [(x.new_zeros if way.add else x.new_empty)(way.boxes.made) for x, way in zip(given, ways, strict=True)]
+    gives, gets = [0] * axis.size, [0] * axis.size
+    for rank in others:
+        gives[rank] = sum(math.prod(way.boxes.give_sizes[rank]) for way in ways)
+        gets[rank] = sum(math.prod(way.boxes.get_sizes[rank]) for way in ways)
+    received, pending = axis.start_exchange(_packed(given, ways, others), gives, gets, label)
+    for x, into, (boxes, add) in zip(given, made, ways, strict=True):
+        here = boxes.gets[own]
+        if add or any(runs is not None and len(runs) != 1 for runs in here):
+            put(into, here, take(x, boxes.gives[own]), add)
+        else:
+            read(x, boxes.gives[own], take(into, here))
 
     def place() -> None:
         pending.wait()
-        parts = torch.split(received, gets)
+        sizes = [math.prod(way.boxes.get_sizes[rank]) for rank in others for way in ways]
+        parts = iter(torch.split(received, sizes))
         for rank in others:  # in the order of ranks, so that sums do not depend on arrival
-            if gets[rank]:
-                put(made, boxes.gets[rank], parts[rank].view(boxes.get_sizes[rank]), add)
+            for into, (boxes, add) in zip(made, ways, strict=True):
+                part = next(parts)
+                if part.numel():
+                    put(into, boxes.gets[rank], part.view(boxes.get_sizes[rank]), add)
 
     return made, place
 
 
-def recut(x: GlobalTensor, sets: Sets, label: str) -> GlobalTensor:
-    """Reshards ``x`` to ``sets``, in which several ranks may store an element. Communicates over the axis of ``x``.
+def _packed(given: Sequence[Tensor], ways: Sequence[Way], others: Sequence[int]) -> Tensor:
+    """Returns the elements for each of the ``others``, tensor after tensor, in a new tensor; a single one as it is."""
+    pieces = [
+        (x, way.boxes.gives[rank], way.boxes.give_sizes[rank])
+        for rank in others
+        for x, way in zip(given, ways, strict=True)
+        if math.prod(way.boxes.give_sizes[rank])
+    ]
+    if len(pieces) == 1:
+        x, box, _ = pieces[0]
+        return take(x, box).contiguous().view(-1)
+    packed = given[0].new_empty(sum(math.prod(size) for *_, size in pieces))
+    start = 0
+    for x, box, size in pieces:
+        stop = start + math.prod(size)
+        read(x, box, packed[start:stop].view(size))
+        start = stop
+    return packed
+
+
+def expect(
+    given: Sequence[Tensor], boxes: Sequence[Boxes], axis: TensorAxis, label: str, made: Tensor | None = None
+) -> None:
+    """Reports the bytes that each rank sends in one exchange to the listener of a dry ``axis``.
+
+    ``made``: tensor with a backward that makes the exchange; see ``TensorAxis.expect_rows``.
+    """
+    if axis.dry:
+        sizes = (each.sent(x, axis.size) for x, each in zip(given, boxes, strict=True))
+        axis.expect_rows(label, tuple(map(sum, zip(*sizes, strict=True))), given[0], made)
+
+
+def recut(given: Sequence[GlobalTensor], wanted: Sequence[Sets], label: str) -> list[GlobalTensor]:
+    """Reshards tensors of one context and dtype to the sharding ``wanted`` of each, in which several ranks may store an
+    element. Communicates once over their axis.
 
     Raises:
-        NoRuleError: several ranks store an element of ``x``.
+        NoRuleError: several ranks store an element of a tensor.
     """
-    if x.sets == sets:
-        return x
-    context, axis = x.views, x.views.axis
-    key = ("recut", x.full, x.sets, sets)
-    boxes = context.find(key, lambda: boxes_of(x.full, x.sets, sets, axis.index, axis.size))
-    made: Tensor = _Recut.apply(x.local, boxes, axis, label)  # type: ignore[no-untyped-call]
-    if torch.is_grad_enabled() and made.requires_grad:
-        expect_back(boxes, axis, label, made)
-    return GlobalTensor(made, x.full, sets, context)
+    context, axis = given[0].views, given[0].views.axis
 
+    def boxes(x: GlobalTensor, sets: Sets) -> Boxes:
+        return context.find(
+            ("recut", x.full, x.sets, sets), lambda: boxes_of(x.full, x.sets, sets, axis.index, axis.size)
+        )
 
-def expect_back(boxes: Boxes, axis: TensorAxis, label: str, made: Tensor, times: int = 1) -> None:
-    """Reports the exchange that ``made``'s backward makes to the listener of a dry axis (see ``TensorAxis``)."""
-    if axis.dry:
-        sizes = enumerate(boxes.get_sizes)
-        back = times * sum(math.prod(size) for rank, size in sizes if rank != axis.index)
-        axis.expect("exchange", label, made.detach().new_empty(back), made)
+    every = [boxes(x, sets) for x, sets in zip(given, wanted, strict=True)]
+    made: tuple[Tensor, ...] = _Recut.apply(every, axis, label, *(x.local for x in given))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in made):
+        expect(made, [each.back for each in every], axis, label, made[0])
+    pairs = zip(given, made, wanted, strict=True)
+    return [GlobalTensor(local, x.full, sets, context) for x, local, sets in pairs]
 
 
 class _Recut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, boxes: Boxes, axis: TensorAxis, label: str) -> Tensor:
-        ctx.boxes, ctx.axis, ctx.label = boxes, axis, label
-        made, wait = start_send(x, boxes, axis, label)
+    def forward(ctx: Any, every: list[Boxes], axis: TensorAxis, label: str, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.every, ctx.axis, ctx.label = every, axis, label
+        made, wait = start_together(given, [Way(boxes) for boxes in every], axis, label)
         wait()
-        return made
+        return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivatives()
-        made, wait = start_send(grad, ctx.boxes.back, ctx.axis, ctx.label, add=True)
+        ways = [Way(boxes.back, add=not held_once(boxes.ways[2])) for boxes in ctx.every]
+        made, wait = start_together(grads, ways, ctx.axis, ctx.label)
         wait()
-        return made, None, None, None
+        return None, None, None, *made

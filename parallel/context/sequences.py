@@ -15,7 +15,7 @@ from torch.nn import functional
 from engine.errors import EngineError
 from engine.kernels.ops.embedding import look_up_rows
 from engine.kernels.ops.linear import linear as fused_linear
-from engine.parallel.context.balance import by_work
+from engine.parallel.context.balance import WorkBalance, by_work, runs_balance, work_balance
 from engine.parallel.context.choose import ASSUMED, AttentionRates, Method
 from engine.parallel.context.cuts import contiguous, zigzag
 from engine.parallel.context.methods import AttendingContext, context_attention
@@ -34,7 +34,7 @@ from engine.parallel.context.rules import context_cross_entropy
 from engine.parallel.model.operand_casts import QuietMode
 from engine.parallel.tensor.global_tensor.context import PlainGradient, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
-from engine.parallel.tensor.global_tensor.index_sets import Index, Indices
+from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, Sets
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
 from engine.parallel.tensor.layers.position_layer import layer_input
@@ -80,13 +80,19 @@ class ContextOfSequences(AttendingContext):
         """Cache of batches without packed documents, while that of a batch with documents is in use."""
         self.shared: Mapping[int, Index] = {}
         """Positions of each rank in packed documents of this forward, by length."""
+        self.running = False
+        """True inside a forward; a recomputation in backward is not."""
+        self.work: Mapping[int, Indices] = {}
+        """Pairs of the query at each position in packed documents of this forward, by length."""
 
-    def begin(self, work: Mapping[int, Indices]) -> None:
+    def begin(self, given: Mapping[int, Indices], sharing: bool = True) -> None:
         """Begins a forward, in which sequences are sharded at their first use, as in a trace.
 
-        ``work``: pairs of the query at each position, by length, where documents are packed; the positions are then
-        shared by work. What was cached for the documents of the last batch is dropped.
+        ``given``: pairs of the query at each position, by length, where documents are packed; with ``sharing``, the
+        positions are then shared by work. What was cached for the documents of the last batch is dropped.
         """
+        self.work = given
+        work = given if sharing else {}
         if work or self._unpacked is not None:
             kept = self._found if self._unpacked is None else self._unpacked
             proven = {key: value for key, value in self._found.items() if _begins_with(key, FUNCTION)}
@@ -102,10 +108,43 @@ class ContextOfSequences(AttendingContext):
 
     def positions_of(self, length: int) -> Index:
         """Returns the positions of each rank for a sequence of the batch."""
-        made = self.shared.get(length)
-        if made is None:  # the same object in all forwards
-            made = self.find(("shard", length), lambda: self.shard(length, self.axis.size, self.unit))
+        made = self.shared.get(length) or self._plain(length)
         return self.find((POSITIONS, length), lambda: made)
+
+    def _plain(self, length: int) -> Index:
+        """Returns the positions of each rank without packed documents, as the same object in all forwards."""
+        return self.find(("shard", length), lambda: self.shard(length, self.axis.size, self.unit))
+
+    def current(self, sets: Sets) -> Sets:
+        """Returns ``sets`` of a trace without documents, with the positions of this forward."""
+        if not self.running:
+            return sets
+        return tuple(
+            self.shared[index.size] if index is not None and self._is_shared(index) else index for index in sets
+        )
+
+    def is_plain(self, sets: Sets) -> bool:
+        """Returns True if ``sets`` has no other positions than those of a batch's sequences."""
+        return all(index is None or index == self.found((POSITIONS, index.size)) for index in sets)
+
+    def _is_shared(self, index: Index) -> bool:
+        return index.size in self.shared and index == self._plain(index.size)
+
+    def uneven(self, own: Index, causal: bool) -> float:
+        """Returns the attention work of the rank with the most, divided by the mean; 1 if it is not known.
+
+        ``own``: queries of each rank. Work is known of packed documents, and under a causal mask.
+        """
+        work = self.work.get(own.size)
+        if work is None and causal:
+            return self.find(("causal work", own), lambda: runs_balance(own).most_over_mean)
+        return 1.0 if work is None else work_balance(work, own).most_over_mean
+
+    @property
+    def balance(self) -> WorkBalance:
+        """Pairs of each rank in the packed documents of this forward; none without documents."""
+        every = [work_balance(work, self.positions_of(length)).pairs for length, work in self.work.items()]
+        return WorkBalance(tuple(map(sum, zip(*every, strict=True))))
 
     def next_age(self) -> int:
         """Returns the number of the next slice that one rank has."""

@@ -46,6 +46,10 @@ class Replacement(NamedTuple):
     """Activation fused into a linear layer; "none" for other operators."""
 
 
+LAZY_HEAD = "loss"
+"""Operator of a head whose logits the loss computes in chunks of tokens."""
+
+
 def describe_replacements(replacements: Sequence[Replacement]) -> list[str]:
     """Formats one line for each operator and group of modules with equal names up to numbers."""
     groups = Counter((r.operator, starred(r.module), r.detail) for r in replacements)

@@ -194,19 +194,16 @@ class TensorAxis:
         """Sends ``gives[r]`` rows of ``given`` [sum of gives, ..] to rank r, in order; all ranks know all sizes.
 
         Returns:
-            Rows from each rank [sum of gets, ..], in rank order, ready after ``wait``. A dry axis returns zeros.
+            Rows from each rank [sum of gets, ..], in rank order, ready after ``wait``. A dry axis returns zeros, and
+            hears of the exchange by :meth:`expect_rows` alone.
         """
         received = given.new_empty((sum(gets), *given.shape[1:]))
         if self.dry or self.size == 1:
-            self.expect("exchange", label, given)
             return received.zero_(), Pending()
         return received, self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label))
 
     def exchange(self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str) -> Tensor:
-        """Makes the exchange of :meth:`start_exchange`; a dry axis hears of it by :meth:`expect_rows` alone.
-
-        All ranks call it, also those without rows.
-        """
+        """Makes the exchange of :meth:`start_exchange`. All ranks call it, also those without rows."""
         if self.dry or self.size == 1:
             return given.new_zeros((sum(gets), *given.shape[1:]))
         received, pending = self.start_exchange(given, gives, gets, label)
@@ -217,9 +214,9 @@ class TensorAxis:
         """Reports an exchange of rows of ``whole``, in which rank r sends ``sent[r]`` bytes, to the listener of a dry
         axis.
 
-        ``made``: see :meth:`expect`. An exchange without rows is not made.
+        ``made``: see :meth:`expect`.
         """
-        if self.dry and self.listener is not None and any(sent) and not isinstance(whole, FakeTensor):
+        if self.dry and self.listener is not None and not isinstance(whole, FakeTensor):
             node = None if made is None else made.grad_fn
             self.listener(ExpectedRows("exchange", label, sent, made is not None), node)
 

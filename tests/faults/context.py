@@ -34,8 +34,8 @@ CONTEXT = (
         name="call-not-sharded-along-positions",
         about="Every context rank computes all positions in a call of the engine.",
         file=_PROGRAM,
-        old="self._entered(moved, lambda: Program.call(self, *moved[0], **moved[1]))",
-        new="Program.call(self, *moved[0], **moved[1])",
+        old="self._entered(moved, run, sharing=not self.plan.halo)",
+        new="run()",
         tests=(_CALLED,),
     ),
     Fault(

@@ -79,8 +79,8 @@ CONTEXT_ATTENTION = (
         name="gradients-overwrite-each-other",
         about="The gradient of an element that several ranks read is that of one of them.",
         file=_RECUT,
-        old="parts[rank].view(boxes.get_sizes[rank]), add)",
-        new="parts[rank].view(boxes.get_sizes[rank]))",
+        old="part.view(boxes.get_sizes[rank]), add)",
+        new="part.view(boxes.get_sizes[rank]))",
         tests=("tests/parallel/context/test_recut.py::test_elements_travel_to_those_who_want_them_and_gradients_back",),
     ),
     Fault(
@@ -148,5 +148,13 @@ CONTEXT_ATTENTION = (
         old="choose_method(form, _memory(call.key.device), call.context.attention.rates)",
         new="choose_method(form, _memory(call.key.device))",
         tests=(f"{_TESTS}::test_attention_chooses_by_the_rates_of_its_context",),
+    ),
+    Fault(
+        name="queries-and-keys-travel-apart",
+        about="Queries and keys of the method heads are sent in two exchanges.",
+        file=_METHODS,
+        old="    if pairs.dtype == query.dtype:",
+        new="    if pairs.dtype != query.dtype:",
+        tests=(f"{_TESTS}::test_queries_keys_and_values_travel_to_the_ranks_of_their_heads_at_once",),
     ),
 )

@@ -50,8 +50,8 @@ CONTEXT_PLAN = (
         name="work-of-context-ranks-without-their-own-key",
         about="The planned work of context ranks leaves out that a query sees its own key.",
         file="parallel/context/balance.py",
-        old="return int(positions.sum()) + len(positions)",
-        new="return int(positions.sum())",
+        old="(runs[:, 0] + runs[:, 1] + 1) // 2",
+        new="(runs[:, 0] + runs[:, 1] - 1) // 2",
         tests=("tests/parallel/context/test_balance.py::test_planned_pairs_are_those_that_queries_see",),
     ),
 )

@@ -66,4 +66,15 @@ CONTEXT_ROWS = (
         new="        return _box(self.whole(), wanted)",
         tests=("tests/parallel/context/test_recipe.py::test_no_mask_is_made_whole",),
     ),
+    Fault(
+        name="rows-not-local-with-tensor-ranks",
+        about="Modules of positions run by the rules of global tensors where tensor ranks shard them.",
+        file="engine/planning/analysis.py",
+        old="tokens, on_ranks = config.activation_checkpointing.tile_tokens, config.cp > 1",
+        new="tokens, on_ranks = config.activation_checkpointing.tile_tokens, config.cp > 1 and config.tp == 1",
+        tests=(
+            "tests/parallel/context/test_rowwise.py"
+            "::test_modules_of_positions_run_on_local_tensors_with_tensor_ranks[autograd function-{}]",
+        ),
+    ),
 )

@@ -114,6 +114,16 @@ def _is_whole(bucket: Bucket, turn: Turn) -> bool:
     return EVERYWHERE in bucket.gathers or (bool(own) and min(own) <= turn <= max(own))
 
 
+def stays_for_loss(layout: FlatLayout, stage: int, parameter: str) -> bool:
+    """Returns True if ``parameter`` is readable after the forward of ``stage``: its bucket is in the last gather group,
+    with which the backward begins, or is not sharded.
+    """
+    buckets = (*layout.buckets, *layout.frozen)
+    turns = {turn for bucket in buckets for turn in bucket.gathers if turn.stage == stage}
+    own = [bucket for bucket in buckets if any(slot.name == parameter for slot in bucket.slots)]
+    return not turns or any(_is_whole(bucket, max(turns)) for bucket in own)
+
+
 def count_gathers(
     order: GatherOrder,
     passes: Sequence[Action],

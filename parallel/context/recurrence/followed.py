@@ -32,8 +32,12 @@ class ContextPlan:
     """Modules that run on full sequences."""
     in_blocks: bool = False
     """True if each rank has neighbouring positions, because the model passes a state along them."""
-    by_work: bool = False
-    """True if packed documents may be shared by work, because no rows at the borders of positions are sent."""
+    by_work: bool = True
+    """True if packed documents may be shared by work."""
+    halo: bool = False
+    """True if rows at the borders of positions are sent."""
+    pairs: tuple[int, ...] = ()
+    """Pairs of a query and a key of each rank, in a head, for a microbatch of the example; () without documents."""
 
 
 def follow_sequences(model: nn.Module, plan: ContextPlan, patches: ForwardPatches) -> None:

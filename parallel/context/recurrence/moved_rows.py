@@ -130,6 +130,8 @@ def moved_local(
 
 def _moved(context: "GlobalTensorContext", local: Tensor, dim: int, moves: RowMoves, fill: float) -> Tensor:
     out: Tensor = _Move.apply(local, context.axis, moves, dim, fill)  # type: ignore[no-untyped-call]
+    if not any(moves.sent):
+        return out
     row = local.element_size() * math.prod(size for place, size in enumerate(local.shape) if place != dim)
     context.axis.expect_rows(HALO, tuple(count * row for count in moves.sent), local)
     if torch.is_grad_enabled() and local.requires_grad:

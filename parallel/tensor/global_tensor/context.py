@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.model.rng_streams import draw_alike, draw_apart
-from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
+from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 Result = TypeVar("Result")
@@ -107,6 +107,10 @@ class GlobalTensorContext:
         if isinstance(found, NoRuleError):
             raise NoRuleError(*found.args)
         return found  # type: ignore[no-any-return]
+
+    def current(self, sets: Sets) -> Sets:
+        """Returns the sharding in this forward of a tensor that a trace has sharded as ``sets``."""
+        return sets
 
     def found(self, key: Hashable) -> Any:
         """Returns the value that :meth:`find` has cached by ``key``; None if there is none."""

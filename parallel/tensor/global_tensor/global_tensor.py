@@ -295,8 +295,8 @@ def _flatten(x: GlobalTensor) -> tuple[list[Tensor], Any]:
 
 
 def _unflatten(leaves: Any, context: Any) -> Any:
-    (local,) = leaves
-    return GlobalTensor(local, *context) if isinstance(local, Tensor) else local
+    (local,), (shape, sets, views) = leaves, context
+    return GlobalTensor(local, shape, views.current(sets), views) if isinstance(local, Tensor) else local
 
 
 register_pytree_node(GlobalTensor, _flatten, _unflatten)

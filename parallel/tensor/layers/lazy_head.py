@@ -87,8 +87,9 @@ def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, pat
     ``apply_plan`` has sharded the layer as a head over ``axis``. ``kernels`` select the implementation of a chunk.
 
     Constraints:
-        - Weights are read when the loss is computed, after the module has returned. A head whose weights are freed or
-          replaced by then (ZeRO 3 gathers them for the module's forward only) must not be lazy.
+        - Weights are read when the loss is computed, after the module has returned, and when its backward begins. A
+          head whose weights are freed or replaced by then (ZeRO 3 keeps those of the last gather group) must not be
+          lazy.
         - Lazy logits stay on their pipeline stage: only a head on the stage of the loss may be lazy.
         - Lazy logits must be read before the weights are updated; a first read after that raises. The
           parameter's version counter detects this, so code that writes past autograd must increment the counter.

@@ -18,7 +18,7 @@ from engine.parallel.context.sight import needed_keys
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index
 from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
-from engine.parallel.tensor.tp_axis import DryAxis, Expected, TensorAxis
+from engine.parallel.tensor.tp_axis import DryAxis, Expected, ExpectedRows, TensorAxis
 
 METHODS: tuple[Method, ...] = get_args(Method)
 ROWS, HEADS, LENGTH, WIDTH = 2, 4, 37, 6
@@ -177,8 +177,8 @@ def test_needed_keys_alone_are_sent(mask: str) -> None:
         assert there + again == 2 * 2 * wanted * a_key and back == received * a_key
 
 
-def _planned(method: Method, key_heads: int, ranks: int, length: int) -> dict[str, int]:
-    told: list[Expected] = []
+def _expected(method: Method, key_heads: int, ranks: int, length: int) -> list[Expected | ExpectedRows]:
+    told: list[Expected | ExpectedRows] = []
     context = ContextOfSequences(DryAxis(ranks, lambda what, _: told.append(what)), method)
     index = zigzag(length, ranks)
     q, k, v = (
@@ -189,12 +189,15 @@ def _planned(method: Method, key_heads: int, ranks: int, length: int) -> dict[st
         for heads in (HEADS, key_heads, key_heads)
     )  # fmt: skip
     functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    sizes = {"all_gather": (ranks - 1, ranks), "reduce_scatter": (ranks - 1, ranks), "exchange": (1, 1)}
+    return told
+
+
+def _planned(method: Method, key_heads: int, ranks: int, length: int) -> dict[str, int]:
     bytes_: dict[str, int] = {}
-    for what in told:
-        more, less = sizes[what.op]
+    for what in _expected(method, key_heads, ranks, length):
         way = "backward" if what.backward else "forward"
-        bytes_[way] = bytes_.get(way, 0) + what.bytes * more // less
+        size = what.sent[0] if isinstance(what, ExpectedRows) else what.bytes * (ranks - 1) // ranks
+        bytes_[way] = bytes_.get(way, 0) + size
     return bytes_
 
 
@@ -210,6 +213,14 @@ def test_planned_bytes_are_those_of_the_formulas(key_heads: int, ranks: int) -> 
     assert _planned("heads", key_heads, ranks, length) == {"forward": heads, "backward": heads}
     form = AttentionSizes(ranks, ROWS, length, length, HEADS, key_heads, 2 * WIDTH, element, True)
     assert costs_of(form)["heads"].bytes == heads and costs_of(form)["gather"].bytes == keys
+
+
+@pytest.mark.parametrize("key_heads", [4, 1])
+def test_queries_keys_and_values_travel_to_the_ranks_of_their_heads_at_once(key_heads: int) -> None:
+    told = _expected("heads", key_heads, 4, 32)
+    assert [what.backward for what in told].count(False) == len(told) // 2 == 2
+    _, axes, _ = _of_ranks("heads", key_heads, {"is_causal": True})
+    assert all(len(axis.called) == 2 * len(told) for axis in axes), "of sizes and of elements"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,6 +1,7 @@
 """Logits of a sequence that context ranks share are computed by the loss in chunks, and never exist in full."""
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -94,6 +95,71 @@ def test_logits_in_chunks_train_as_one_process(loss: str, form: str, grid: str, 
     assert not computed
 
 
+@pytest.mark.parametrize(
+    ("loss", "grid"),
+    [
+        (loss, grid) if (loss, grid) == ("shifted", "cp2") else wide(loss, grid)
+        for loss in LOSSES
+        for grid in (*GRIDS, "dp2")
+    ],
+)
+@pytest.mark.parametrize("tied", [False, wide(True)])
+def test_gathered_heads_train_as_one_process(loss: str, grid: str, tied: bool, computed: list[Any]) -> None:
+    """At ZeRO 3, with microbatches whose backward follows later (GPipe)."""
+    parallel = {"data": 1, **GRIDS.get(grid, {"data": 2})}
+    if "pipeline" in parallel:
+        parallel["schedule"] = "gpipe"
+    ranks = math.prod(parallel.get(axis, 1) for axis in ("data", "context", "tensor", "pipeline"))
+    result = verify(
+        partial(_llama, tied), config_of(parallel, 3, kernels="reference"), batches_of("left"), LOSSES[loss],
+        threads=ranks,
+    )  # fmt: skip
+    assert result is not None and result.holds(), str(result)
+    assert not computed or (tied and "pipeline" in parallel)
+
+
+def _llama(tied: bool) -> nn.Module:
+    model: Any = llama()
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model  # type: ignore[no-any-return]
+
+
+class HeadFirst(nn.Module):
+    """Model with a head whose module is called before others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.table(input_ids)
+        logits = self.head(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + x.square().mean()
+        return {"loss": loss, "logits": logits}
+
+
+def _notes(stage: int, world: World) -> list[str]:
+    with engine.initialize(
+        HeadFirst(), config_of({"data": 1, "context": 2}, stage, kernels="reference"), world=world
+    ) as eng:
+        eng.train_batch(batches_of("plain")[0])
+        return [note for note in eng.plan.notes if "all logits of head" in note]
+
+
+def test_a_head_before_other_modules_computes_its_logits_at_zero_3() -> None:
+    assert run_thread_ranks(2, partial(_notes, 2))[0] == []
+    assert len(run_thread_ranks(2, partial(_notes, 3))[0]) == 1
+    result = verify(
+        HeadFirst, config_of({"data": 1, "context": 2}, 3, kernels="reference"), batches_of("plain"), None, threads=2
+    )
+    assert result is not None and result.holds(), str(result)
+
+
 LENGTH, VOCABULARY = 1024, 2048
 
 
@@ -108,11 +174,11 @@ def _wide_head() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def _peak(kernels: str, ranks: int, world: World) -> tuple[int, list[str]]:
+def _peak(kernels: str, ranks: int, stage: int, world: World) -> tuple[int, list[str]]:
     """Returns the peak bytes of live storage of a step beyond those before it, and differences to the plan."""
     ids = torch.arange(LENGTH).remainder(VOCABULARY)[None]
     batch = {"input_ids": ids, "labels": ids.clone()}
-    settings = config_of({"data": 1, "context": ranks}, 0, kernels=kernels) | {"train_batch_size": 1}
+    settings = config_of({"data": 1, "context": ranks}, stage, kernels=kernels) | {"train_batch_size": 1}
     with engine.initialize(_wide_head(), settings, world=world) as eng:
         eng.train_batch(batch)
         live = LiveStorages()
@@ -121,10 +187,11 @@ def _peak(kernels: str, ranks: int, world: World) -> tuple[int, list[str]]:
         return live.peak, traffic_differs(eng, lambda _, step: batch, [1])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("ranks", [2, wide(4)])
-def test_no_rank_stores_the_logits_of_its_positions(ranks: int) -> None:
+def test_no_rank_stores_the_logits_of_its_positions(ranks: int, stage: int) -> None:
     logits = 4 * LENGTH * VOCABULARY // ranks
-    for peak, differs in run_thread_ranks(ranks, partial(_peak, "reference", ranks)):
+    for peak, differs in run_thread_ranks(ranks, partial(_peak, "reference", ranks, stage)):
         assert peak < logits, f"{peak} bytes live"
         assert not differs, differs
-    assert all(peak > 2 * logits for peak, _ in run_thread_ranks(ranks, partial(_peak, "auto", ranks)))
+    assert all(peak > 2 * logits for peak, _ in run_thread_ranks(ranks, partial(_peak, "auto", ranks, stage)))

@@ -47,7 +47,7 @@ def test_elements_travel_to_those_who_want_them_and_gradients_back(wanted: str) 
     def body(axis: TensorAxis) -> tuple[Tensor, Tensor]:
         local = _part(full, have, axis.index).clone().requires_grad_()
         x = GlobalTensor(local, SHAPE, have, ContextOfSequences(axis))
-        made = recut(x, want, "test").local
+        made = recut((x,), (want,), "test")[0].local
         torch.autograd.backward(made, weights[axis.index])
         assert local.grad is not None
         return made.detach(), local.grad
@@ -70,7 +70,7 @@ def test_no_element_is_sent_that_nobody_wants(wanted: str) -> None:
     sets = [[set(_part(number, each, rank).flatten().tolist()) for rank in range(3)] for each in (have, want)]
     for rank in range(3):
         wished = sum(len(sets[0][rank] & sets[1][other]) for other in range(3) if other != rank)
-        assert sent_elements(SHAPE, have, want, rank, 3) == wished
+        assert sent_elements(SHAPE, have, want, 3)[rank] == wished
 
 
 def test_shared_elements_have_no_sender() -> None:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.parallel.context.rows.call_forms import CallRecorder
-from engine.parallel.context.rows.rowwise import find_rowwise
+from engine.parallel.context.rows.rowwise import LocalCall, find_rowwise
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.verify import verify
 from tests.parallel.context.test_context_training import config_of
+from tests.selection import wide
 
 ROWS, LENGTH, WIDTH = 2, 9, 8
 
@@ -179,6 +181,40 @@ def test_code_that_needs_plain_tensors_trains_on_context_ranks() -> None:
     for make in (BY_ROWS["autograd function"], BY_ROWS["rows sorted by expert"]):
         result = verify(partial(reader, make), config, batches(), threads=2)
         assert result is not None and result.holds(), str(result)
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[set[type]]:
+    """Types of the tensors with which modules of positions are called."""
+    found, own = list[set[type]](), LocalCall.run
+
+    def run(call: LocalCall, forward: Callable[..., Any], training: bool) -> Any:
+        found.append({type(leaf) for leaf in call.leaves if isinstance(leaf, Tensor)})
+        return own(call, forward, training)
+
+    monkeypatch.setattr(LocalCall, "run", run)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (kind, more) if (kind, more) == ("autograd function", {}) else wide(kind, more)
+        for kind in ("autograd function", "layer norm", "flattened")
+        for more in ({}, {"sequence_parallel": True}, {"pipeline": 2})
+    ],
+    ids=str,
+)
+def test_modules_of_positions_run_on_local_tensors_with_tensor_ranks(
+    kind: str, more: dict[str, Any], entered: list[set[type]]
+) -> None:
+    """With sequence parallelism, the positions of a context rank are global tensors over the tensor ranks."""
+    parallel = {"data": 1, "context": 2, "tensor": 2, **more}
+    config = config_of(parallel, train_micro_batch_size_per_gpu=2)
+    threads = 4 * parallel.get("pipeline", 1)
+    result = verify(partial(reader, BY_ROWS[kind]), config, batches(12), threads=threads)
+    assert result is not None and result.holds(), str(result)
+    assert entered and all(kinds == {GlobalTensor if "sequence_parallel" in more else Tensor} for kinds in entered)
 
 
 def _compiled(in_place: bool) -> nn.Module:
