@@ -100,7 +100,8 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
     ``weight``: the parameter; its version counter shows updates.
 
     Raises:
-        EngineError: weight, bias or hidden states have changed since this call; the returned function raises it.
+        EngineError: weight, bias or hidden states have changed since this call, or the weight is not gathered any
+            more; the returned function raises it.
     """
     product = hidden.product
     assert product is not None
@@ -117,8 +118,14 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
                 "logits were read for the first time after their weights or hidden states had changed, but lazy logits "
                 "are computed at their first read; read them before the step, or store output.logits.clone()."
             )
-        with torch.enable_grad(), torch.autocast(hidden.local.device.type, enabled=False):
-            local = functional.linear(hidden.local, product.weight, product.bias)
+        try:
+            with torch.enable_grad(), torch.autocast(hidden.local.device.type, enabled=False):
+                local = functional.linear(hidden.local, product.weight, product.bias)
+        except EngineError as error:  # the weight is not gathered any more
+            raise EngineError(
+                "logits were read for the first time after the backward, and ZeRO 3 has freed the weight from which "
+                "lazy logits are computed; read them before eng.backward(), or store output.logits.clone()."
+            ) from error
         return LogitShard(local, hidden.vocabulary, hidden.dim, hidden.softmax)
 
     return compute

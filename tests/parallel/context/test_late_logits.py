@@ -160,6 +160,21 @@ def test_a_head_before_other_modules_computes_its_logits_at_zero_3() -> None:
     assert result is not None and result.holds(), str(result)
 
 
+def _read_late(world: World) -> str:
+    config = config_of({"data": 2}, 3, kernels="reference")
+    with engine.initialize(llama(), config, example_batch=batches_of("plain")[0], world=world) as eng:
+        output = eng(batches_of("plain")[0])
+        eng.backward(output.loss)
+        with pytest.raises(engine.EngineError) as caught:
+            output.logits.argmax(-1)
+        return str(caught.value)
+
+
+def test_logits_that_are_read_first_after_the_backward_have_a_sentence_at_zero_3() -> None:
+    (told, _) = run_thread_ranks(2, _read_late)
+    assert "ZeRO 3 has freed the weight" in told and "read them before eng.backward()" in told
+
+
 LENGTH, VOCABULARY = 1024, 2048
 
 
