@@ -94,4 +94,15 @@ CONTEXT = (
         new="        return memory is not None",
         tests=("tests/parallel/context/test_sequences.py::test_memory_of_a_freed_batch_belongs_to_another_tensor",),
     ),
+    Fault(
+        name="flex-attention-on-a-part",
+        about="Attention that is compiled with its mask is traced on a part of the positions.",
+        file="engine/build/validate.py",
+        old="    if config.cp > 1:\n        _refuse_flex",
+        new="    if config.cp < 1:\n        _refuse_flex",
+        tests=(
+            "tests/parallel/context/test_context_training.py::"
+            "test_attention_that_is_compiled_with_its_mask_is_refused_by_name",
+        ),
+    ),
 )
