@@ -3,7 +3,7 @@
     python -m benchmarks service [--clients 64] [--seconds 60] [--write-figures]
 
 Each client has a session and a model, and repeats forward_backward and optim_step; both are accepted by the journal
-before their ids are answered. The executor only counts, so the figures are those of HTTP, ledger, journal and queue:
+before their ids are answered. The executor only counts, so the figures measure HTTP, ledger, journal and queue:
 a model is a number that depends on its client's tokens and on the order of all updates. Exit code 1 if an update is
 lost, doubled or another client's, or if the server's memory grows by more than its retained results and a limit.
 """
@@ -169,7 +169,7 @@ def judged(steps: int, wrong: int, memory: tuple[int, int]) -> tuple[bool, str]:
 
     Args:
         steps: number of updates, each with two results.
-        wrong: updates whose results differ from those of the client alone.
+        wrong: updates with other results than the client alone.
         memory: resident bytes of the server at the begin and at the end.
     """
     growth, most = memory[1] - memory[0], GROWTH_BYTES + 2 * steps * RESULT_BYTES

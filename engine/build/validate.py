@@ -116,7 +116,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _refuse_flex_attention(model: nn.Module, ranks: int) -> None:
-    """Refuses models whose attention is compiled with its mask, which has no rule for a part of the positions."""
+    """Refuses models that compile attention with its mask, which has no rule for a part of the positions."""
     for name, module in model.named_modules():
         if getattr(getattr(module, "config", None), "_attn_implementation", None) == "flex_attention":
             raise PlanError(

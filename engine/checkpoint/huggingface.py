@@ -158,7 +158,7 @@ def _text(settings: Mapping[str, Any]) -> bytes:
 def _joined(
     stored: Mapping[str, SpannedTensor], shape: tuple[int, ...], parts: Sequence[FilePart], prefix: str
 ) -> SpannedTensor | None:
-    """Returns a tensor whose parts the folder stores one by one; None if it lacks one."""
+    """Returns a tensor that the folder stores in parts; None if it lacks one."""
     whole, spans, dtypes = Part(shape), list[FileSpan](), set[str]()
     for part in parts:
         found = next((stored[key] for key in _spellings(part.key, prefix) if key in stored), None)

@@ -1,7 +1,7 @@
 """Keys of a Hugging Face model's parameters in published folders, where they differ from ``model.state_dict()``.
 
 transformers renames and stacks tensors when it loads a folder: the experts of a layer are published one by one and are
-one parameter in memory. Its own reversal runs here on meta tensors, whose views tell which elements of a parameter each
+one parameter in memory. Its own reversal runs here on meta tensors; their views show which elements of a parameter each
 published tensor has:
 
     mlp.experts.gate_up_proj [E, 2 I, H]  ->  mlp.experts.0.gate_proj.weight [I, H], elements 0 .. I H
@@ -21,7 +21,7 @@ from engine.checkpoint.format.safetensors_file import FilePart
 def published_parts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[FilePart, ...]]:
     """Returns the published parts of each parameter that a published folder stores otherwise, by its key.
 
-    Parameters whose elements a published tensor has in another order are left out: their own key is used. Nothing is
+    Parameters that are published in another order of elements are left out: their own key is used. Nothing is
     communicated; {} for models that are not of transformers.
 
     Args:

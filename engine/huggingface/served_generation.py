@@ -34,9 +34,9 @@ class ServedGeneration:
     """Generation of a TRL trainer by vLLM servers; constructed with the keyword arguments of ``VLLMGeneration``.
 
     Args:
-        servers: addresses of the servers, those of weights_out.to.
+        servers: addresses of the servers, as in weights_out.to.
         accelerator: accelerator of the trainer.
-        given: settings of generation; those of the server's process and of TRL's NCCL group have no effect.
+        given: settings of generation; settings of the server's process and of TRL's NCCL group have no effect.
 
     Raises:
         ConfigError: the model has adapters, or a server does not answer; the same on all ranks.

@@ -1,7 +1,7 @@
 """Overrides for TRL's trainers, which call more methods than ``transformers.Trainer``.
 
 generate             completions come from ``eng.generate``, collectively, or from the servers in weights_out.to
-rows                 rewards, logs and draws are those of data ranks, not of all processes
+rows                 rewards, logs and draws count data ranks, not all processes
 log-probabilities    forwards without gradients, which TRL calls on the bare model, run through the engine
 fused head           tensor ranks compute on their shards of the logits, which are never gathered
 """
@@ -170,7 +170,7 @@ def _of_trl(cls: type) -> type | None:
 
 @contextmanager
 def _replaced(cls: type, **values: Any) -> Iterator[None]:
-    """Replaces names of the module of ``cls``'s TRL trainer inside the context, those that it has."""
+    """Replaces names of the module of ``cls``'s TRL trainer inside the context, where it has them."""
     kind = _of_trl(cls)
     module = None if kind is None else sys.modules[kind.__module__]
     own = {name: value for name, value in vars(module).items() if name in values} if module is not None else {}

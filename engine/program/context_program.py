@@ -111,7 +111,7 @@ class ContextProgram(Program):
         """Refuses a forward whose stages exchange tensors that they could not place for packed documents.
 
         Raises:
-            EngineError: a tensor between modules has other positions than those of the batch.
+            EngineError: a tensor between modules has other positions than the batch.
         """
         if self.plan.by_work and not self.keeps_positions(trace):
             raise EngineError(

@@ -18,7 +18,7 @@ from engine.web.json_text import dump_json
 _SECONDS = 300.0
 """Time within which all sequences of a request must arrive."""
 RAW = "raw_logprobs"
-"""Log-probabilities under the model, before temperature, top_k and top_p: those of the engine's sampler."""
+"""Log-probabilities under the model, before temperature, top_k and top_p, as the engine's sampler returns them."""
 
 
 class VllmSamples:

@@ -46,7 +46,7 @@ def deliver(blocks: "WeightBlocks", consumers: Sequence[WeightConsumer]) -> None
 
     Raises:
         EngineError: names the consumer that fails. One that fails while it takes the version over is left without a
-            version; those before it have the new one.
+            version; earlier ones have the new one.
     """
     left = list(consumers)
     try:

@@ -121,7 +121,7 @@ class Transfer:
     traffic: WeightTraffic
     until: float
     limit: int
-    """Bytes of a request; those of all owners together are a bucket."""
+    """Bytes of a request; the requests to all owners together are a bucket."""
     urls: list[str]
     """Addresses of ranks that serve the elements; the first one is asked."""
     connect: Callable[[str, float, int], StoreConnection]
@@ -187,7 +187,7 @@ class Transfer:
                 raise StoreRefusedError(f"{connection.url} has other pieces than its geometry; read it again.")
 
     def _read_from_owner(self, left: list[Block], connection: StoreConnection) -> None:
-        """Reads blocks and removes those with the right hash from ``left``."""
+        """Reads blocks and removes each with the right hash from ``left``."""
         if connection.url not in self._layouts:
             self._read_hashes(connection)
         for each in self._read(connection, self.number, left, {}):

@@ -113,7 +113,7 @@ class TorchHostGroup:
 class BroadcastGroup:
     """Group from which this process broadcasts tensors to processes of another program, such as an inference engine.
 
-    It is independent of all groups of the engine. Its keys are those of torch's own groups with this name, so the
+    It is independent of all groups of the engine. Its keys equal those of torch's own groups with this name, so the
     others join by torch's functions, as ranks 1 and up.
 
     Args:

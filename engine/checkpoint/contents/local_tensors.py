@@ -210,7 +210,7 @@ class LocalTensors:
     def weights(self, copies: bool = False) -> Iterator[Held]:
         """Yields parameters in their dtype of forward; parameters outside buckets are full on every data rank.
 
-        ``copies``: with all elements that are in memory, also those that another data rank saves.
+        ``copies``: with all elements that are in memory, also elements that another data rank saves.
         """
         for state in self.inventory.weights():
             yield from self._of(state, "param", copies)

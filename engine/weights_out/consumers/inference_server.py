@@ -19,7 +19,7 @@ LONGEST_SECONDS = 60.0
 """Seconds of one attempt."""
 _JSON = {"content-type": "application/json"}
 INCOMPLETE = "incomplete"
-"""Last word of the version of a server whose weights may be a mix; it stays paused."""
+"""Last word of the version of a server with weights that may be a mix; it stays paused."""
 
 
 class InferenceServer(StoreConnection):

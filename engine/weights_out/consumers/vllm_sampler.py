@@ -1,4 +1,4 @@
-"""Samples from vLLM servers whose weights are a published version.
+"""Samples from vLLM servers that have a published version.
 
 Each prompt is one request to ``/inference/v1/generate``. vLLM's reply has the version of the weights for each span of
 tokens, so tokens of another version are refused by name.

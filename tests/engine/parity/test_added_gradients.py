@@ -137,11 +137,9 @@ def check(run_ranks: RunRanks, ways: list[Way], near: float = 1.0) -> None:
             assert one.parity is None or min(one.parity.reference.norms) > 0.05, "clipping must be active"
             counted = not one.uncounted and not one.skipped
             assert counted, named
-            # at ZeRO 3 and in a split backward the head is a layer as any other; elsewhere its loss sums the gradient
-            # over chunks of tokens
+            # in a split backward the head is a layer as any other; elsewhere its loss sums the gradient over chunks
             schedule = way.changes["parallel"].get("schedule", "")
-            sharded = way.changes.get("zero_optimization", {}).get("stage") == 3 and parallel["data"] > 1
-            whole_head = sharded or schedule.startswith("zb")
+            whole_head = schedule.startswith("zb")
             on_last = parallel["pipeline"] == 1 or rank // parallel["data"] == (0 if schedule == "zb-v" else 1)
             layers = LINEAR * way.layers // parallel["pipeline"] + (whole_head and on_last)
             products = one.added, one.made
