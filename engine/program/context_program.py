@@ -130,7 +130,10 @@ class ContextProgram(Program):
         moved = self.move(args), self.move(kwargs)
         run = partial(Program.call, self, *moved[0], **moved[1])
         # the graphs of several forwards may live at once, and a recomputation knows the positions of the last one
-        return map_leaves(self._owned, self._entered(moved, run, sharing=not self.plan.halo))
+        made = map_leaves(self._owned, self._entered(moved, run, sharing=not self.plan.halo))
+        if self.plan.halo and self.plan.by_work:
+            self._sequences.note_unshared()
+        return made
 
     def _owned(self, value: Any) -> Any:
         value = _plain(value)

@@ -3,6 +3,7 @@
 A batch tensor is sharded at the first table or product that reads it, so masks, labels and position ids stay plain.
 """
 
+import logging
 from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -40,6 +41,8 @@ from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
 from engine.parallel.tensor.layers.position_layer import layer_input
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.torch_function import METADATA
+
+logger = logging.getLogger("trine")
 
 CONTEXT_RULES = Rules(
     by_function=MappingProxyType({
@@ -84,6 +87,7 @@ class ContextOfSequences(AttendingContext):
         """True inside a forward; a recomputation in backward is not."""
         self.work: Mapping[int, Indices] = {}
         """Pairs of the query at each position in packed documents of this forward, by length."""
+        self._is_noted = False
 
     def begin(self, given: Mapping[int, Indices], sharing: bool = True) -> None:
         """Begins a forward, in which sequences are sharded at their first use, as in a trace.
@@ -145,6 +149,15 @@ class ContextOfSequences(AttendingContext):
         """Pairs of each rank in the packed documents of this forward; none without documents."""
         every = [work_balance(work, self.positions_of(length)).pairs for length, work in self.work.items()]
         return WorkBalance(tuple(map(sum, zip(*every, strict=True))))
+
+    def note_unshared(self) -> None:
+        """Logs once, on the first context rank, that this forward had packed documents whose work was not shared."""
+        if self.work and not self._is_noted and not self.axis.index:
+            logger.warning(
+                "parallel.context: packed documents keep two chunks a rank, because this model reads neighbouring "
+                "positions and its forwards are called by a script; eng.train_batch shares them by work"
+            )
+            self._is_noted = True
 
     def next_age(self) -> int:
         """Returns the number of the next slice that one rank has."""

@@ -108,6 +108,19 @@ def test_rows_at_borders_of_chunks_are_sent(layer: str, ranks: int) -> None:
     assert max(run.plan.pairs) * ranks <= EVEN * sum(run.plan.pairs)
 
 
+def _call(world: World) -> None:
+    with engine.initialize(OWN["causal conv"](), settings({"context": 2}), world=world) as eng:
+        for batch in packed(steps=2):
+            eng.backward(eng(batch))
+            eng.step()
+
+
+def test_a_script_whose_forwards_do_not_share_work_has_one_note(caplog: pytest.LogCaptureFixture) -> None:
+    run_thread_ranks(2, _call)
+    notes = [one for one in caplog.messages if "packed documents keep two chunks a rank" in one]
+    assert len(notes) == 1 and "eng.train_batch shares them" in notes[0]
+
+
 @pytest.mark.parametrize("ranks", [wide(2), wide(3), wide(4)])
 @pytest.mark.parametrize("more", [{}, {"activation_checkpointing": {"mode": "full"}}], ids=str)
 def test_convolutions_beside_attention_are_shared_by_work(ranks: int, more: dict[str, Any]) -> None:
