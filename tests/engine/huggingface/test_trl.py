@@ -42,7 +42,7 @@ HOSTS: Mapping[str, Host] = {
                 "num_iterations": 2,
                 "steps_per_generation": 4,
                 "max_steps": 8,
-                "adam_epsilon": 1e-4,
+                "adam_epsilon": 1e-5,
             },
         },
     ),
