@@ -45,6 +45,8 @@ from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
 MOST_TENSORS = 256
 """Maximum number of tensors of a request."""
+CREATE = "create"
+"""Route of the entry that creates the model that all clients share."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,119}")
 _DONE, _WAITING = 200, 202
 _STATUS: Mapping[str, int] = {"user": 400, "gone": 410}
@@ -103,8 +105,12 @@ class TensorRoutes:
         model = getattr(command, "model", None)
         if model == SHARED and self._creates and SHARED not in self._ledger.lines:
             await self._open(HOUSE)
-            created = FutureEntry(f"{HOUSE}:create", HOUSE, CreateModel(SHARED, "", None), SHARED, 0, route=path)
-            await self._futures.wait_stored(self._ledger.submit(created).stored)
+            created = FutureEntry(f"{HOUSE}:create", HOUSE, CreateModel(SHARED, "", None), SHARED, 0, route=CREATE)
+            created = self._ledger.submit(created)
+            await self._futures.wait_stored(created.stored)
+            await self._futures.wait(created)
+            if created.state is not EntryState.DONE or created.has_failed:
+                return created.result
         line = model if model in self._ledger.lines else None
         entry = FutureEntry(f"{session}:tensors:{number}", session, command, line, route=path)
         entry = self._ledger.submit(entry)

@@ -34,18 +34,20 @@ def tensor_server(
     shape: Any = None,
     token: str = "",
     session_seconds: float = 120.0,
+    full: int = 1,
 ) -> Iterator[str]:
-    """Serve a model that all clients share; yield the address."""
+    """Serve a model that all clients share; yield the address. With ``full`` 0, a request cannot create it."""
     torch.manual_seed(0)
-    pool = TenantPool(build, load_config(dict(CONFIG)), TenantLimits(full=1), shape)
+    pool = TenantPool(build, load_config(dict(CONFIG)), TenantLimits(full=full), shape)
     executor = CommandExecutor(pool, folder, functions)
-    executor.run(CreateModel("shared", "", None))
+    if full:
+        executor.run(CreateModel("shared", "", None))
     ledger = Ledger(FairQueue(), None, LedgerLimits(session_seconds=session_seconds))
     source = LedgerSource(ledger, iter(()))
     loop = CommandLoop(TorchHostGroup(0, 1, 10.0), executor.run, executor.spoil, source)
     ranks = Thread(target=loop.run, daemon=True)
     ranks.start()
-    app = ServiceApplication(ledger, ServedModel(("shared",), 64, 64), token, 1 << 20)
+    app = ServiceApplication(ledger, ServedModel(("shared",), 64, 64), token, 1 << 20, creates_shared=not full)
     listening = listen("127.0.0.1", 0, "the door")
     try:
         with run_in_thread(HostedApplication(app, listening, app.end_waits), "door"):

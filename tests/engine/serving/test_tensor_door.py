@@ -57,6 +57,13 @@ def test_a_client_trains_a_server_as_its_own_model(tmp_path: Path) -> None:
         }  # fmt: skip
 
 
+def test_a_model_that_cannot_be_created_has_its_reason_in_every_reply(tmp_path: Path) -> None:
+    with tensor_server(layer, tmp_path, shape=rows(0), full=0) as url:
+        for _ in range(2):
+            with pytest.raises(RemoteError, match=r"the limit tenants\.full is 0; train adapters"):
+                RemoteModel(url)(rows(0))
+
+
 def test_two_forwards_before_the_first_backward_give_both_gradients(tmp_path: Path) -> None:
     local = layer()
     with tensor_server(layer, tmp_path, shape=rows(0)) as url:
