@@ -251,8 +251,8 @@ SERVICE = (
         name="why-a-shared-model-is-absent",
         about="A client of a model that could not be created hears that it is absent, and not why.",
         file=f"{SERVING}/wire/tensor_routes.py",
-        old="            if created.state is not EntryState.DONE or created.has_failed:\n                return created.result\n",
-        new="",
+        old="if created.state is not EntryState.DONE or created.has_failed:",
+        new="if created.state is not EntryState.DONE:",
         tests=(f"{TESTS}/test_tensor_door.py::test_a_model_that_cannot_be_created_has_its_reason_in_every_reply",),
     ),
 )
