@@ -260,6 +260,21 @@ def test_a_short_sequence_is_refused_in_one_sentence_on_all_ranks() -> None:
     assert first == second and "[1, 3]" in first and "at least 4 positions" in first
 
 
+def _lengths(world: Any) -> str:
+    batch = batches_of("plain", 12 + 4 * world.rank)[0]
+    with (
+        pytest.raises(EngineError) as caught,
+        engine.initialize(llama(), config_of({"data": 1, "context": 2}), world=world) as eng,
+    ):
+        eng.train_batch(batch)
+    return str(caught.value)
+
+
+def test_lengths_that_differ_by_rank_are_refused_in_one_sentence_on_all_ranks() -> None:
+    first, second = run_thread_ranks(2, _lengths)
+    assert first == second and "rank 0 and rank 1 were given different batches" in first
+
+
 def _compiled(world: Any) -> None:
     model: Any = llama()
     model.config._attn_implementation = "flex_attention"
