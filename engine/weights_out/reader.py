@@ -12,12 +12,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from time import monotonic
 
-import httpx
-
 from engine.checkpoint.format.checked_blocks import BLOCK, Hashes
 from engine.errors import EngineError, GridError, first_line
 from engine.outer.http.bodies import RANGE
-from engine.outer.http.connection import StoreConnection
+from engine.outer.http.connection import BoundedConnection, StoreConnection
 from engine.outer.http.requests import Done
 from engine.outer.messages import StoreRefusedError
 from engine.weights_out import version as wire
@@ -30,16 +28,11 @@ Known = dict[int, list[Hashes]]
 """Hashes of a receiver's own values: of each owner, those of its flows."""
 
 
-class SenderConnection(StoreConnection):
+class SenderConnection(BoundedConnection):
     """Connection to one owner rank."""
 
     noun = "trainer"
     remedy = "read the newest version once it trains again, or check address and network."
-
-    def limit(self, seconds: float) -> None:
-        """Lets no request wait for longer than ``seconds`` from now, also not for a peer that hangs."""
-        super().limit(seconds)
-        self._client.timeout = httpx.Timeout(min(60.0, max(0.1, seconds)))
 
 
 class WeightReader:

@@ -275,3 +275,16 @@ def _message(kind: type[T], reply: Mapping[str, Any]) -> T:
         return from_json(kind, reply, "reply", least=-1)
     except ValueError as error:
         raise TroubleError(f"the reply is no {kind.__name__}: {error}") from error
+
+
+LONGEST_SECONDS = 60.0
+"""Seconds of one attempt at a peer that may hang."""
+
+
+class BoundedConnection(StoreConnection):
+    """Connection to a peer that may hang: a limit bounds each attempt, too."""
+
+    def limit(self, seconds: float) -> None:
+        """Lets no request wait for longer than ``seconds`` from now, also not for a peer that hangs."""
+        super().limit(seconds)
+        self._client.timeout = httpx.Timeout(min(LONGEST_SECONDS, max(0.1, seconds)))

@@ -9,30 +9,23 @@ import httpx
 
 from engine.checkpoint.format.strict_json import decode_json
 from engine.errors import EngineError, first_line
-from engine.outer.http.connection import StoreConnection
+from engine.outer.http.connection import LONGEST_SECONDS, BoundedConnection
 from engine.outer.messages import StoreRefusedError
 from engine.web.json_text import dump_json
 from engine.web.retries import FOREVER, TroubleError
 
 _REFUSED, _NOT_FOUND, _LATER = 400, 404, (429, 502, 503, 504)
-LONGEST_SECONDS = 60.0
-"""Seconds of one attempt."""
 _JSON = {"content-type": "application/json"}
 INCOMPLETE = "incomplete"
 """Last word of the version of a server with weights that may be a mix; it stays paused."""
 
 
-class InferenceServer(StoreConnection):
+class InferenceServer(BoundedConnection):
     """Connection to one inference server."""
 
     def absent(self, path: str) -> str:
         """Returns the remedy for a server without a call."""
         return "check the address."
-
-    def limit(self, seconds: float) -> None:
-        """Lets no request wait for longer than ``seconds`` from now, also not for a server that hangs."""
-        super().limit(seconds)
-        self._client.timeout = httpx.Timeout(min(LONGEST_SECONDS, max(0.1, seconds)))
 
     def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, patience: float = FOREVER,
