@@ -395,13 +395,15 @@ def _weights_of(run: RunState, folder: Path) -> TensorSource:
 def _pretrained(run: RunState, folder: Path) -> PretrainedFolder:
     """Returns a Hugging Face folder as a source of this model's tensors; of a model with adapters, of its base's."""
     model: Any = run.model
-    own = {tensor.name: (tensor.kind.shape, [*run.keys[tensor.name]]) for tensor in run.tensors}
+    keys, shapes = run.keys, {tensor.name: tensor.kind.shape for tensor in run.tensors}
+    parts = {tensor.name: tensor.parts for tensor in run.tensors if tensor.parts}
     if is_peft_model(model):  # the folder has the base alone
-        adapters = adapter_names(model, [name.partition("/")[2] for name in own])
-        rest = {name: one for name, one in own.items() if name.partition("/")[2] not in adapters}
-        own = {name: (shape, [base_name(key) for key in keys]) for name, (shape, keys) in rest.items()}
+        adapters = {f"param/{name}" for name in adapter_names(model, [name.partition("/")[2] for name in keys])}
+        keys = {name: [*map(base_name, given)] for name, given in keys.items() if name not in adapters}
         model = model.get_base_model()
-    found = published_parts(model, {keys[0]: shape for shape, keys in own.values()})
-    parts = {name: (shape, found[keys[0]]) for name, (shape, keys) in own.items() if keys[0] in found}
+        found = published_parts(model, {given[0]: shapes[name] for name, given in keys.items()})
+        parts = {name: found[given[0]] for name, given in keys.items() if given[0] in found}
     prefix = str(getattr(model, "base_model_prefix", ""))
-    return PretrainedFolder(run.files, folder, {name: keys for name, (_, keys) in own.items()}, prefix, parts)
+    return PretrainedFolder(
+        run.files, folder, keys, prefix, {name: (shapes[name], each) for name, each in parts.items()}
+    )
