@@ -71,13 +71,11 @@ def _on_each(consumers: Sequence[WeightConsumer], phase: Callable[[WeightConsume
 
 def published(values: Mapping[str, Tensor], tensors: Mapping[str, PublishedTensor]) -> dict[str, Tensor]:
     """Returns whole tensors under the keys of published folders, which inference servers know; views of ``values``."""
-    found = dict[str, Tensor]()
-    for key, whole in values.items():
-        for part in tensors[key].parts:
-            found[part.key] = whole.view(-1)[part.start : part.start + part.elements].view(part.shape)
-        if not tensors[key].parts:
-            found[key] = whole
-    return found
+    return {
+        part.key: whole.view(-1)[part.start : part.start + part.elements].view(part.shape)
+        for key, whole in values.items()
+        for part in tensors[key].entries(key)
+    }
 
 
 class WeightBlocks:

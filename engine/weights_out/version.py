@@ -1,10 +1,10 @@
 """Messages of published weights: geometry of the model, numbers of versions, requests for hashes and blocks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.checkpoint.format.pieces import Part, Piece, Runs, runs
-from engine.checkpoint.format.safetensors_file import FilePart, TensorKind
+from engine.checkpoint.format.safetensors_file import FilePart, TensorKind, file_parts
 
 GEOMETRY, NEWEST, OPEN, CLOSE = "/v1/weights/geometry", "/v1/weights/newest", "/v1/weights/open", "/v1/weights/close"
 HASHES, BLOCKS = "/v1/weights/hashes", "/v1/weights/blocks"
@@ -34,9 +34,9 @@ class PublishedTensor:
         """Dtype and full shape."""
         return TensorKind(self.dtype, self.shape)
 
-    def names(self, key: str) -> list[str]:
-        """Returns the keys in a published folder."""
-        return [part.key for part in self.parts] or [key]
+    def entries(self, key: str) -> Sequence[FilePart]:
+        """Returns the tensors of a published folder that have the elements of this one, whose key is ``key``."""
+        return file_parts(key, self.shape, self.parts)
 
 
 @dataclass(frozen=True, slots=True)

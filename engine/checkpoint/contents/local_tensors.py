@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.pieces import Part, Piece, runs
-from engine.checkpoint.format.safetensors_file import FilePart, TensorKind, code_of
+from engine.checkpoint.format.safetensors_file import FilePart, TensorKind, code_of, file_parts
 from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.model.quantized_layers import quantize_part
 from engine.parallel.shard_table import Range, ShardRow
@@ -47,12 +47,11 @@ class ModelTensor:
     """Tensors of the folder that have its elements; empty: one, under ``key``."""
 
     @property
-    def entries(self) -> tuple[FilePart, ...]:
+    def entries(self) -> Sequence[FilePart]:
         """Tensors of the folder that have its elements, in order."""
-        if self.row is not None and self.parts:
-            return self.parts
-        key = self.parts[0].key if self.parts else self.key
-        return (FilePart(key, self.kind.shape, 0),)  # a buffer may have been replaced by one of another shape
+        if self.row is None and self.parts:  # a buffer may have been replaced by one of another shape
+            return file_parts(self.parts[0].key, self.kind.shape)
+        return file_parts(self.key, self.kind.shape, self.parts)
 
 
 def local_region(row: ShardRow, holder: ShardHolder) -> Part:

@@ -92,6 +92,11 @@ class FilePart:
         return prod(self.shape)
 
 
+def file_parts(key: str, shape: tuple[int, ...], parts: Sequence[FilePart] = ()) -> Sequence[FilePart]:
+    """Returns the tensors of a file that have a tensor's elements: its parts, or the whole one under its key."""
+    return parts or (FilePart(key, shape, 0),)
+
+
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """Header, tensor offsets and size of a safetensors file."""
@@ -119,7 +124,7 @@ def lay_out(
     offset, starts = 0, {}
     for key, kind in ordered:
         starts[key] = offset
-        for part in parts.get(key) or (FilePart(key, kind.shape, 0),):
+        for part in file_parts(key, kind.shape, parts.get(key, ())):
             begin = offset + part.start * kind.width
             end = begin + part.elements * kind.width
             entries[part.key] = {"dtype": kind.dtype, "shape": list(part.shape), "data_offsets": [begin, end]}

@@ -111,7 +111,7 @@ class VersionFolder:
             name = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
             known = _known(note, name) if note.get("run") == version.run else None
             hashes[name] = _texts(self._write(blocks, keys, written / name, base, known))
-            placed |= {each: name for key in keys for each in blocks.geometry.tensors[key].names(key)}
+            placed |= {part.key: name for key in keys for part in blocks.geometry.tensors[key].entries(key)}
         size = sum(tensor.kind.bytes for tensor in blocks.geometry.served.values())
         about = {"run": version.run, "number": version.number, "base": version.base, "step": version.step}
         metadata = {"total_size": size, "version": version.number, "base": version.base}
