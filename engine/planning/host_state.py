@@ -96,7 +96,8 @@ def setting_notes(program: Program, config: Config, precision: Precision, format
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         notes.append(
-            "the model has no trainable parameter: it predicts, generates and evaluates, and cannot be trained"
+            "no parameter of the model requires a gradient: this engine predicts, generates and evaluates, and "
+            "train_batch refuses"
         )
     if 1 < config.shards == config.zero_optimization.zero_hpz_partition_size:
         notes.append(
