@@ -19,6 +19,7 @@ from engine.kernels.dispatch import REFERENCE, Kernels, runs_triton
 from engine.kernels.ops.embedding import look_up_rows
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
+from engine.parallel.kernel_injection.flex_calls import redirect_flex
 from engine.parallel.kernel_injection.inject import LAZY_HEAD, Replacement, find_heads, find_replacements
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
@@ -62,6 +63,7 @@ def change_forwards(
     """
     if planned is None:
         _check_kernels(config, device)
+    redirect_flex(model, patches)
     kernels = planned or Kernels(config.kernels)
     replaces = kernels.replaces(device)
     found = find_replacements(model, kernels) if replaces else ()

@@ -48,8 +48,6 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     for name, parameter in model.named_parameters():
         check_own_hooks(name, parameter, 0)
     _check_example(request.example_batch)
-    if config.cp > 1:
-        _refuse_flex_attention(model, config.cp)
     if needs_example(config) and request.example_batch is None:
         check_settings(model, config)  # the plan, which would find the mistake, waits for the first batch
     _switch_cache_off(model, request.patches)
@@ -112,16 +110,6 @@ def _refuse_lazy(model: nn.Module) -> None:
             raise PlanError(
                 f"{name!r} has no shape before a first forward (a lazy layer); run one forward of the model on a "
                 "microbatch before engine.initialize."
-            )
-
-
-def _refuse_flex_attention(model: nn.Module, ranks: int) -> None:
-    """Refuses models that compile attention with its mask, which has no rule for a part of the positions."""
-    for name, module in model.named_modules():
-        if getattr(getattr(module, "config", None), "_attn_implementation", None) == "flex_attention":
-            raise PlanError(
-                f'{f"{name!r} of the model" if name else "the model"} has attn_implementation "flex_attention", which '
-                f'parallel.context {ranks} cannot divide; set attn_implementation="sdpa", or remove parallel.context.'
             )
 
 

@@ -7,7 +7,7 @@
     auto      the method with the least exposed time that fits into memory
 
 Keys and values travel before their heads are repeated. A call that a method cannot compute gathers keys; the banner
-names it.
+names it. Flex attention gathers keys: its kernels skip the blocks of keys that its mask hides.
 """
 
 from collections import Counter
@@ -20,20 +20,23 @@ import torch
 from torch import Tensor
 
 from engine.kernels.device import total_memory
+from engine.kernels.ops.flex_attention import FlexCall
 from engine.parallel.context.attention import KeyAttention, attend_keys, casts_for_autocast
 from engine.parallel.context.choose import ASSUMED, AttentionRates, AttentionSizes, Method, choose_method
 from engine.parallel.context.cuts import contiguous
 from engine.parallel.context.key_flow import KeyFlow, gathered_keys, needed_flow, own_keys, ring_of_keys
 from engine.parallel.context.recut import recut, sent_elements, take
 from engine.parallel.context.repeated_heads import before_repeat
-from engine.parallel.context.rules import GivenAttention, attend_gathered, mask_rows
+from engine.parallel.context.rules import GivenAttention, attend_gathered, gathered_pair, mask_rows
 from engine.parallel.context.sight import needed_keys
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, Rules
+from engine.parallel.tensor.global_tensor.flex_parts import FlexPart
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.index_runs import Runs, one_run, run_length, runs_from
 from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError, Sets, replaced
 from engine.parallel.tensor.global_tensor.operands import layout_of
 from engine.parallel.tensor.global_tensor.rules.attention import attention_arguments, attention_rule
+from engine.parallel.tensor.global_tensor.rules.flex import flex_rule, on_ranks
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 HEADS = "heads"
@@ -53,8 +56,8 @@ class AttentionMethods:
         """Figures by which a method was first chosen."""
         self.plans: dict[Hashable, tuple[Tensor, Any]] = {}
         """Plans of calls with a mask, which is kept alive, in one forward."""
-        self.rows: dict[Any, tuple[Tensor, Tensor]] = {}
-        """Rows of a mask for the queries of this rank, one copy for all layers of a forward."""
+        self.rows: dict[Any, tuple[Any, Any]] = {}
+        """Mask, and its rows for the queries of this rank, one copy for all layers of a forward."""
 
     def clear(self) -> None:
         """Drops the masks of a forward and the keys that they show, at its end."""
@@ -164,6 +167,37 @@ def context_attention(context: "AttendingContext", func: Function, *args: Any, *
     return _METHODS[method](call)
 
 
+def context_flex(context: "AttendingContext", func: Function, q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
+    """Runs flex attention [B, heads, S, D] with queries and keys sharded along S.
+
+    Raises:
+        NoRuleError: another dim is sharded, or keys and values are sharded differently.
+    """
+    own, theirs = layout_of(q).sets, layout_of(k).sets
+    if own[-2] is None and theirs[-2] is None:
+        return flex_rule(context, func, q, k, v, call)
+    if type(q) is not GlobalTensor:
+        raise NoRuleError("queries that no rank shards have no rule over sharded keys.")
+    if any(own[:-2]) or any(theirs[:-2]) or own[-1] is not None or layout_of(v).sets != theirs:
+        raise NoRuleError("attention needs full heads, and keys and values that are sharded equally.")
+    context.attention.used["gather", "flex attention"] += 1
+    keys, values = gathered_pair(k, v)
+    if own[-2] is not None:
+        call = _on_positions(context, own[-2], call, q.device)
+    made = func(q.local, keys, values, call)
+    return on_ranks(context, made, (*q.full[:-1], v.shape[-1]), q.sets)
+
+
+def _on_positions(context: "AttendingContext", own: Index, call: FlexCall, device: torch.device) -> FlexCall:
+    """Returns the call for the queries of this rank; their part of a mask is made once for all layers of a forward."""
+    runs, rows = own.runs[context.axis.index], context.attention.rows
+    part = context.find(("flex part", own, device), lambda: FlexPart.of(device, queries=runs))
+    key = (id(call.block_mask), own)
+    if key not in rows:
+        rows[key] = call.block_mask, part.mask(call.block_mask)
+    return part.call(call, rows[key][1])
+
+
 def _only_gathered(given: GivenAttention) -> str:
     """Returns the reason why only gathered keys can be used; empty if there is none."""
     query, key, value = given.query, given.key, given.value
@@ -257,7 +291,8 @@ def _rows(call: _Call, own: Index) -> Tensor | None:
     key = (id(mask), own)
     if key not in rows:
         rows[key] = mask, mask_rows(call.context, mask, own)
-    return rows[key][1]
+    made: Tensor = rows[key][1]
+    return made
 
 
 def _scale(given: GivenAttention) -> float:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def attend_gathered(context: "GlobalTensorContext", func: Function, given: "GivenAttention") -> GlobalTensor:
     """Runs torch's attention on the queries of this rank and all keys, which autograd stores."""
-    query, (keys, values) = given.query, _gathered(given.key, given.value)
+    query, (keys, values) = given.query, gathered_pair(given.key, given.value)
     shape, options = (*query.full[:-1], given.value.shape[-1]), dict(given.options)
     positions = query.sets[-2]
     if positions is None:  # a few queries that all ranks have, such as those of a pooled output
@@ -55,7 +55,7 @@ class GivenAttention(NamedTuple):
     """Other options of torch's function."""
 
 
-def _gathered(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def gathered_pair(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Gathers keys and values over the axis "cp", together where their shapes are equal."""
     if type(key) is not GlobalTensor or type(value) is not GlobalTensor:
         return key, value

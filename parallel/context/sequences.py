@@ -15,11 +15,12 @@ from torch.nn import functional
 
 from engine.errors import EngineError
 from engine.kernels.ops.embedding import look_up_rows
+from engine.kernels.ops.flex_attention import attend_flex
 from engine.kernels.ops.linear import linear as fused_linear
 from engine.parallel.context.balance import WorkBalance, by_work, runs_balance, work_balance
 from engine.parallel.context.choose import ASSUMED, AttentionRates, Method
 from engine.parallel.context.cuts import contiguous, zigzag
-from engine.parallel.context.methods import AttendingContext, context_attention
+from engine.parallel.context.methods import AttendingContext, context_attention, context_flex
 from engine.parallel.context.recurrence.halo import HALO_RULES, POSITIONS
 from engine.parallel.context.recurrence.placed_rules import (
     PLACED_RULES,
@@ -51,6 +52,7 @@ CONTEXT_RULES = Rules(
         **SLICE_RULES,
         **LAYER_RULES,
         functional.scaled_dot_product_attention: context_attention,
+        attend_flex: context_flex,
         functional.cross_entropy: context_cross_entropy,
         Tensor.expand: noted_expand,
         Tensor.reshape: noted_reshape,
@@ -233,7 +235,10 @@ class SequenceEntry(QuietMode):
     def _is_given(self, tensor: Any) -> bool:
         if type(tensor) is not Tensor:
             return False
-        memory = self._memory.get(tensor.untyped_storage().data_ptr())
+        try:
+            memory = self._memory.get(tensor.untyped_storage().data_ptr())
+        except NotImplementedError:  # places of a mask's function under vmap have no memory
+            return False
         return memory is not None and not memory.expired()  # type: ignore[no-untyped-call]
 
     def _sharded(self, tensor: Tensor, dim: int) -> GlobalTensor:

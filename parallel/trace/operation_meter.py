@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 META = torch.device("meta")
 
@@ -48,6 +48,11 @@ class _Outcome(NamedTuple):
 
 class _NoFormError(Exception):
     """An argument that is more than its form."""
+
+
+def is_metered() -> bool:
+    """Returns True in a traced forward, whose tensors have no content."""
+    return any(isinstance(mode, OperationMeter) for mode in _get_current_dispatch_mode_stack())
 
 
 class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

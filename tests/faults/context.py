@@ -95,14 +95,50 @@ CONTEXT = (
         tests=("tests/parallel/context/test_sequences.py::test_memory_of_a_freed_batch_belongs_to_another_tensor",),
     ),
     Fault(
-        name="flex-attention-on-a-part",
-        about="Attention that is compiled with its mask is traced on a part of the positions.",
-        file="engine/build/validate.py",
-        old="    if config.cp > 1:\n        _refuse_flex",
-        new="    if config.cp < 1:\n        _refuse_flex",
+        name="flex-attention-on-local-positions",
+        about="The mask of flex attention is read at positions of the rank, not of the sequence.",
+        file="parallel/tensor/global_tensor/flex_parts.py",
+        old="            return modifier(*self._places(b, h, q), k)\n",
+        new="            return modifier(b, h, q, k)\n",
         tests=(
-            "tests/parallel/context/test_context_training.py::"
-            "test_attention_that_is_compiled_with_its_mask_is_refused_by_name",
+            "tests/parallel/context/test_flex_attention.py::test_a_part_of_a_mask_has_the_rows_and_heads_of_the_whole",
+        ),
+    ),
+    Fault(
+        name="flex-scores-on-local-heads",
+        about="The change of flex attention's scores is read at heads and positions of the rank.",
+        file="parallel/tensor/global_tensor/flex_parts.py",
+        old="            return modifier(score, *self._places(b, h, q), k)\n",
+        new="            return modifier(score, b, h, q, k)\n",
+        tests=("tests/parallel/context/test_flex_attention.py::test_every_grid_trains_as_one_process",),
+    ),
+    Fault(
+        name="flex-blocks-that-overlap",
+        about="A block of queries that overlaps two blocks of the whole mask sees the keys of one of them.",
+        file="parallel/tensor/global_tensor/flex_parts.py",
+        old="        return [*_listed((seen > 0) & ~full), *_listed(full)], function\n",
+        new="        return [*_listed((bounded > 0) & (seen > 1)), *_listed(full)], function\n",
+        tests=(
+            "tests/parallel/context/test_flex_attention.py::test_a_part_of_a_mask_has_the_rows_and_heads_of_the_whole",
+        ),
+    ),
+    Fault(
+        name="flex-full-blocks-unseen",
+        about="Blocks of flex attention without a hidden key are not computed.",
+        file="kernels/ops/flex_attention.py",
+        old="    return (kinds == FULL) | ((kinds == PARTIAL)",
+        new="    return ((kinds == PARTIAL)",
+        tests=("tests/parallel/kernel_injection/test_flex_calls.py::test_the_operator_is_flex_attention_of_torch",),
+    ),
+    Fault(
+        name="flex-attention-not-followed",
+        about="Flex attention that a model calls through a function of its own is not followed.",
+        file="parallel/model/method_globals.py",
+        old="        if made is given and isinstance(given, FunctionType) and not _is_library(given):\n",
+        new="        if made is given and isinstance(given, FunctionType) and _is_library(given):\n",
+        tests=(
+            "tests/parallel/kernel_injection/test_flex_calls.py::"
+            "test_every_call_has_a_gradient_until_the_patches_are_removed",
         ),
     ),
 )

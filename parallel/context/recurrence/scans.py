@@ -9,11 +9,11 @@ in the order of their positions, and the state moves from rank to rank: its size
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from itertools import product
-from types import FunctionType, MappingProxyType, MethodType
+from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ from engine.parallel.context.recurrence.placed import PlacedTensor, slice_on_ran
 from engine.parallel.context.recurrence.placed_rules import join_pieces
 from engine.parallel.context.rows.functions import follow_function, is_custom
 from engine.parallel.context.rows.rowwise_proof import apart
-from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, with_globals
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.method_globals import replace_in_methods
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
 
@@ -49,41 +50,14 @@ def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
     A scan is a function outside the model that can take and return a state; ranks relay the state.
     """
     relayed: dict[Any, Any] = {}
-    for module in model.modules():
-        made = dict(_methods(type(module), relayed))
-        if made:
-            with patches.changing(
-                module, PatchLayer.TENSOR, "runs scans and autograd functions on the positions of each rank"
-            ):
-                for name, method in made.items():
-                    if name not in vars(module):
-                        object.__setattr__(module, name, MethodType(method, module))
 
-
-def _methods(owner: type[nn.Module], relayed: dict[Any, Any]) -> Iterator[tuple[str, FunctionType]]:
-    """Yields the methods of a class that call proposed functions, with relayed functions in their place."""
-    for name in dir(owner):
-        method = inspect.getattr_static(owner, name)
-        if isinstance(method, FunctionType) and not method.__module__.startswith("torch."):
-            made = _relayed(method, relayed)
-            if made is not method:
-                yield name, made
-
-
-def _relayed(function: FunctionType, relayed: dict[Any, Any]) -> FunctionType:
-    """Returns ``function``, or a copy of it and of the functions it wraps in which proposed functions are relayed."""
-    replaced = {}
-    for name in function.__code__.co_names:
-        found = function.__globals__.get(name)
+    def choose(found: Any) -> Any:
         if isinstance(found, FunctionType) and _proposed(found):
-            replaced[name] = relayed.setdefault(found, _relay(found))
-        elif is_custom(found):
-            replaced[name] = relayed.setdefault(found, follow_function(found))
-    wrapped, inner = vars(function).get("__wrapped__"), {}
-    if isinstance(wrapped, FunctionType) and (made := _relayed(wrapped, relayed)) is not wrapped:
-        cells = function.__closure__ or ()
-        inner = {place: made for place, cell in enumerate(cells) if cell.cell_contents is wrapped}
-    return with_globals(function, replaced, inner) if replaced or inner else function
+            return relayed.setdefault(found, _relay(found))
+        return relayed.setdefault(found, follow_function(found)) if is_custom(found) else found
+
+    note = "runs scans and autograd functions on the positions of each rank"
+    replace_in_methods(model, patches, PatchLayer.TENSOR, note, choose)
 
 
 def _proposed(function: FunctionType) -> bool:

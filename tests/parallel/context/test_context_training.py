@@ -275,17 +275,6 @@ def test_lengths_that_differ_by_rank_are_refused_in_one_sentence_on_all_ranks() 
     assert first == second and "rank 0 and rank 1 were given different batches" in first
 
 
-def _compiled(world: Any) -> None:
-    model: Any = llama()
-    model.config._attn_implementation = "flex_attention"
-    engine.initialize(model, config_of({"data": 1, "context": 2}), world=world)
-
-
-def test_attention_that_is_compiled_with_its_mask_is_refused_by_name() -> None:
-    with pytest.raises(EngineError, match=r'has attn_implementation "flex_attention".*set attn_implementation="sdpa"'):
-        run_thread_ranks(2, _compiled)
-
-
 def _moved(folder: str, parallel: dict[str, int], steps: tuple[int, ...]) -> list[float]:
     """Body of a rank: loads a checkpoint, unless it starts at step 0, trains ``steps``, and saves."""
     with engine.initialize(llama(), config_of(parallel, 2, checkpoint={"folder": folder})) as eng:

@@ -67,7 +67,7 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
     """Runs attention with several query heads per key and value head."""
     query, key, value, mask = tensors
     times = query.shape[-3] // key.shape[-3]
-    parts = _matching_groups(context, (query, key, value), times)
+    parts = matching_groups(context, (query, key, value), times)
     if parts is None:
         key, value = (torch.repeat_interleave(tensor, times, dim=-3) for tensor in (key, value))
         return attention_rule(context, func, query, key, value, mask, **(options | {"enable_gqa": False}))
@@ -78,7 +78,7 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
     return GlobalTensor(local, (*query.full[:-1], value.full[-1]), query.sets, context)
 
 
-def _matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
+def matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
     """Returns the shards if every rank has exactly the key heads of its query heads; otherwise None."""
     if any(type(tensor) is not GlobalTensor for tensor in tensors):
         return None

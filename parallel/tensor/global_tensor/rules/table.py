@@ -27,6 +27,7 @@ from torch.nn import functional
 from engine.kernels.device import ACCELERATORS
 from engine.kernels.ops.activations import activate, gated
 from engine.kernels.ops.embedding import look_up_rows
+from engine.kernels.ops.flex_attention import attend_flex
 from engine.kernels.ops.linear import linear as fused
 from engine.kernels.ops.norm import add_norm, norm
 from engine.kernels.ops.rotary import rotary
@@ -34,6 +35,7 @@ from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, Ru
 from engine.parallel.tensor.global_tensor.rules import (
     attention,
     elementwise,
+    flex,
     matmul,
     metadata,
     norms,
@@ -198,6 +200,7 @@ def _multiplied() -> Iterator[tuple[TensorRule, Any]]:
     yield matmul.embedding, functional.embedding
     yield matmul.added_rows, look_up_rows
     yield attention.attention_rule, functional.scaled_dot_product_attention
+    yield flex.flex_rule, attend_flex
     yield attention.multi_head, functional.multi_head_attention_forward
 
 

@@ -1,0 +1,102 @@
+"""Replacement of global names in methods of a model: the methods of this model's modules call other functions.
+
+The functions themselves are unchanged, because other models call them. A method is copied with other globals, also the
+functions of a user that it calls, and the ones its decorators wrap.
+"""
+
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, with_globals
+
+Choice = Callable[[Any], Any]
+"""Function that returns the replacement of a global value, or the value itself."""
+
+
+def replace_in_methods(model: nn.Module, patches: ForwardPatches, layer: PatchLayer, note: str, choose: Choice) -> None:
+    """Patches the methods of ``model``'s modules that name a global value with a replacement.
+
+    A method that another patch has replaced by a copy is copied again; other replaced methods stay.
+    """
+    found = _Copies(choose)
+    by_class: dict[type, dict[str, FunctionType]] = {}
+    for module in model.modules():
+        owner = type(module)
+        if owner not in by_class:
+            by_class[owner] = dict(_methods(owner))
+        made = dict(_changed(module, by_class[owner], found))
+        if made:
+            with patches.changing(module, layer, note):
+                for name, method in made.items():
+                    object.__setattr__(module, name, MethodType(method, module))
+
+
+def _methods(owner: type) -> Iterator[tuple[str, FunctionType]]:
+    """Yields the methods of a class that code outside of torch defines."""
+    seen = set[str]()
+    for base in owner.__mro__:
+        for name, method in vars(base).items():
+            if name not in seen and isinstance(method, FunctionType) and not method.__module__.startswith("torch."):
+                yield name, method
+            seen.add(name)
+
+
+def _changed(
+    module: nn.Module, methods: dict[str, FunctionType], found: "_Copies"
+) -> Iterator[tuple[str, FunctionType]]:
+    for name, method in methods.items():
+        own = vars(module).get(name)
+        if own is not None and not (isinstance(own, MethodType) and isinstance(own.__func__, FunctionType)):
+            continue
+        given: Any = method if own is None else own.__func__
+        made = found.of(given)
+        if made is not given:
+            yield name, made
+
+
+class _Copies:
+    """Copies of functions with replaced globals, one for each function."""
+
+    def __init__(self, choose: Choice) -> None:
+        self._choose = choose
+        self._made: dict[FunctionType, FunctionType] = {}
+
+    def of(self, function: FunctionType) -> FunctionType:
+        """Returns ``function``, or a copy of it, and of a function that it wraps, with replaced globals."""
+        if function not in self._made:
+            self._made[function] = function  # a function that calls itself
+            self._made[function] = self._copied(function)
+        return self._made[function]
+
+    def _copied(self, function: FunctionType) -> FunctionType:
+        replaced = {}
+        for name in _names(function.__code__):
+            given = function.__globals__.get(name)
+            if given is not None and (made := self._replaced(given)) is not given:
+                replaced[name] = made
+        wrapped, inner = vars(function).get("__wrapped__"), {}
+        if isinstance(wrapped, FunctionType) and (made := self.of(wrapped)) is not wrapped:
+            cells = function.__closure__ or ()
+            inner = {place: made for place, cell in enumerate(cells) if cell.cell_contents is wrapped}
+        return with_globals(function, replaced, inner) if replaced or inner else function
+
+    def _replaced(self, given: Any) -> Any:
+        made = self._choose(given)
+        if made is given and isinstance(given, FunctionType) and not _is_library(given):
+            return self.of(given)
+        return made
+
+
+def _is_library(function: FunctionType) -> bool:
+    return (function.__module__ or "").split(".")[0] in ("builtins", "engine", "numpy", "torch", "transformers")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yields the global names of a function, and of the functions inside it."""
+    yield from code.co_names
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _names(value)
