@@ -90,7 +90,7 @@ class KeyFlow(NamedTuple):
         for parcel in self.parcels if self.axis.dry else ():
             if parcel.boxes is None:
                 continue
-            whole = local.detach().new_empty(parcel.boxes.made)
+            whole = local.new_empty(parcel.boxes.made)
             if parcel.shards is not None:
                 self.axis.expect("all_gather", KEYS, whole, made)
                 self.axis.expect("reduce_scatter", KEY_GRADIENTS, whole, made)

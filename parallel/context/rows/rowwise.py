@@ -114,8 +114,8 @@ def run_rowwise(model: nn.Module, found: Iterable[RowwiseModule], patches: Forwa
     modules = {name: model.get_submodule(name) for name in known}
 
     def handle(unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first = next(global_tensors_in(args, kwargs), None)
-        if first is None or is_heard(modules[unit]):
+        first = next((one for one in global_tensors_in(args, kwargs) if one.views.axis.name == "cp"), None)
+        if first is None or is_heard(modules[unit]):  # over tensor ranks, weights sum their gradients
             return forward(*args, **kwargs)
         for form in known[unit]:
             call = LocalCall.of(form, first.views, args, kwargs)
@@ -207,6 +207,8 @@ def _positions(
     found: list[Index | None] = [None, None]
     for leaf, dim in zip(leaves, dims, strict=True):
         if type(leaf) is GlobalTensor:
+            if leaf.views is not context:
+                raise NoRuleError("an argument is sharded over another axis.")
             if any(index is not None for place, index in enumerate(leaf.sets) if place != dim):
                 raise NoRuleError("another dim than that of positions is sharded.")
             if dim is not None and leaf.sets[dim] is not None:

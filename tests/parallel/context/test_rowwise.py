@@ -2,16 +2,21 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.parallel.context.choose import Method
 from engine.parallel.context.rows.call_forms import CallRecorder
-from engine.parallel.context.rows.rowwise import LocalCall, find_rowwise
+from engine.parallel.context.rows.rowwise import LocalCall, find_rowwise, run_rowwise
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.index_sets import Index
+from engine.parallel.tensor.global_tensor.rules.table import global_context
+from engine.parallel.tensor.tp_axis import DryAxis
 from engine.verify import verify
 from tests.parallel.context.test_context_training import config_of
 from tests.selection import wide
@@ -201,7 +206,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[set[type]]:
     [
         (kind, more) if (kind, more) == ("autograd function", {}) else wide(kind, more)
         for kind in ("autograd function", "layer norm", "flattened")
-        for more in ({}, {"sequence_parallel": True}, {"pipeline": 2})
+        for more in ({}, {"sequence_parallel": True}, {"pipeline": 2, "split": ["last"]})
     ],
     ids=str,
 )
@@ -215,6 +220,31 @@ def test_modules_of_positions_run_on_local_tensors_with_tensor_ranks(
     result = verify(partial(reader, BY_ROWS[kind]), config, batches(12), threads=threads)
     assert result is not None and result.holds(), str(result)
     assert entered and all(kinds == {GlobalTensor if "sequence_parallel" in more else Tensor} for kinds in entered)
+
+
+def test_a_tensor_that_tensor_ranks_shard_alone_stays_a_global_one(entered: list[set[type]]) -> None:
+    """Its norm sums the gradient of the weight over the tensor ranks."""
+    model, x = nn.ModuleDict({"layer": nn.LayerNorm(WIDTH)}), torch.randn(ROWS, LENGTH, WIDTH)
+    recorder, patches = CallRecorder(model), ForwardPatches()
+    with recorder.watching():
+        model["layer"](x)
+    run_rowwise(model, find_rowwise(model, [x], recorder.calls), patches)
+    made = []
+    for name in ("tp", "cp"):
+        context = global_context(DryAxis(3, name=name))
+        sets = (None, Index.even_blocks(LENGTH, 3), None)
+        made.append(model["layer"](GlobalTensor(x[:, : LENGTH // 3], tuple(x.shape), sets, context)))
+        assert len(entered) == (name == "cp")
+    assert torch.equal(made[0].local, made[1].local) and made[0].sets == made[1].sets
+
+
+@pytest.mark.parametrize("method", ["auto", *(wide(method) for method in get_args(Method))])
+def test_code_between_stages_attends_and_reshapes_on_context_ranks(method: str) -> None:
+    """A shard has other strides than those of another rank, which the trace of the stages has."""
+    parallel = {"data": 1, "context": {"size": 2, "method": method}, "pipeline": 2, "split": ["last"]}
+    config = config_of(parallel, train_micro_batch_size_per_gpu=2)
+    result = verify(partial(reader, BY_ROWS["layer norm"]), config, batches(12), threads=4)
+    assert result is not None and result.holds(), str(result)
 
 
 def _compiled(in_place: bool) -> nn.Module:

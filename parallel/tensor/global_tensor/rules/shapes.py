@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engine.parallel.model.operand_casts import is_watched
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets
 from engine.parallel.tensor.global_tensor.layout import (
@@ -43,6 +44,11 @@ def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in found)
 
 
+def is_view_of(piece: Tensor, local: Tensor) -> bool:
+    """Returns True if ``piece``, which was made of ``local``, is a view of it."""
+    return piece is local or piece._is_view()
+
+
 def reshape(
     context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, shape: Any = None, size: Any = None
 ) -> Any:
@@ -67,7 +73,11 @@ def to_shape(x: GlobalTensor, shape: Shape) -> GlobalTensor:
     layout = Layout(x.full, x.sets)
     made, local = context.find(("reshape", layout, shape), lambda: _reshape_plan(layout, shape, context.axis.index))
     try:
-        out = moved(x, x.local.view(local), made.shape, made.sets)
+        if is_watched():  # strides differ between ranks, but a trace has the operations of one
+            part = x.local.reshape(local)
+            out = moved(x, part, made.shape, made.sets, copied=not is_view_of(part, x.local))
+        else:
+            out = moved(x, x.local.view(local), made.shape, made.sets)
     except (RuntimeError, ValueError):  # real tensors, shapes: the shard's strides allow no view
         out = moved(x, x.local.reshape(local), made.shape, made.sets, copied=True)
     if len(shape) == 2 and x.ndim > 2 and shape[1] == x.full[-1]:

@@ -26,7 +26,7 @@ from engine.parallel.tensor.global_tensor.layout import (
 )
 from engine.parallel.tensor.global_tensor.operands import layout_of, part, pick
 from engine.parallel.tensor.global_tensor.redistribute import full
-from engine.parallel.tensor.global_tensor.rules.shapes import moved, unsqueeze
+from engine.parallel.tensor.global_tensor.rules.shapes import moved, is_view_of, unsqueeze
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -73,11 +73,7 @@ def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
         return _sent(x, dim, chosen)
     old, new = context.find(("span", index, bounds), lambda: sliced(index, np.arange(*bounds)))
     local = pick(context, x.local, dim, index, old)
-    return moved(x, local, shape, replaced(x.sets, dim, new), copied=not _shares(local, x.local))
-
-
-def _shares(piece: Tensor, local: Tensor) -> bool:
-    return piece is local or piece._is_view()
+    return moved(x, local, shape, replaced(x.sets, dim, new), copied=not is_view_of(local, x.local))
 
 
 def _sent(x: GlobalTensor, dim: int, chosen: range) -> Tensor:
