@@ -26,7 +26,7 @@ from engine.parallel.tensor.global_tensor.layout import (
 )
 from engine.parallel.tensor.global_tensor.operands import layout_of, part, pick
 from engine.parallel.tensor.global_tensor.redistribute import full
-from engine.parallel.tensor.global_tensor.rules.shapes import moved, is_view_of, unsqueeze
+from engine.parallel.tensor.global_tensor.rules.shapes import is_view_of, moved, unsqueeze
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
