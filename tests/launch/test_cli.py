@@ -128,6 +128,7 @@ def test_plan_needs_no_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "48 ranks = 1 pipeline x 48 data x 1 tensor" in text and "6,482,432 parameters" in text
 
 
+@pytest.mark.long
 def test_plan_of_three_axes_tells_the_cut_and_draws_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "dp2_tp2_pp2_zero1.json")
     assert main(["plan", config, "--world", "8", "--layers", "4"]) == 0
@@ -139,6 +140,7 @@ def test_plan_of_three_axes_tells_the_cut_and_draws_the_schedule(capsys: pytest.
         assert expected in text, text
 
 
+@pytest.mark.long
 def test_plan_measures_where_the_configuration_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "auto.json"
     parallel = {"pipeline": 2, "balance": "time", "schedule": "auto"}

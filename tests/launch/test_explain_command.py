@@ -68,6 +68,7 @@ def test_placeholders_are_nouns_and_no_source() -> None:
     assert not [value for value in values if not re.fullmatch(r"[\w ,.\-]+", value)]
 
 
+@pytest.mark.long
 def test_nearly_every_template_is_found_by_its_own_text() -> None:
     from engine.launch.explain_command import closest
 

@@ -172,6 +172,7 @@ print("the last line", flush=True)
 """
 
 
+@pytest.mark.long
 def test_the_interpreter_waits_for_the_save_at_its_exit(tmp_path: Path) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -206,6 +206,7 @@ FIXED = [
 ]
 
 
+@pytest.mark.long
 def test_killed_in_saves_in_a_load_and_in_a_commit(tmp_path: Path) -> None:
     play("dp2 x tp2 zero 1", tmp_path, FIXED, len(FIXED))
 

@@ -73,6 +73,7 @@ def kept(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "tensor_plans").iterdir())
 
 
+@pytest.mark.long
 def test_an_equal_start_reads_what_was_found(
     searches: list[FoundStyles], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,7 +123,10 @@ def test_any_schedule_gives_every_gradient_of_the_uncut_model(name: str, stages:
 
 
 @pytest.mark.parametrize("kind", [wide("interleaved"), wide("looped-bfs"), "zb-h1", wide("zb-v"), "dualpipe-v"])
-@pytest.mark.parametrize("name", ["decoder", "nano", "x0", "skips", "in_place", "frozen_start", "llama", "t5", "unet"])
+@pytest.mark.parametrize(
+    "name",
+    ["decoder", "nano", wide("x0"), "skips", "in_place", wide("frozen_start"), wide("llama"), "t5", wide("unet")],
+)
 def test_ranks_of_several_stages_and_split_backwards_give_every_gradient(name: str, kind: str) -> None:
     schedule = make_schedule(kind, 2, MICROBATCHES, 1 if kind == "zb-h1" else 2)
     ranks = schedule.rank_of_stage

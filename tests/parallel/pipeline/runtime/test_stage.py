@@ -41,7 +41,7 @@ def assert_same(ours: Gradients, theirs: Gradients, exact: bool) -> None:
 
 
 @pytest.mark.parametrize("stages", [wide(2), 3, wide(4)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [wide(name) if number % 2 else name for number, name in enumerate(CASES)])
 def test_stages_give_what_the_whole_model_gives(name: str, stages: int) -> None:
     case = CASES[name]
     model = case.build()
