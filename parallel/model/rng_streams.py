@@ -30,6 +30,7 @@ the levels below, so positions after a skipped module do not depend on the modul
 import hashlib
 import random
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -253,6 +254,10 @@ def draw_alike(device: torch.device, drawn: int) -> None:
     seed_generators(device, derive_seed(drawn, 0))
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Lock of NumPy's generator: an exchange in one thread frees the memory that another thread's copy reads."""
+
+
 class HostState(NamedTuple):
     """State of Python's and NumPy's generators of this process."""
 
@@ -262,19 +267,20 @@ class HostState(NamedTuple):
     @staticmethod
     def take() -> "HostState":
         """Returns the current state of both generators."""
-        return HostState(random.getstate(), np.random.get_state())
+        with _ONE_AT_A_TIME:
+            return HostState(random.getstate(), np.random.get_state())
 
     def put(self) -> None:
         """Restores both generators to this state."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        with _ONE_AT_A_TIME:
+            random.setstate(self.python)
+            np.random.set_state(self.numpy)
 
     def is_present(self) -> bool:
         """Returns True if no number has been drawn since this state was taken."""
-        if random.getstate() != self.python:
-            return False
-        now, before = _NUMPY.get_state(), self.numpy
-        return bool(now[2:] == before[2:] and (now[1] == before[1]).all())
+        python, now = HostState.take()
+        before = self.numpy
+        return python == self.python and bool(now[2:] == before[2:] and (now[1] == before[1]).all())
 
 
 class HostDraws:
@@ -341,19 +347,22 @@ class HostDraws:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Saves the user's generators, and restores them at the end of the context."""
-        state, generator = HostState.take(), _NUMPY.get_bit_generator()
-        _NUMPY.set_bit_generator(self._own)
+        with _ONE_AT_A_TIME:
+            state, generator = HostState.take(), _NUMPY.get_bit_generator()
+            _NUMPY.set_bit_generator(self._own)
         try:
             yield
         finally:
-            _NUMPY.set_bit_generator(generator)
-            random.setstate(state.python)
-            if state.numpy[3]:  # the exchange loses a normal number that was drawn ahead
-                np.random.set_state(state.numpy)
+            with _ONE_AT_A_TIME:
+                _NUMPY.set_bit_generator(generator)
+                random.setstate(state.python)
+                if state.numpy[3]:  # the exchange loses a normal number that was drawn ahead
+                    np.random.set_state(state.numpy)
 
     def _seed(self, seed: int, watch: bool = False) -> None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        with _ONE_AT_A_TIME:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
         self._watched = HostState.take() if watch else None
 
     def _look(self) -> None:
