@@ -24,6 +24,7 @@ from engine.optim.lr_schedules import SchedulerArgument, check_scheduler, make_l
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World, read_world
+from engine.parallel.kernel_injection.flex_calls import redirect_flex
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize
 from engine.parallel.model.rng_streams import RandomStreams
@@ -219,6 +220,7 @@ class _Reference:
         place_rest(model, self.precision, self.device)
         round_frozen(model, config)
         patches = ForwardPatches()
+        redirect_flex(model, patches)  # torch has no backward of flex attention on CPUs
         put_casts(model, self.precision.kept, self.precision.compute, patches)
         self.scale = make_loss_scale(config.fp16)
         self.streams = RandomStreams(model, self.device, patches)

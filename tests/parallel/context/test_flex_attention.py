@@ -14,7 +14,7 @@ from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.tensor.global_tensor.flex_parts import FlexPart
 from engine.parallel.tensor.global_tensor.index_runs import indices_of
-from engine.verify import PLAIN, Parity, train_alone, train_on_grid
+from engine.verify import PLAIN, Parity, train_alone, train_on_grid, verify
 from tests.parallel.context.flex_models import MASKS, DenseAttention, FlexModel, batches_of
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
@@ -71,6 +71,12 @@ def check_same(build: Any, dense: Any, config: dict[str, Any], threads: int, bat
 )
 def test_every_grid_trains_as_one_process(grid: str, mask: str, block: int) -> None:
     check_parity(GRIDS[grid], mask, block)
+
+
+@pytest.mark.long
+def test_verify_compares_them_on_a_cpu() -> None:
+    result = verify(FlexModel, config_of({"context": 2}), batches_of(LENGTH), threads=2)
+    assert result is not None and result.holds(), str(result)
 
 
 @pytest.mark.long
