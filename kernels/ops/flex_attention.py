@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
+from engine.errors import EngineError
 from engine.kernels.device import is_host
 
 Modifier = Callable[..., Tensor]
@@ -49,7 +50,11 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
     """Runs flex attention: q [B, G, Q, D], k [B, H, K, D], v [B, H, K, E] -> [B, G, Q, E], and the requested sums.
 
     Queries without a visible key get zeros.
+
+    Raises:
+        EngineError: the mask has other lengths, or the heads do not match.
     """
+    _check(q, k, call)
     if has_torch_function((q, k, v)):
         return handle_torch_function(attend_flex, (q, k, v), q, k, v, call)
     options = dict(call.options or {})
@@ -59,6 +64,20 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
         named = {"score_mod": call.score_mod, "block_mask": call.block_mask, "enable_gqa": call.enable_gqa}
         return call.run(q, k, v, **named, **options)
     return _in_tiles(q, k, v, call, options)
+
+
+def _check(q: Tensor, k: Tensor, call: FlexCall) -> None:
+    heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
+    if call.block_mask is not None and (places := tuple(call.block_mask.seq_lengths)) != (queries, keys):
+        raise EngineError(
+            f"flex_attention got {queries} queries and {keys} keys with a mask of {places} places; make the mask for "
+            "the full sequence, also where ranks share it."
+        )
+    if heads % k.shape[1] or (heads != k.shape[1] and not call.enable_gqa):
+        raise EngineError(
+            f"flex_attention got {heads} query heads and {k.shape[1]} key heads; pass equal numbers, or "
+            "enable_gqa=True with a number of key heads that divides the query heads."
+        )
 
 
 def _on_shapes(q: Tensor, k: Tensor, v: Tensor, call: FlexCall, options: Mapping[str, Any]) -> Any:

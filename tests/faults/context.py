@@ -131,6 +131,14 @@ CONTEXT = (
         tests=("tests/parallel/kernel_injection/test_flex_calls.py::test_the_operator_is_flex_attention_of_torch",),
     ),
     Fault(
+        name="flex-function-of-a-shard",
+        about="A function of flex attention's scores that reads a shard ends in an error of torch without a remedy.",
+        file="parallel/tensor/global_tensor/flex_parts.py",
+        old="        if any(type(one) is GlobalTensor for one in _captured(modifier)):\n",
+        new="        if any(type(one) is FlexPart for one in _captured(modifier)):\n",
+        tests=("tests/parallel/kernel_injection/test_flex_calls.py::test_a_function_that_reads_a_shard_is_refused",),
+    ),
+    Fault(
         name="flex-attention-not-followed",
         about="Flex attention that a model calls through a function of its own is not followed.",
         file="parallel/model/method_globals.py",

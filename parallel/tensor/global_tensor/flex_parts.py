@@ -5,6 +5,7 @@ mask are rows of its table where the part has whole blocks of queries; elsewhere
 that it overlaps, and the function reads the kind of the block at each place.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.ops.flex_attention import FULL, PARTIAL, FlexCall, Modifier, block_kinds, build_block_mask
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, LocalOnlyError
 from engine.parallel.tensor.global_tensor.index_runs import Runs, indices_of, run_length
 
 
@@ -62,7 +64,17 @@ class FlexPart(NamedTuple):
         return tuple(place if table is None else table[place] for place, table in zip((b, h, q), self[:3], strict=True))
 
     def _through(self, modifier: Modifier, scored: bool) -> Modifier:
-        """Returns ``modifier``, which is called with places of the part."""
+        """Returns ``modifier``, which is called with places of the part.
+
+        Raises:
+            LocalOnlyError: it reads a sharded tensor.
+        """
+        if any(type(one) is GlobalTensor for one in _captured(modifier)):
+            raise LocalOnlyError(
+                "a function of flex attention's mask or scores reads a tensor that is sharded over ranks, but it needs "
+                'the full tensor; compute it from the batch or from parameters, or set the style "replicate" for the '
+                "module that makes it in parallel.tensor_plan."
+            )
 
         def on_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return modifier(score, *self._places(b, h, q), k)
@@ -99,6 +111,13 @@ def _picked(listed: Any, dim: int, table: Tensor | None) -> Any:
     if listed is None or table is None or (dim < 2 and listed.shape[dim] == 1):
         return listed
     return listed.index_select(dim, table)
+
+
+def _captured(function: Any) -> Iterator[Any]:
+    """Yields the values in the closure of a function, and of functions in it."""
+    for cell in getattr(function, "__closure__", None) or ():
+        yield cell.cell_contents
+        yield from _captured(cell.cell_contents)
 
 
 def _whole_blocks(runs: Runs, height: int) -> list[int] | None:

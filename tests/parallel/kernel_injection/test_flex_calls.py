@@ -12,9 +12,16 @@ import torch.nn.attention.flex_attention as alias
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+from engine.errors import EngineError
 from engine.kernels.ops.flex_attention import FlexCall, attend_flex
 from engine.parallel.kernel_injection.flex_calls import redirect_flex
 from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.tensor.global_tensor.flex_parts import FlexPart
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, LocalOnlyError
+from engine.parallel.tensor.global_tensor.index_runs import one_run
+from engine.parallel.tensor.global_tensor.index_sets import Index
+from engine.parallel.tensor.global_tensor.rules.table import global_context
+from engine.parallel.tensor.tp_axis import DryAxis
 from tests.parallel.context.flex_models import written_out
 
 compiled = torch.compile(flex_attention)
@@ -120,3 +127,33 @@ def test_the_operator_is_flex_attention_of_torch(monkeypatch: pytest.MonkeyPatch
         found.append([out, aux.lse.nan_to_num(0.0, 9.0, -9.0), *(x.grad for x in (q, k, v, bias))])
     for ours, torchs in zip(*found, strict=True):
         assert torch.allclose(ours, torchs, atol=1e-5), (ours - torchs).abs().max()
+
+
+def _mask(length: int) -> Any:
+    return create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, "cpu", BLOCK_SIZE=4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "mask", "said"),
+    [
+        (
+            2,
+            _mask(8),
+            r"got 12 queries and 12 keys with a mask of \(8, 8\) places; make the mask for the full sequence",
+        ),
+        (1, None, "got 2 query heads and 1 key heads; pass equal numbers, or enable_gqa=True"),
+    ],
+)
+def test_masks_and_heads_that_do_not_match_are_refused(heads: int, mask: Any, said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        q, k, v = operands(heads)
+        attend_flex(q, k, v, FlexCall(flex_attention, block_mask=mask))
+
+
+def test_a_function_that_reads_a_shard_is_refused() -> None:
+    context = global_context(DryAxis(2))
+    gate = GlobalTensor(torch.zeros(2, 6), (2, 12), (None, Index.even_blocks(12, 2)), context)
+    part = FlexPart.of(torch.device("cpu"), queries=one_run(0, 6))
+    call = FlexCall(flex_attention, lambda score, b, h, q, k: score + gate[b, q])
+    with pytest.raises(LocalOnlyError, match="reads a tensor that is sharded over ranks"):
+        part.call(call, None)
