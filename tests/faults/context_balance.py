@@ -93,7 +93,7 @@ CONTEXT_BALANCE = (
         file="parallel/context/balance.py",
         old="key=lambda rank: (loads[rank], rank))",
         new="key=lambda rank: (counts[rank], rank))",
-        tests=("tests/parallel/context/test_balance.py::test_documents_of_random_lengths_are_shared_by_work",),
+        tests=("tests/parallel/context/test_balance.py::test_heavy_chunks_go_to_the_rank_with_the_least_work",),
     ),
     Fault(
         name="documents-as-the-last-batch",

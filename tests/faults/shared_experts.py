@@ -47,6 +47,6 @@ SHARED_EXPERTS = (
         file="zero/gather/full_tensors.py",
         old="axes = {flat.bucket.slots[0].name: flat.bucket.spread.copies for flat in written}",
         new="axes = {flat.bucket.slots[0].name: sharded.comm.grid.copies for flat in written}",
-        tests=(f"{_TESTS}::test_state_by_name_is_that_of_the_experts_of_a_rank[dp4-ep2-3]",),
+        tests=(f"{_TESTS}::test_state_by_name_is_that_of_the_experts_of_a_rank[dp4-ep2-3-auto]",),
     ),
 )
