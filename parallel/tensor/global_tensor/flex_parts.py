@@ -6,6 +6,7 @@ that it overlaps, and the function reads the kind of the block at each place.
 """
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -50,6 +51,10 @@ class FlexPart(NamedTuple):
         for dim, table in enumerate((self.rows, self.heads)):
             listed = [_picked(one, dim, table) for one in listed]
         function, lengths = self._through(whole.mask_mod, scored=False), whole.seq_lengths
+        if self.runs is None and listed[0] is whole.kv_num_blocks:  # equal blocks for all heads, found once
+            made = copy(whole)
+            made.mask_mod = function
+            return made
         if self.runs is not None:
             lengths = (run_length(self.runs), lengths[1])
             blocks = _whole_blocks(self.runs, whole.BLOCK_SIZE[0])

@@ -113,6 +113,14 @@ def test_a_part_of_a_mask_has_the_rows_and_heads_of_the_whole(mask: str, runs: t
     assert torch.equal(_visible(part), _visible(whole)[:, heads][:, :, queries])
 
 
+def test_heads_with_equal_blocks_share_them() -> None:
+    whole = create_block_mask(lambda b, h, q, k: q - k < 4 * h + 1, None, None, 40, 40, device="cpu", BLOCK_SIZE=8)
+    part = FlexPart.of(torch.device("cpu"), heads=np.array([[2, 4]])).mask(whole)
+    assert part.kv_indices is whole.kv_indices
+    head, q, k = torch.tensor(1), torch.tensor(12), torch.tensor(0)
+    assert part.mask_mod(head, head, q, k) and not whole.mask_mod(head, head, q, k)
+
+
 def _visible(mask: BlockMask) -> torch.Tensor:
     """Return True [B, G, Q, K] where a kernel would see a key."""
     rows, heads = mask.kv_num_blocks.shape[:2]
