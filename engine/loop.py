@@ -81,15 +81,16 @@ class TrainingLoop:
             loop.backward(loss, retain_graph, metrics or {})
 
     def hold_weights(self) -> HeldWeights:
-        """Returns a hold of the present weights, for a backward that comes after updates; take it after the forward.
+        """Returns a handle to the present weights, so that a backward of this forward can run after later updates.
 
             output, weights = eng(batch), eng.hold_weights()
             ...                            # updates
             with weights.restored():
                 eng.backward(loss(output))
 
-        The backward then has the gradient of the forward's own weights, to the bit. A version costs one copy of this
-        rank's weights, from the first update after it until no hold of it is left.
+        Call it after the forward and before the next update. Inside ``restored()`` the model has the weights of that
+        forward again, so that the gradient is exact to the bit. The first update after the call copies this rank's
+        weights; the copy is freed once no handle refers to it.
 
         Raises:
             EngineError: the model is not placed yet, or is on a pipeline without ``open_pipeline``.

@@ -200,12 +200,11 @@ _REASONS = MappingProxyType({word: why for why, words in _NOT_KEYS.items() for w
 
 
 def other_engines_word(path: str) -> str | None:
-    """Returns advice for a key of another engine: Trine's equivalent key, or the reason why there is none.
+    """Returns advice about ``path``, the path of a configuration key of another engine: Trine's equivalent key, or the
+    reason why there is none. Returns None if the key is unknown.
 
-    None if the last word of ``path`` is not a setting of another engine.
-
-    An ambiguous word, such as ``name``, is listed with its section. ``ep`` counts only at the top level and in
-    ``parallel``; deeper, it is a misspelt ``eps``.
+    A word that is ambiguous alone, such as ``name``, is recognized only in its section. ``ep`` is recognized only at
+    the top level and in ``parallel``; elsewhere it is a misspelt ``eps``.
     """
     plain = path.lower().replace("-", "_")
     section, _, word = plain.rpartition(".")

@@ -56,7 +56,7 @@ def find_cache_protocol(model: nn.Module) -> CacheProtocol | None:
 
 
 class StageCaches:
-    """Caches of the stages of one rank in one generation.
+    """Key-value caches of one generation on this rank, one for each of its pipeline stages.
 
     Args:
         name: argument of the model's forward.
@@ -72,7 +72,7 @@ class StageCaches:
         """Positions so far."""
 
     def of(self, stage: int) -> Any:
-        """Returns the cache of a stage of this rank."""
+        """Returns the key-value cache of pipeline stage ``stage``, which this rank runs."""
         if stage not in self._of:
             self._of[stage], self._first = self._first or copy.deepcopy(self._empty), None
         return self._of[stage]
@@ -82,7 +82,9 @@ class StageCaches:
         return next(iter(self._of.values()), self._first)
 
     def rehearsal(self) -> Any:
-        """Returns a cache for a forward on shapes: at first empty, later with the shapes that the first trace left."""
+        """Returns a cache for a trace of the forward on shapes: an empty one at first, later one with the shapes that
+        the first trace has left.
+        """
         return copy.deepcopy(self._empty) if self._rehearsed is None else _shapes(self._rehearsed)
 
     def rehearse(self, cache: Any) -> None:
@@ -95,7 +97,9 @@ class StageCaches:
         return self._rehearsed is not None
 
     def advance(self, rows: int, positions: int, partly: bool) -> None:
-        """Counts the ``positions`` of each row of a forward; ``partly``: extends the layers of other stages."""
+        """Adds ``positions`` to the length of the caches after a forward of ``rows`` rows; ``partly`` = True: the
+        layers of stages on other ranks are extended with zeros, so that every layer has the same length.
+        """
         self.length += positions
         for cache in self._of.values() if partly else ():
             for layer in getattr(cache, "layers", ()):
@@ -103,7 +107,9 @@ class StageCaches:
 
 
 def extend_absent(layer: Any, rows: int, length: int) -> None:
-    """Extends a cache layer of another stage to ``length`` positions, with one number for each; others are complete."""
+    """Extends a cache layer that another rank computes to ``length`` positions, with one zero for each position; a
+    layer of this rank has them already.
+    """
     states = getattr(layer, "has_previous_state", None)
     if isinstance(states, dict):  # of a recurrent layer; code between layers asks for the last one's
         states.update(dict.fromkeys(states, True))

@@ -33,7 +33,9 @@ _SHAPED = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 
 
 class GenerationForwards:
-    """Forwards of one generation; every rank of the replica makes the same calls with the same arguments."""
+    """Model forwards of one text generation on this rank; all ranks of a model replica make the same calls with equal
+    arguments.
+    """
 
     def __init__(self, runtime: RankRuntime) -> None:
         self._runtime, self._comm, self._device = runtime, runtime.comm, runtime.program.device
@@ -50,9 +52,12 @@ class GenerationForwards:
 
     @contextmanager
     def opened(self, checked: Any) -> Iterator[None]:
-        """Opens the generation, in eval mode. Compares ``checked``, tensors, over the ranks of the replica.
+        """Returns a context for all forwards of one generation, in which the model is in eval mode and records no
+        autograd graph.
 
-        Afterwards this rank takes part in the forwards of other data ranks until none has any left.
+        At its start, the tensors ``checked`` are compared over the ranks of the model replica. At its end, if forwards
+        need all data ranks (parameter gathers, expert dispatch), this rank joins the forwards of data ranks that have
+        not finished their generation.
 
         Raises:
             EngineError: ranks of the replica were given different tensors.
@@ -69,7 +74,7 @@ class GenerationForwards:
     def run(
         self, arguments: Arguments, caches: StageCaches | None, finish: Callable[[Any], Any], everywhere: bool
     ) -> Any:
-        """Runs one forward; returns ``finish(output)`` on ranks of the last stage.
+        """Runs one forward of the model; ranks of the last pipeline stage return ``finish(output)``.
 
         Args:
             arguments: tensors on the device, with ``input_ids`` [rows, positions]; cached positions are left out.

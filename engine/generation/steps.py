@@ -22,7 +22,7 @@ logger = logging.getLogger("trine")
 
 
 class NextLogits(Protocol):
-    """Logits of the sequences of a batch."""
+    """Interface of a source of next-token logits for the sequences of a batch."""
 
     def first(self, whole: bool) -> Tensor | None:
         """Returns logits after the prompts [R, V]; ``whole``: at all positions [R, L, V], padded on the left."""
@@ -141,7 +141,7 @@ class WholeSequences:
         return self._last(self._run())
 
     def finish(self) -> None:
-        """Takes part in the forwards of other data ranks until none has any left."""
+        """Joins the forwards of other data ranks until all of them have finished their generation."""
         while self._runner.accompany(self._batch()):
             pass
 

@@ -129,7 +129,7 @@ class CommandExecutor:
         return self._tensors.retained_bytes
 
     def adopt(self, model: str, engine: Engine) -> None:
-        """Adds an engine of the caller as a model."""
+        """Serves ``engine``, which the caller has made, under the model id ``model``."""
         self._trainers[model], self._adapters[model] = TenantTrainer(engine, self._graphs), None
 
     def run(self, command: Command) -> Result:

@@ -132,7 +132,7 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in gradients.items()}, trainer.version)
 
     def update(self, trainer: TenantTrainer, command: OptimStep) -> PlainOutput:
-        """Updates a model's weights, and drops forwards that would be too early for the next version. Collective over
+        """Updates a model's weights, and drops retained forwards that are then too old for a backward. Collective over
         the grid.
         """
         trainer.complete_gradient()  # before forwards are dropped: it may refuse the update

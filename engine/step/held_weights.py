@@ -44,7 +44,7 @@ class _Date(NamedTuple):
 
 
 class ForwardDates:
-    """Refusals of backwards through forwards of weights that the model does not have any more.
+    """Checks that refuse the backward of a forward if weights have changed since that forward.
 
     Args:
         updates: its ``made`` counts updates.
@@ -57,8 +57,9 @@ class ForwardDates:
         """The date of the weights that the model has, if these are not the newest."""
 
     def note(self, output: Any) -> None:
-        """Refuses a backward that reaches ``output`` after weights have changed. The check of torch covers only weights
-        that the graph has saved."""
+        """Makes a backward that reaches ``output`` raise if weights have changed by then. The check of torch covers
+        only weights that the autograd graph has saved.
+        """
         made = self._made
 
         def check(_: Tensor) -> None:
@@ -82,7 +83,7 @@ class ForwardDates:
 
     @contextmanager
     def at(self, date: _Date) -> Iterator[None]:
-        """Accepts backwards through forwards of ``date`` inside the context, and no others."""
+        """Accepts, inside the context, only backwards of forwards of ``date``."""
         newest, self._given = self.now, date
         try:
             if self._calls is not None:
@@ -99,7 +100,7 @@ class ForwardDates:
 
 
 class HeldWeights:
-    """Hold of the weights of one update on this rank; it ends when nothing refers to it."""
+    """Handle to one version of the weights on this rank, which exists until no reference to the handle is left."""
 
     def __init__(self, part: "WeightHolds", dates: ForwardDates) -> None:
         self._part, self._dates, self._date = part, dates, dates.now
@@ -110,22 +111,25 @@ class HeldWeights:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the copy on this rank, which all holds of these weights share; 0 before the next update."""
+        """Bytes of the copy of this version on this rank, shared by all handles to it; 0 until an update makes the
+        copy.
+        """
         return sum(copy.nbytes for copy in self.copies or ())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Gives the model these weights inside the context, in which backwards through their forwards run.
+        """Puts this version of the weights into the model inside the context, for backwards of forwards that have used
+        it.
 
-        Gradients add up as always, and the next update applies them to the newest weights. No forward runs inside. At
-        ZeRO 3 gathered parameters are dropped; every rank enters and leaves the context.
+        Gradients add up as always, and the next update applies them to the newest weights. No forward may run inside.
+        At ZeRO 3 gathered parameters are dropped; every rank enters and leaves the context.
         """
         with self._dates.at(self._date), self._part.restored(self):
             yield
 
 
 class WeightHolds(StepPart):
-    """Step part that copies weights with holds before they change."""
+    """Step part that copies the weights before they change, if a :class:`HeldWeights` refers to them."""
 
     order = PartOrder.HELD
 
@@ -135,7 +139,7 @@ class WeightHolds(StepPart):
         """Holds of the weights that the model has."""
 
     def hold(self, dates: ForwardDates) -> HeldWeights:
-        """Returns a hold of the present weights; copies nothing."""
+        """Returns a handle to the present weights, the same one until they change; copies nothing yet."""
         now = self.versions()
         for known in self._present:
             if known.versions == now:
@@ -145,16 +149,16 @@ class WeightHolds(StepPart):
         return made
 
     def versions(self) -> tuple[int, ...]:
-        """Returns autograd's version of each trained parameter of this rank."""
+        """Returns the autograd version counter of each trained parameter of this rank."""
         return tuple(parameter._version for parameter in self._parameters())
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Copies the weights if they have a hold."""
+        """Copies the weights if a handle refers to them; returns the error of the step, if any."""
         self._copy_held()
         return step.problem
 
     def changing(self) -> AbstractContextManager[None]:
-        """Copies the weights if they have a hold, before a load or the user writes them."""
+        """Copies the weights if a handle refers to them, before a load or the user overwrites them."""
         self._copy_held()
         return nullcontext()
 
@@ -168,7 +172,7 @@ class WeightHolds(StepPart):
 
     @contextmanager
     def restored(self, held: HeldWeights) -> Iterator[None]:
-        """Exchanges the weights of the model and of a hold inside the context."""
+        """Swaps the copied weights of a handle into the model inside the context, and the newest ones back after it."""
         newest = self.versions()
         self._exchange(held, held.versions)
         try:

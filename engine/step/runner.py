@@ -49,7 +49,7 @@ _EVERY = 32
 
 
 class Remarks:
-    """Checks of the training script that log likely mistakes: eval mode, equal batches."""
+    """Warnings about likely mistakes of the training script: training in eval mode, or the same batch in every step."""
 
     def __init__(self, model: nn.Module, speaks: bool) -> None:
         self._model, self._speaks = model, speaks
@@ -64,9 +64,10 @@ class Remarks:
         self._batches_told = False
 
     def look(self, microbatches: Sequence[Batch]) -> None:
-        """Logs a warning if the model trains in eval mode, or if several steps in a row have the same batch.
+        """Logs a warning if the model trains in eval mode, or if 8 steps in a row receive the same batch.
 
-        ``microbatches``: the batch of the step, or its first microbatch. Reads hashes of the batch, not in every step.
+        ``microbatches``: the batch of the step, or its first microbatch. Batches are compared by hashes: in every step
+        until two batches differ, afterwards in 2 of 32 steps.
         """
         if not self._speaks:
             return
@@ -253,9 +254,10 @@ class StepRunner:
 
     @torch.no_grad()
     def accompany(self, batch: Batch) -> bool:
-        """Takes part in the collectives of one ``predict`` of other data ranks, and discards the output.
+        """Joins the collectives of one ``predict`` that other data ranks run because they have rows left; discards the
+        output.
 
-        ``batch``: any rows, as input. Returns False if no rank has rows left.
+        ``batch``: any rows, as input of the forward. Returns False, without a forward, if no data rank has rows left.
         """
         step = self.begin()
         count = self._most_forwards(0, step)

@@ -57,12 +57,12 @@ class Shadows:
     _lock: Lock = field(default_factory=Lock)
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Counts the flows of each tensor before the first block is read."""
+        """Counts, before the first block is read, the flows that each tensor in ``keys`` will receive."""
         for key in keys:
             self._left[key] = self._left.get(key, 0) + 1
 
     def arrived(self, key: str) -> None:
-        """Counts a flow of a tensor that has arrived."""
+        """Records that a flow of the tensor ``key`` has arrived; calls ``ready`` after its last one."""
         with self._lock:
             self._left[key] -= 1
             last = not self._left[key]

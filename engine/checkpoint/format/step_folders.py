@@ -63,7 +63,7 @@ def committed(files: Files, folder: Path) -> list[Path]:
 
 
 def make_run_folder(files: Files, folder: Path) -> None:
-    """Creates the folder of a run with missing parents, and calls fsync."""
+    """Creates the folder of a run and its missing parents, and calls fsync so that they survive a crash."""
     if files.is_folder(folder):
         return
     make_run_folder(files, folder.parent)

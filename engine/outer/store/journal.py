@@ -59,7 +59,8 @@ def read_body(folder: Path, name: str) -> Tensor:
 
 
 class Journal:
-    """Journal that is written; one process at a time has it.
+    """Journal of a store, which one process at a time writes: events in one file, and bodies, the payloads that sites
+    send, in a file each.
 
     Raises:
         CheckpointError: another process has the journal.
@@ -86,7 +87,9 @@ class Journal:
             self.position = position
 
     def write(self, event: Event, synced: bool = True) -> None:
-        """Appends an event; on return it is on disk, without ``synced`` only after the next event that is."""
+        """Appends an event; on return it is on disk. With ``synced`` = False it is there only after the next synced
+        event.
+        """
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         with named(self.folder / TRACE):
             self._files.write(self._trace, memoryview(line))
@@ -95,7 +98,7 @@ class Journal:
         self.position += len(line)
 
     def write_body(self, name: str, body: Tensor) -> None:
-        """Stores a body; on return it is on disk."""
+        """Writes ``body``, the payload of a push or of initial weights, into a file; on return it is on disk."""
         path = self.folder / BODIES / name
         new = path.with_name(name + NEW)
         write_new(self._files, new, [body.numpy().data] if len(body) else [])
@@ -103,11 +106,11 @@ class Journal:
         self._files.sync_folder(path.parent)
 
     def body_names(self) -> list[str]:
-        """Returns the names of all stored bodies."""
+        """Returns the file names of all stored bodies, the payloads of pushes and of initial weights."""
         return self._files.names(self.folder / BODIES)
 
     def remove_bodies(self, names: Iterable[str]) -> None:
-        """Removes bodies that a snapshot has made needless."""
+        """Removes the files of the bodies ``names``, which a snapshot has made needless."""
         for name in names:
             self._files.unlink(self.folder / BODIES / name)
 

@@ -57,17 +57,17 @@ class FragmentView:
 
 
 class MergeRule(Protocol):
-    """Interface of a rule."""
+    """Interface of a merge rule, which decides when the pushes of several sites are merged."""
 
     def due(self, fragment: FragmentView, members: Members, now: float) -> tuple[PushKey, ...]:
         """Returns the pushes of a merge that is due; none if no merge is due."""
 
     def answerable(self, fragment: FragmentView, members: Members, life: Life) -> bool:
-        """Returns True if the life may take the newest version over."""
+        """Returns True if ``life`` may take over the newest version of the fragment now."""
 
 
 def make_merge_rule(settings: Mapping[str, Any]) -> MergeRule:
-    """Returns the configured rule."""
+    """Returns the merge rule that ``settings`` choose."""
     least = int(settings["least"])
     match settings["rule"]:
         case "quorum":

@@ -30,7 +30,7 @@ class RequestRefusedError(Exception):
 
 
 class EntryState(Enum):
-    """Place of a command between its request and its result."""
+    """State of a command, from its acceptance until its result is removed."""
 
     STORING = "is written to the journal"
     HELD = "waits for an earlier number of its model"
@@ -42,7 +42,9 @@ class EntryState(Enum):
 
 @dataclass(eq=False, slots=True)
 class FutureEntry:
-    """Accepted command with its future: the key is the future's id, so a repeated request finds the same future."""
+    """Accepted command and its future result; ``key`` is the id of that future, so a repeated request finds the same
+    one.
+    """
 
     key: str
     session: str
@@ -81,7 +83,9 @@ class FutureEntry:
 
 
 def cost_of(command: Command) -> int:
-    """Returns the tokens that a command computes, times three for a backward; at least 1."""
+    """Returns the cost of a command in the fair queue: its number of tokens, three times that with a backward; at least
+    1.
+    """
     match command:
         case ForwardBackward():
             return max(1, sum(len(datum.tokens) for datum in command.data) * (1 if command.forward_only else 3))

@@ -51,7 +51,7 @@ class _Place:
 
 
 class CommandJournal:
-    """Journal in a folder; one process at a time has it. Its methods may be called in any thread.
+    """Journal of accepted commands in a folder, which one process at a time may open; any thread may call its methods.
 
     Args:
         folder: existing or new folder of the journal.
@@ -88,19 +88,19 @@ class CommandJournal:
         return found
 
     def append(self, *records: JournalRecord) -> Future[None]:
-        """Returns a future that is done when the records are on disk, all or none of them; an OSError if they cannot
-        be.
+        """Writes all of the records or none; returns a future that is done when they are on disk, or has an OSError if
+        they cannot be written.
         """
         stored = pending()
         self._waiting.put((list(records), stored))
         return stored
 
     def forget(self, identities: Iterable[str]) -> None:
-        """Leaves records out of the next copy of the file."""
+        """Excludes the records with these identities from the next compacted copy of the file."""
         self._waiting.put(([JournalRecord(one, _FORGET) for one in identities], pending()))
 
     def close(self) -> None:
-        """Writes what waits, and ends the use of the journal."""
+        """Writes the waiting records, and closes the journal."""
         if self._thread.is_alive():
             self._waiting.put(None)
             self._thread.join()

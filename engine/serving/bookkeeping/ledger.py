@@ -48,7 +48,7 @@ logger = logging.getLogger("trine")
 
 
 class Ledger:
-    """All futures of a service.
+    """Record of all accepted commands of a service, with their results.
 
     Args:
         queue: receives commands in their turn.
@@ -83,12 +83,12 @@ class Ledger:
     # ---------------------------------------------------------------- requests, in the HTTP thread
 
     def open_session(self, name: str) -> None:
-        """Adds a session."""
+        """Adds a client session of this name."""
         with self._lock:
             self.sessions[name] = ClientSession(name, self.clock())
 
     def session(self, name: str) -> ClientSession:
-        """Returns a session, and records a sign of life of it.
+        """Returns the session of this name, and records that its client is alive now.
 
         Raises:
             RequestRefusedError: 404, it is unknown or has ended.
@@ -102,8 +102,8 @@ class Ledger:
             return found
 
     def submit(self, *entries: FutureEntry) -> FutureEntry:
-        """Accepts commands of one request, all or none; returns the future of the last one, that of the first request
-        if this one repeats it. Wait for ``stored`` of the entry before its id is answered.
+        """Accepts the commands of one request, all or none; returns the last one's future, also to a repeated request.
+        Wait for ``stored`` of the returned entry before its id is answered.
 
         Raises:
             RequestRefusedError: 400 (the key has another request), 404 (no such session or model), 410 (answered long
@@ -131,7 +131,7 @@ class Ledger:
         return entries[-1]
 
     def enter(self, session: ClientSession, entry: FutureEntry) -> None:
-        """Adds an entry to its session and line."""
+        """Adds ``entry`` to its session and to the command sequence (line) of its model."""
         session.entries[entry.key] = entry
         if entry.command is not None:
             session.open[entry.key] = entry
@@ -193,7 +193,7 @@ class Ledger:
             )
 
     def append(self, *records: JournalRecord) -> "Future[None]":
-        """Returns a future that is done when records are in the journal; at once without a journal."""
+        """Writes records to the journal; returns a future that is done once they are stored (or without a journal)."""
         if self.journal is None:
             stored: Future[None] = Future()
             stored.set_result(None)
@@ -249,7 +249,7 @@ class Ledger:
             return entry
 
     def watch(self, entry: FutureEntry, listener: Callable[[], None]) -> bool:
-        """Calls ``listener`` once when a command is done; returns False if it is done already."""
+        """Registers ``listener``, to be called once when the command is done; returns False if it is done already."""
         with self._lock:
             if entry.state in (EntryState.DONE, EntryState.FORGOTTEN):
                 return False
@@ -257,7 +257,7 @@ class Ledger:
             return True
 
     def unwatch(self, entry: FutureEntry, listener: Callable[[], None]) -> None:
-        """Removes a listener."""
+        """Unregisters a ``listener`` of ``watch``."""
         with self._lock:
             if listener in entry.listeners:
                 entry.listeners.remove(listener)
@@ -292,7 +292,7 @@ class Ledger:
         entry.result, entry.result_bytes, entry.state = None, 0, EntryState.FORGOTTEN
 
     def cancel(self, key: str) -> bool:
-        """Ends a sample that has not begun; returns False for other commands."""
+        """Ends the sampling command with id ``key`` if it has not begun; otherwise returns False."""
         with self._lock:
             entry = self.find(key)
             if not entry.is_sample or entry.state is not EntryState.QUEUED or not self.queue.remove(entry):
@@ -301,7 +301,7 @@ class Ledger:
             return True
 
     def tick(self) -> None:
-        """Ends commands after their deadline, sessions without a heartbeat, and forwards retained for too long."""
+        """Ends overdue commands, sessions without a heartbeat, and forwards that were retained for too long."""
         now = self.clock()
         with self._lock:
             self._drop_retained(self.retained.late(now))
@@ -338,7 +338,7 @@ class Ledger:
     # ---------------------------------------------------------------- results, in the main thread
 
     def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
-        """Keeps the result of a command that the ranks have run; ``retained``: bytes of retained forwards on a rank."""
+        """Stores the result of a command that has run; ``retained``: bytes of retained forwards on a rank."""
         records = self.on_finish(entry, result)
         if records:
             try:
@@ -445,7 +445,7 @@ class Ledger:
     # ---------------------------------------------------------------- sessions
 
     def end_session(self, name: str, reason: str, saved: bool = True) -> None:
-        """Ends a session: its commands that have not begun are dropped, its models are saved if asked, and unloaded."""
+        """Ends a session: drops its commands that have not begun, saves its models if ``saved``, and unloads them."""
         with self._lock:
             session = self.sessions.get(name)
             if session is None or session.is_ending:
@@ -481,16 +481,18 @@ class Ledger:
         self.forget(*(f"{kind}/{model}" for model in session.models for kind in ("gone", "snapshot")))
 
     def forget(self, *identities: str) -> None:
-        """Leaves records out of the next copy of the journal."""
+        """Excludes the records with these identities from the next compacted copy of the journal."""
         if self.journal is not None and identities:
             self.journal.forget(identities)
 
     def loads(self, name: str) -> bool:
-        """Returns True if a start would load weights of this name: then their files are needed."""
+        """Returns True if a restart of the service would load the saved weights ``name``, so that their files are
+        needed.
+        """
         with self._lock:
             return any(line.would_load(name) for line in self.lines.values())
 
     def note(self, kind: str, name: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Keeps values of the HTTP side; returns their record for the journal."""
+        """Stores JSON values of the HTTP side under ``kind`` and ``name``; returns their record for the journal."""
         self.notes.setdefault(kind, {})[name] = values
         return JournalRecord(f"note/{kind}/{name}", values)

@@ -25,7 +25,7 @@ from engine.serving.commands import (
 
 @dataclass(eq=False, slots=True)
 class ModelLine:
-    """Numbered commands of one model."""
+    """Sequence of the numbered commands of one model, which run in the order of their numbers."""
 
     model: str
     session: str
@@ -56,20 +56,22 @@ class ModelLine:
     """True while a snapshot is being made."""
 
     def would_load(self, name: str) -> bool:
-        """Returns True if a start would load these weights again."""
+        """Returns True if a restart of the service would load the saved weights ``name`` into the model again."""
         return any(own == name and (self.snapshot is None or at > self.covered) for at, own in self.loaded)
 
     def waits_for(self, number: int) -> bool:
-        """Returns True if later numbers wait for ``number``: then it is accepted even by a full queue."""
+        """Returns True if commands with higher numbers wait for ``number``, which even a full queue then accepts."""
         return number == self.following and bool(self.held)
 
     def hold(self, entry: FutureEntry) -> None:
-        """Adds a numbered entry."""
+        """Stores a numbered command until all lower numbers have been released."""
         assert entry.number is not None
         self.held[entry.number] = entry
 
     def released(self) -> Iterator[FutureEntry]:
-        """Yields the entries that are next, in order; entries that have ended before their turn are passed."""
+        """Yields the commands that may run now, in order, up to the first missing number; skips commands that have
+        ended already.
+        """
         while (entry := self.held.pop(self.following, None)) is not None:
             self.following += 1
             if entry.state is EntryState.HELD:
@@ -77,11 +79,13 @@ class ModelLine:
 
     @property
     def is_clean(self) -> bool:
-        """True if the weights and the optimizer are all that later commands need."""
+        """True if a snapshot of weights and optimizer state loses nothing: there is no accumulated gradient and no
+        retained forward.
+        """
         return not self.has_gradient and not self.tickets
 
     def advance(self, entry: FutureEntry, result: Result) -> None:
-        """Records that an entry has run."""
+        """Updates the state of the model's line after the command of ``entry`` has run with ``result``."""
         if entry.number:
             self.done = max(self.done, entry.number)
         if isinstance(entry.command, BackwardTensors | DropTicket):
@@ -101,7 +105,9 @@ class ModelLine:
 
 
 def command_digest(entry: FutureEntry) -> str:
-    """Returns the SHA-256 of route and command: equal for repeats of a request, whatever the order of its fields."""
+    """Returns the SHA-256 of a command and its route, by which a repeated request is recognized, in any order of
+    fields.
+    """
     assert entry.command is not None
     return sha256(entry.route.encode() + b"\0" + encode_message(entry.command)).hexdigest()
 
@@ -119,7 +125,9 @@ def record_of(entry: FutureEntry) -> JournalRecord:
 
 
 def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalRecord:
-    """Returns the journal's record of a snapshot: its last command, and the results that clients may ask again."""
+    """Returns the journal's record of a model's newest snapshot: the number of the last command in it, and results that
+    clients may request again.
+    """
     bodies, rows = list[bytes](), list[Any]()
     for entry in kept:
         assert entry.result is not None

@@ -76,7 +76,9 @@ class _Turns:
 
 
 class FairQueue:
-    """Queue between the HTTP thread and the command loop; all methods may be called in any thread."""
+    """Queue of commands between the HTTP thread and the command loop, fair among client sessions; any thread may call
+    its methods.
+    """
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._internal: deque[FutureEntry] = deque()
@@ -87,7 +89,7 @@ class FairQueue:
         """True once ``close`` was called; ``next`` returns None at once."""
 
     def put(self, entry: FutureEntry) -> None:
-        """Adds an entry as the last one of its session."""
+        """Adds ``entry`` at the end of its session's queue."""
         with self._changed:
             entry.state = EntryState.QUEUED
             if entry.session == INTERNAL:
@@ -97,9 +99,9 @@ class FairQueue:
             self._changed.notify()
 
     def next(self, seconds: float | None = None) -> FutureEntry | None:
-        """Removes and returns the entry that runs now; waits for one up to ``seconds``, None: without end.
+        """Removes and returns the command that runs next; waits for one at most ``seconds``, or without limit if None.
 
-        Returns None after ``seconds``, and at once if the queue is closed.
+        Returns None once ``seconds`` are over or the queue is closed.
         """
         until = None if seconds is None else monotonic() + seconds
         with self._changed:
@@ -125,17 +127,21 @@ class FairQueue:
         return self._training.take()
 
     def remove(self, entry: FutureEntry) -> bool:
-        """Removes an entry; returns False if it runs or is not here."""
+        """Removes a waiting command; returns False if it is not in the queue, for example because it runs already."""
         with self._changed:
             return self._training.remove(entry) or self._samples.remove(entry)
 
     def samples_of(self, session: str) -> list[FutureEntry]:
-        """Returns the queued samples of a session."""
+        """Returns the queued sampling commands of the session named ``session``."""
         with self._changed:
             return [entry for entry in self._samples if entry.session == session]
 
     def before(self, entry: FutureEntry) -> int:
-        """Returns the number of queued entries that came before an entry, and of training if it is a sample."""
+        """Returns the number of queued commands that run before ``entry``.
+
+        For a training command these are the training commands that arrived earlier; for a sampling command, all
+        training commands and the sampling commands that arrived earlier.
+        """
         with self._changed:
             rivals = [*self._training, *(self._samples if entry.is_sample else ())]
             return sum(
@@ -148,7 +154,7 @@ class FairQueue:
         return len(self._internal) + self._training.count + self._samples.count
 
     def close(self) -> None:
-        """Ends the waits of ``next``."""
+        """Makes present and later calls of ``next`` return None."""
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()

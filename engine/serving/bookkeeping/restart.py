@@ -20,7 +20,8 @@ RESTORE = "restore"
 def open_ledger(
     queue: FairQueue, folder: Path, limits: LedgerLimits, clock: Callable[[], float] = monotonic
 ) -> tuple[Ledger, "Restart"]:
-    """Returns the ledger with a journal in ``folder``, and what the ranks run before the first request.
+    """Returns the ledger with a journal in ``folder``, and the commands that the ranks run again before the first
+    request.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.
@@ -35,7 +36,7 @@ def open_ledger(
 
 
 class Restart:
-    """Ledger of an earlier process, read from the records of its journal.
+    """Restoration of a ledger from the journal records of an earlier process.
 
     Args:
         ledger: new ledger, which gets sessions, notes, lines and results.

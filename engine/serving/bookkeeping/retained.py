@@ -34,7 +34,7 @@ class _Waiting:
 
 
 class RetainedForwards:
-    """Retained forwards of all models, oldest first.
+    """Forwards of all models with an autograd graph that is retained for a later backward, oldest first.
 
     Args:
         most_bytes: bytes of graphs and of earlier weights on a rank.
@@ -53,7 +53,7 @@ class RetainedForwards:
         return len(self._waiting)
 
     def check(self, command: Command | None) -> None:
-        """Refuses a backward of a dropped forward.
+        """Raises if ``command`` is the backward of a forward that was dropped.
 
         Raises:
             RequestRefusedError: 410, it was dropped.
@@ -62,7 +62,7 @@ class RetainedForwards:
             raise RequestRefusedError(sentence, 410)
 
     def accept(self, entry: FutureEntry) -> None:
-        """Records an accepted backward; its forward stays until it has run."""
+        """Records that the backward in ``entry`` was accepted, so that its forward is not dropped before it has run."""
         command = entry.command
         if isinstance(command, BackwardTensors) and (own := self._waiting.get(command.ticket)) is not None:
             own.backward = entry
@@ -79,7 +79,9 @@ class RetainedForwards:
                     del self._waiting[ticket]
 
     def above(self, size: int) -> Iterator[DropTicket]:
-        """Yields the drop of the oldest forward, if ``size`` bytes are too many and no drop is under way."""
+        """Yields a command that drops the oldest forward, if ``size``, the retained bytes, exceeds the limit and no
+        other drop is under way.
+        """
         self.bytes = size
         if size > self._most_bytes and not any(own.is_dropped for own in self._waiting.values()):
             oldest = next((one for one, own in self._waiting.items() if own.may_drop), None)
@@ -89,7 +91,7 @@ class RetainedForwards:
                 )
 
     def late(self, now: float) -> Iterator[DropTicket]:
-        """Yields the drops of forwards that have waited for too long."""
+        """Yields a drop command for each forward that at time ``now`` has waited longer than the limit."""
         for ticket, own in list(self._waiting.items()):
             if now - own.since <= self._seconds:
                 return

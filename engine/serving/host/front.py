@@ -28,7 +28,7 @@ SERVER = "the service"
 
 
 def service_token(serve: ServeConfig) -> str:
-    """Returns the token of a service; empty without one.
+    """Returns the secret token that clients of a service must send; "" if it has none.
 
     Raises:
         ConfigError: it is not one word of printable ASCII.
@@ -46,7 +46,7 @@ def service_token(serve: ServeConfig) -> str:
 
 
 def check_front(serve: ServeConfig, rank: int) -> None:
-    """Raises errors of a start before the model is read.
+    """Checks token, TLS files and address of a service, so that their errors are raised before the model is read.
 
     Raises:
         ConfigError: the token or a file of TLS is unusable.
@@ -103,7 +103,7 @@ class LedgerSource:
 
 
 def limits_of(serve: ServeConfig) -> LedgerLimits:
-    """Returns the limits of a ledger."""
+    """Returns the limits of the command ledger that the configuration section ``serve`` sets."""
     queue, held = serve.queue, serve.held
     return LedgerLimits(
         queue.depth, queue.per_session, queue.seconds, serve.session_seconds, serve.journal.snapshot_every,

@@ -163,7 +163,7 @@ def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:
 
 
 def describe(engine: Engine, names: tuple[str, ...], tokenize: Callable[[str], list[int]] | None = None) -> ServedModel:
-    """Returns the facts that requests are checked against."""
+    """Returns the description of the engine's model against which requests of clients are checked."""
     about: Any = getattr(engine.module, "config", None)
     ends = getattr(getattr(engine.module, "generation_config", None), "eos_token_id", None)
     return ServedModel(

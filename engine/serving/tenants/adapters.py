@@ -34,11 +34,11 @@ class LowRank(Protocol):
 
     @property
     def rank(self) -> int:
-        """Columns of A and rows of B."""
+        """Rank r of each LoRA pair: A is [r, inputs], B is [outputs, r]."""
 
     @property
     def seed(self) -> int:
-        """Seed of A."""
+        """Seed of the random initial values of A."""
 
     @property
     def attention(self) -> bool:
@@ -54,7 +54,7 @@ class LowRank(Protocol):
 
 
 def adapted_name(name: str) -> str:
-    """Returns the adapted model's name of a unit of the base."""
+    """Returns the name that ``name``, a module or parameter of the base model, has in the adapted model."""
     return PREFIX + name
 
 

@@ -33,7 +33,9 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def lender_of(base: Engine, model: nn.Module) -> Lender:
-    """Returns what ``base`` lends to an engine of the adapted ``model``: tensors by the names in ``model``."""
+    """Returns the frozen tensors of ``base`` that an engine of the adapted ``model`` shares, under their names in
+    ``model``.
+    """
     runtime = base._runtime
     placed, here = dict(base.module.named_parameters()), runtime.plan.table.held_by(runtime.comm.grid.holder())
     names = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -46,8 +48,8 @@ def lender_of(base: Engine, model: nn.Module) -> Lender:
 
 
 def adapted_styles(model: nn.Module, skeleton: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
-    """Returns the tensor plan of an adapted ``model`` by the styles of the base; pairs then add no communication
-    (``tensor.plan.low_rank_pairs``).
+    """Returns the tensor-parallel styles of an adapted ``model``, derived from the ``styles`` of its base so that LoRA
+    pairs (A, B) add no communication (``tensor.plan.low_rank_pairs``).
 
     column, vocabulary    A whole, B as the layer
     row                   A as the layer, B whole

@@ -44,7 +44,7 @@ def check_name(name: str) -> str:
 
 
 class Directory:
-    """View on the notes of a ledger.
+    """Sessions, training runs, samplers and saved weights of a service, as JSON notes in its ledger.
 
     Args:
         ledger: its notes are read and written; its ``on_finish`` is taken.
@@ -60,7 +60,7 @@ class Directory:
         return self.ledger.notes.setdefault(kind, {})
 
     def session_of_attempt(self, attempt: str) -> str | None:
-        """Returns the session that an earlier attempt of a request has opened."""
+        """Returns the session that an earlier attempt of the same request has opened; None if there is none."""
         found = self._by_attempt.get(attempt) if attempt else None
         return found if found in self.ledger.sessions else None
 
@@ -84,19 +84,19 @@ class Directory:
                     self.remove_weights(path)
 
     def run(self, model: str) -> Mapping[str, Any]:
-        """Returns the note of a training run; errors as in ``_found``."""
+        """Returns the note of a training run; raises RequestRefusedError (404) if there is none."""
         return self._found(RUN, model, "model", "create it first")
 
     def sampler(self, name: str) -> Mapping[str, Any]:
-        """Returns the note of a sampling session; errors as in ``_found``."""
+        """Returns the note of a sampling session; raises RequestRefusedError (404) if there is none."""
         return self._found(SAMPLER, name, "sampling session", "create it first")
 
     def weights(self, path: str) -> Mapping[str, Any]:
-        """Returns the note of saved weights; errors as in ``_found``."""
+        """Returns the note of the weights saved under ``path``; raises RequestRefusedError (404) if there is none."""
         return self._found(WEIGHTS, path, "path of saved weights", "save them, or give another path")
 
     def session(self, name: str) -> Mapping[str, Any]:
-        """Returns the note of a session; errors as in ``_found``."""
+        """Returns the note of a client session; raises RequestRefusedError (404) if there is none."""
         return self._found(SESSION, name, "session", "list sessions for those that are open")
 
     def sessions(self) -> list[str]:
@@ -115,7 +115,7 @@ class Directory:
         return found
 
     def record_result(self, entry: FutureEntry, result: Result) -> list[JournalRecord]:
-        """Returns what a result adds to the journal, before a client sees it."""
+        """Returns the journal records that the result of a command adds; they are stored before a client sees it."""
         if isinstance(result, Failure):
             return []
         if entry.route == "create_model" or (entry.route == "load_weights" and "run" in entry.about):
@@ -173,7 +173,7 @@ class Directory:
         self.ledger.forget(f"note/{kind}/{name}")
 
     def remove_expired(self) -> None:
-        """Removes weights whose time is over."""
+        """Removes saved weights that have expired."""
         time = now()
         for path in [one for one, note in self.notes(WEIGHTS).items() if (note["expires_at"] or time) < time]:
             self.remove_weights(path)

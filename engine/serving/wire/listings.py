@@ -17,7 +17,7 @@ _PAGE, _LONGEST_PAGE = 20, 1000
 
 
 class ListingRoutes:
-    """Handlers of the routes that change nothing."""
+    """Handlers of the HTTP routes that list sessions, training runs and saved weights, and that remove weights."""
 
     def __init__(self, model: ServedModel, ledger: Ledger, directory: Directory, read_body: ReadBody) -> None:
         self._model, self._ledger, self._directory, self._read_body = model, ledger, directory, read_body

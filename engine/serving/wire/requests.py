@@ -60,7 +60,7 @@ class RequestReader:
     # ---------------------------------------------------------------- numbered requests of a model
 
     def forward_backward(self, body: bytes) -> ParsedRequest:
-        """Reads a forward_backward (protobuf)."""
+        """Returns the parsed body of a ``forward_backward`` request, a protobuf message."""
         _count_fields(body)
         try:
             message = message_class("ForwardBackwardRequest").FromString(body)
@@ -106,7 +106,7 @@ class RequestReader:
         return Datum(tokens, inputs)
 
     def optim_step(self, body: BodyFields) -> ParsedRequest:
-        """Reads an optim_step."""
+        """Returns the parsed body of a ``optim_step`` request."""
 
         def command() -> Command:
             others = body.values.get("optimizer_params")
@@ -128,11 +128,13 @@ class RequestReader:
         return self._numbered_json("optim_step", body, command)
 
     def save_weights(self, body: BodyFields) -> ParsedRequest:
-        """Reads a save_weights."""
+        """Returns the parsed body of a ``save_weights`` request."""
         return self._save("save_weights", "weights", body)
 
     def save_weights_for_sampler(self, body: BodyFields) -> ParsedRequest:
-        """Reads a save_weights_for_sampler; without a path its future has a sampling session."""
+        """Returns the parsed body of a ``save_weights_for_sampler`` request; without a path, its result is a sampling
+        session.
+        """
         return self._save("save_weights_for_sampler", "sampler_weights", body)
 
     def _save(self, route: str, kind: str, body: BodyFields) -> ParsedRequest:
@@ -159,7 +161,7 @@ class RequestReader:
         return self._numbered_json(route, body, command, about)
 
     def load_weights(self, body: BodyFields) -> ParsedRequest:
-        """Reads a load_weights: into a model, or as a new model."""
+        """Returns the parsed body of a ``load_weights`` request, which loads into a model or as a new model."""
         path, optimizer = body.text("path", most=1024), body.flag("optimizer")
         about = {"type": "load_weights", "path": path}
         if body.values.get("model_id") is None:
@@ -210,7 +212,7 @@ class RequestReader:
     # ---------------------------------------------------------------- models, losses
 
     def create_model(self, body: BodyFields) -> ParsedRequest:
-        """Reads a create_model."""
+        """Returns the parsed body of a ``create_model`` request."""
         session, number = body.text("session_id"), body.integer("model_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         model, base = f"{session}:train:{number}", body.text("base_model")
         self.check_base(base)
@@ -238,7 +240,7 @@ class RequestReader:
         return ParsedRequest((entry,), {"model_id": model})
 
     def unload_model(self, body: BodyFields) -> ParsedRequest:
-        """Reads an unload_model."""
+        """Returns the parsed body of a ``unload_model`` request."""
         model = body.text("model_id")
         self._directory.run(model)
         about = {"type": "unload_model", "model_id": model}
@@ -258,7 +260,9 @@ class RequestReader:
             raise RequestRefusedError(f"optimizer_config.type is {given[:60]!r}; this service has adamw only.")
 
     def create_custom_loss(self, body: BodyFields) -> ParsedRequest:
-        """Reads a create_custom_loss: its graph is checked here for form and size, and by the ranks for operations."""
+        """Returns the parsed body of a ``create_custom_loss`` request. Form and size of its graph are checked here, its
+        operations by the ranks.
+        """
         session, number = body.text("session_id"), body.integer("custom_loss_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         inputs = [BodyFields(_object(one, "inputs"), "inputs.").text("name") for one in body.items("inputs", most=16)]
         if not inputs or inputs[0] != "logprobs" or len(set(inputs)) != len(inputs):
@@ -277,7 +281,7 @@ class RequestReader:
     # ---------------------------------------------------------------- samples
 
     def asample(self, body: BodyFields) -> ParsedRequest:
-        """Reads an asample."""
+        """Returns the parsed body of a ``asample`` request."""
         sampler = body.text("sampling_session_id")
         number = body.integer("seq_id", high=LONGEST_SEQUENCE_NUMBER)
         note, key = self._directory.sampler(sampler), f"{sampler}:{number}"

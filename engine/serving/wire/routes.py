@@ -89,7 +89,7 @@ class FutureRoutes:
         return json_reply({"request_id": entry.key, **found.reply})
 
     async def wait_stored(self, stored: Any) -> None:
-        """Waits until records are in the journal.
+        """Waits for ``stored``, the future of records that are written to the journal.
 
         Raises:
             RequestRefusedError: 503, it cannot be written.
@@ -171,7 +171,7 @@ class FutureRoutes:
         return Response(body, 200, media_type=kind)
 
     async def wait(self, entry: FutureEntry) -> None:
-        """Waits until a command is done, at most ``POLL_SECONDS``, or until the server stops.
+        """Waits until the command of ``entry`` is done or the server stops, at most ``POLL_SECONDS``.
 
         Raises:
             RequestRefusedError: 503, the ranks run no more commands.

@@ -56,7 +56,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class TensorRoutes:
-    """Routes of the second door over a ledger.
+    """HTTP routes by which clients send tensors to a model and get outputs and gradients back (the "second door").
 
     Args:
         ledger: ledger of the service.

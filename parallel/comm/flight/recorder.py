@@ -161,7 +161,7 @@ class FlightRecorder:
         self._map[layout.NOTE_AT : layout.NOTE_AT + layout.NOTE_BYTES] = data
 
     def close(self) -> None:
-        """Records that this rank closed its engine normally; nothing after an error message."""
+        """Records that this rank closed its engine normally, unless an error is recorded; then closes the file."""
         if self._map[layout.WORDS_AT] == 0:
             step = layout.STATE.unpack_from(self._map, layout.STATE_AT)[0] >> 8
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.ENDED, now())
