@@ -78,7 +78,10 @@ class MainGradients:
         self._of.clear()
 
     def use(self, weight: Tensor) -> MainGradient | None:
-        """Returns the main gradient for a forward's product with ``weight``, if this exact tensor is registered."""
+        """Returns the main gradient to which the backward of a product with ``weight`` may add.
+
+        None: this exact tensor is not registered, or the backward must return a gradient.
+        """
         if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
             return None
         parameter, main = self._of.get(id(weight), (None, None))

@@ -174,7 +174,7 @@ def read_status(word: int) -> Missing | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """Numbers of rows from every rank to every expert, known to all ranks, with views for ``rank``."""
+    """Number of rows that every rank sends to every expert, equal on all ranks, with views for the rank ``rank``."""
 
     counts: Tensor
     """Number of rows from each rank to each expert, integers [W, E] on the host."""
@@ -200,12 +200,12 @@ class ExpertRows:
 
     @cached_property
     def sent(self) -> Tensor:
-        """Rows that this rank sends to each expert of each rank, [W, X]."""
+        """Number of rows that this rank sends to each expert of each rank, [W, X]."""
         return self.counts[self.rank].view(self.ranks, -1).long()
 
     @cached_property
     def received(self) -> Tensor:
-        """Rows for this rank's experts from each rank, [W, X]."""
+        """Number of rows that each rank sends to each of this rank's experts, [W, X]."""
         return self.counts.view(self.ranks, self.ranks, -1)[:, self.rank].long()
 
     @property
@@ -220,7 +220,7 @@ class ExpertRows:
 
     @property
     def sizes(self) -> Tensor:
-        """Rows of each of this rank's experts, [X]."""
+        """Number of rows of each of this rank's experts, over all ranks, [X]."""
         return self.received.sum(0)
 
     def most_rows(self) -> int:

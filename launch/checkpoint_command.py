@@ -31,7 +31,7 @@ def info(folder: Path) -> None:
     """Prints the content of a checkpoint, from its manifest alone.
 
     Args:
-        folder: folder of a run (its newest checkpoint) or of a checkpoint, as in the functions below.
+        folder: folder of a checkpoint, or of a run, of which the newest checkpoint is read.
 
     Raises:
         CheckpointError: the folder has no checkpoint, or its manifest is damaged.
@@ -233,7 +233,7 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """Formats the other contents of the run folder in one line."""
+    """Formats the names of other checkpoints and files in the run folder of ``step`` as one line."""
     steps = [path.name for path in committed(files, step.parent) if path != step]
     hidden = {step.name, "latest", LOCK, *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]

@@ -19,13 +19,13 @@ WIDTH = 100
 
 
 def add_explain_options(parser: ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Adds the arguments of ``trine explain``."""
     parser.add_argument("words", nargs="*", metavar="WORDS", help="words of the error, or all of its text")
     parser.add_argument("--all", action="store_true", help="list every error, or every one that fits the words")
 
 
 def explain(options: Namespace) -> int:
-    """Prints the errors that match the words best; returns 1 if none does."""
+    """Prints the errors that best match the user's words; returns the exit status, 1 if no error matches."""
     given = " ".join(options.words)
     errors = list({(error.kind, error.text): error for error in raised_errors()}.values())
     if options.all:

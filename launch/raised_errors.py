@@ -90,7 +90,7 @@ def _message(call: ast.Call, scope: "Scope") -> tuple[str, ast.expr | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Variables visible to an error message, with their possible texts."""
+    """Source code around an error message, from which the possible texts of its variables follow."""
 
     function: ast.AST | None
     tree: ast.Module

@@ -53,7 +53,7 @@ def _sized(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve_settings(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
-    """Returns the section of a configuration with what the command line gives."""
+    """Returns the section ``serve`` of a configuration with host, port and token variable from the command line."""
     given = {"host": options.host, "port": options.port, "token_env": options.token_env}
     return replace(serve or ServeConfig(), **{name: value for name, value in given.items() if value is not None})
 

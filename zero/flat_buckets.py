@@ -143,9 +143,10 @@ class FlatBucket:
 
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
-    """Replaces the storage of ``tensor`` by one of only its bytes, in the same memory, so that pickles contain no more.
+    """Gives ``tensor`` a storage of only its own bytes, in the same memory, so that a pickle of it contains no other
+    data.
 
-    Tensors over the same bytes share one storage in ``storages``. Nothing is copied.
+    Tensors with the same bytes share one entry of ``storages``. No data are copied.
     """
     whole, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
@@ -160,7 +161,9 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Returns the storages of single parameters in the bucket of ``parameter``; None if it is in no bucket."""
+    """Returns the storages that the bucket of ``parameter`` has for single parameters; None if the parameter is in no
+    bucket.
+    """
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
     return storages
@@ -222,8 +225,8 @@ class Ownership:
         return self.index if self.grid is None else self.grid.index(spread.sharding)
 
     def counts(self, spread: Spread) -> bool:
-        """Returns True if this rank counts its shard in the gradient norm; among equal copies only the first rank
-        does.
+        """Returns True if this rank counts its shard in the gradient norm; only the first of the ranks with equal
+        copies does.
         """
         return self.grid is None or self.grid.is_first(spread.shard_copies)
 
@@ -250,7 +253,9 @@ def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
 
 
 def leave(flat: FlatBucket) -> None:
-    """Separates the storages of full parameters when the engine closes; their memory stays in place, without copies."""
+    """Gives each full parameter of a bucket its own storage when the engine closes; the memory stays in place, without
+    copies.
+    """
     for parameter in flat.parameters if not flat.sharded else ():
         vars(parameter).pop("__reduce_ex__", None)
         lay_apart(parameter, flat.apart)
@@ -331,8 +336,9 @@ def _on_host(owned: slice, who: Ownership, device: torch.device, dtype: torch.dt
 
 
 def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: Callable[[FlatBucket], float]) -> Tensor:
-    """Returns the sum of squares of this rank's counted gradients by parameter, fp64 [names]; other ranks count the
-    rest.
+    """Returns the sum of squares of each parameter's gradient over the elements that this rank counts, fp64 [names].
+
+    Other ranks count the other elements. ``factor``: function from a bucket to the factor of its gradients.
     """
     found: dict[str, Tensor] = {}
     for flat in buckets:
@@ -347,9 +353,10 @@ def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: C
 
 
 def norm_parts(buckets: Sequence[FlatBucket]) -> list[tuple[Tensor, bool]]:
-    """Returns (gradient slice, True if counted) of this rank's shards, for the gradient norm; padding is 0.
+    """Returns (gradient slice, True if this rank counts it) for the shards of all buckets, as summands of the gradient
+    norm.
 
-    Uncounted copies add 0 to the norm, or NaN if they contain a non-finite value.
+    A slice that another rank counts adds 0, or NaN if it contains a non-finite value. Padding is 0.
     """
     return [
         (flat.gradient(part), counts and flat.counts)

@@ -40,7 +40,7 @@ ALIGNMENT = 64
 
 
 class Turn(NamedTuple):
-    """Gather group of a pipeline stage; sorted by the order of use in a forward through all stages."""
+    """Pair (stage, gather group); pairs sort in the order in which a forward through all stages uses the groups."""
 
     stage: int
     group: int
@@ -48,7 +48,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Parameter to place in a bucket: name, shape, dtype, optimizer group, axes."""
+    """Input of the layout for one parameter: name, shape, dtype, optimizer group, axes."""
 
     name: str
     shape: tuple[int, ...]
@@ -104,7 +104,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Contiguous piece of the layout, communicated by one collective."""
+    """Piece of the layout with the elements of several parameters, contiguous and communicated by one collective."""
 
     index: int
     dtype: str

@@ -46,7 +46,7 @@ class UpdatedTensor(Protocol):
 
 
 class KeepsWhole(Protocol):
-    """Interface of state tensors of whole parameters, in shapes of their own."""
+    """Interface of an object with state tensors of whole parameters, in shapes of their own."""
 
     @property
     def on_all_data_ranks(self) -> bool:
@@ -66,24 +66,24 @@ class HoldsMoments(Protocol):
 
     @property
     def inner(self) -> Optimizer:
-        """Inner optimizer, with state by these tensors."""
+        """Inner optimizer, with its state by the tensors of ``places``."""
 
     @property
     def whole(self) -> Sequence[KeepsWhole]:
-        """Whole-parameter updates with their state."""
+        """Updates of whole parameters, each with the state that it stores."""
 
 
 class HoldsCompanions(Protocol):
-    """Interface of a feature with a tensor for each updated one, such as a moving average of the weights."""
+    """Interface of a feature that stores a tensor for each updated tensor, such as a moving average of the weights."""
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the tensors by updated tensor and kind."""
+        """Returns the feature's tensors by updated tensor and kind."""
 
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the tensors that a load fills, among those that a checkpoint has under "KIND/NAME"."""
+        """Returns the feature's tensors that a load fills; ``stored``: entries of the checkpoint, named "KIND/NAME"."""
 
     def forget(self) -> None:
-        """Adapts to weights that the user has replaced."""
+        """Adapts the feature's tensors to weights that the user has replaced."""
 
 
 class HoldsResiduals(Protocol):
@@ -151,7 +151,7 @@ class StateTensor:
         return element - self._slot(element)[1]
 
     def within(self, part: slice) -> "StateTensor":
-        """Returns the elements ``part`` of the bucket, all contained in this tensor."""
+        """Returns the slice of this tensor with the elements ``part`` of the bucket, which it must contain."""
         start = self.part.start
         return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
 
@@ -269,7 +269,9 @@ class StateInventory:
                 )
 
     def companion_state(self) -> Iterator[StateTensor]:
-        """Yields the companions of updated tensors on this rank: averages, anchors and encoding errors."""
+        """Yields the tensors that features store for each updated tensor on this rank: averages, anchors and encoding
+        errors.
+        """
         for companion in self.companions:
             yield from self.element_state(companion.tensors())
 

@@ -69,14 +69,17 @@ class WireFormats:
         return self.gradients if bucket.dtype in _ENCODED and _encodable(bucket) else None
 
     def over(self, spread: Spread) -> "WireFormats":
-        """Returns the formats for buckets that are sharded over other axes."""
+        """Returns the formats for buckets that are sharded over the axis of ``spread``.
+
+        For another axis than this object's, they have the ranks of ``spread`` and reduce in one hop.
+        """
         if spread.sharding == self.axis or not self.axis:
             return self
         return replace(self, ranks=spread.ranks, within=spread.ranks, axis=spread.sharding)
 
     @property
     def hops(self) -> tuple[ReductionHop, ...]:
-        """All-to-alls of an encoded reduction: one, or within nodes and then across."""
+        """All-to-alls of an encoded reduction: one, or two, within nodes and then across nodes."""
         nodes = self.ranks // self.within
         if nodes == 1 or self.within == 1:
             return (ReductionHop("gradients", self.ranks, 1),)
@@ -84,8 +87,8 @@ class WireFormats:
         return inside, ReductionHop("gradients across nodes", nodes, 1)
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
-        """Returns the indices on the axis that exchange messages in a hop, including ``index``, in the order of
-        sums.
+        """Returns the indices on the axis that exchange messages with ``index`` in a hop, itself included, in the order
+        of sums.
         """
         first = index - index % self.ranks
         if len(self.hops) == 1:

@@ -104,9 +104,10 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Patches linear layers to run with their activation in one kernel, if they are full or column-sharded.
+    """Patches full and column-sharded linear layers to run together with the activation that follows, in one kernel.
 
-    Other full layers run the same operator if weight gradients are added to main gradients.
+    If weight gradients are added to main gradients, other full linear layers run the same operator without an
+    activation.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)

@@ -50,7 +50,7 @@ class TensorSource(Protocol):
 
     @property
     def name(self) -> Path | str:
-        """Folder of the tensors, or other words, for messages."""
+        """Folder of the tensors, or another description of the source, for messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Reads the requested pieces into their target memory."""

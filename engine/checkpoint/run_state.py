@@ -108,7 +108,9 @@ class RunState:
         return {f"residual/{name}": residual for name, residual in self.runtime.reducer.residuals.items()}
 
     def own_state(self) -> dict[str, Tensor]:
-        """Returns tensors that only this rank has: random generators, step parts and residuals."""
+        """Returns tensors that only this rank has: states of random generators and step parts, and error-feedback
+        residuals.
+        """
         parts = self.runtime.parts.having(StepPart.state)
         states = {name: tensor for part in parts for name, tensor in part.state().items()}
         return random_states(self.device) | states | self.residuals
@@ -168,7 +170,7 @@ class RunState:
         }
 
     def dtype(self) -> str:
-        """Returns the dtype with most bytes of the weights."""
+        """Returns the dtype in which most bytes of the model's tensors are stored."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:
             sizes[tensor.kind.dtype] = sizes.get(tensor.kind.dtype, 0) + tensor.kind.bytes

@@ -187,7 +187,10 @@ class Saver:
         """Lock on the folder of the pending save; rank 0 only."""
 
     def elsewhere(self, files: Files) -> "Saver":
-        """Returns a saver of the same snapshots with other file ``files``, such as host memory, without locks."""
+        """Returns a saver of the same snapshots that writes by the file operations ``files``, such as into host memory.
+
+        It takes no locks.
+        """
         other = copy(self)
         other._files, other._lock, other._held, other._whole = files, lambda folder: None, ExitStack(), True
         return other

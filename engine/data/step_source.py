@@ -320,7 +320,9 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 
 def own_state(given: Any) -> EngineError:
-    """Returns the error about a dataset or DataLoader that would not begin at its first sample."""
+    """Returns the error for a dataset or DataLoader that has loaded its own state, and so would not begin at its first
+    sample.
+    """
     return EngineError(
         f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "
         "beginning. Pass it without that state, and load the loader's: eng.register_for_checkpointing(data=loader)."

@@ -188,7 +188,7 @@ class DryRunTransport:
         self._far.pop(message, None)
 
     def recycle(self, tensor: Tensor) -> None:
-        """Records that a message buffer is free, or still referenced."""
+        """Records that the buffer of a received message is free, or still referenced."""
         if not self._buffers.lent(tensor):
             return
         buffer = _buffer(tensor)
@@ -299,7 +299,7 @@ class DryRunRank:
         return DryRunStep(actions=found, base=base, end_rise=end_rise)
 
     def watch(self, modules: Sequence[str]) -> list[int]:
-        """Returns a list to which each return of ``modules`` in a forward appends the live bytes."""
+        """Returns a list that receives the live bytes each time one of ``modules`` returns from a forward."""
         levels = list[int]()
 
         def note(*_: Any) -> None:

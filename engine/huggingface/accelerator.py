@@ -31,7 +31,7 @@ from engine.reporting.step_report import StepReport
 
 
 class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` for a loop whose model is on the engine."""
+    """``accelerate.Accelerator`` for a training loop with its model on the engine."""
 
     grid: Grid
     hosted: HostedModel | None
@@ -243,7 +243,8 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
     def move_from(self, data_ranks: int) -> None:
         """Adapts restored scheduler state that was saved with ``data_ranks`` scheduler steps per update.
 
-        It moves to the same update, unless only the same step number has the saved learning rate.
+        The scheduler moves to the step of the same update; if only the saved step number has the saved learning rate,
+        that number stays.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())

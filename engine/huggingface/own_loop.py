@@ -38,7 +38,7 @@ _RANKS = "data_ranks"
 
 
 class SavedState(EngineAccelerator):
-    """Accelerator whose model and optimizer the engine saves and loads."""
+    """Accelerator with an engine that saves and loads its model and optimizer."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns the full state dict of the engine's model on rank 0, and {} on other ranks. Collective."""

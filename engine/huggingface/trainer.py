@@ -68,7 +68,7 @@ OwnLoss = Callable[[Any, Tensor | None, Tensor | None], Tensor]
 
 
 class WholeSteps:
-    """Unfinished step of a Trainer on a pipeline: the stored microbatches."""
+    """Step of a Trainer on a pipeline, which stores microbatches until the last one and then runs them in one call."""
 
     def __init__(
         self,

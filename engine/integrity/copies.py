@@ -163,8 +163,9 @@ class ReplicaCopies:
 
 
 def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
-    """Returns (indices of values that differ from the majority, one index of the majority); all indices without a
-    majority.
+    """Returns (indices of values that differ from the majority, index of one value of the majority).
+
+    Without a majority, all indices are returned.
     """
     (value, count), *_ = Counter(values).most_common()
     most = values.index(value)
@@ -174,7 +175,7 @@ def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
 
 
 def copies_finding(one: Finding, odd: Sequence[int], ranks: Sequence[int]) -> Finding:
-    """Returns ``one`` as a finding about replicas on ``ranks``, of which ``odd`` are wrong."""
+    """Returns ``one`` as a finding about unequal replicas on ``ranks``, of which the ranks ``odd`` are wrong."""
     values = one.to_json() | {"how": "copies", "ranks": odd, "others": [rank for rank in ranks if rank not in odd]}
     return Finding.from_json(values)
 

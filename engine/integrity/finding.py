@@ -208,7 +208,7 @@ class Finding:
 
     @property
     def what(self) -> str:
-        """Words for the tensor, such as "weight 'head.weight'"."""
+        """Text with kind and name of the tensor, such as "weight 'head.weight'", with element and bit if known."""
         where = f"{self.kind} {self.name!r}"
         if self.bit is not None:
             return f"bit {self.bit} of element {self.element} of {where}"

@@ -365,7 +365,7 @@ def _from_callable(
 
 
 class UpdateScheduler(LRScheduler):
-    """torch scheduler base class whose rates are set in the optimizer's groups from construction on.
+    """Base class of torch schedulers that set their rates in the optimizer's groups from construction on.
 
     Args:
         optimizer: optimizer whose parameter groups receive the rates.

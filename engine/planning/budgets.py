@@ -273,7 +273,7 @@ def tensor_format(config: Config) -> ActivationFormat | None:
 
 
 def sequence_unit(config: Config) -> int:
-    """Returns the divisor of the positions of a context rank, which tensor ranks shard under sequence parallelism."""
+    """Returns the number that must divide the positions of a context rank: tp under sequence parallelism, else 1."""
     return config.tp if config.parallel.sequence_parallel else 1
 
 

@@ -43,7 +43,7 @@ from engine.program.expert_load import chosen_experts, find_experts
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Modules whose experts are shared among the ranks of the axis "ep"."""
+    """Plan of expert parallelism: the modules with experts that the ranks of the axis "ep" share."""
 
     ranks: int
     routed: tuple[RoutedExperts, ...]
@@ -60,7 +60,7 @@ class ExpertPlan:
 
     @property
     def shared(self) -> tuple[RoutedExperts | ListedExperts, ...]:
-        """All modules whose experts are shared."""
+        """All modules with experts that ranks share."""
         return (*self.routed, *self.listed)
 
     @property
@@ -86,13 +86,15 @@ class ExpertPlan:
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Parameters with a partial gradient on each tensor rank, since ranks divide rows or the width of experts."""
+        """Names of parameters with a partial gradient on each tensor rank, since these ranks divide rows or the
+        experts' width.
+        """
         common = (f"{each.name}.{own}" for each in self.routed for own in each.common)
         return (*(name for each in self.routed for name in each.parameters), *common)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the banner: modules whose experts stay on every rank, or on every tensor rank, with the reason."""
+        """Lines for the banner: modules with experts that are whole on every rank or every tensor rank, and why."""
         everywhere = (
             f"parallel.expert: every rank holds all experts of {each.name}: {each.reason}" for each in self.unproven
         )
@@ -102,7 +104,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """Routers that take the experts of each row from a batch."""
+    """Routers that read the experts of each row from a batch instead of choosing them."""
 
     routers: tuple[tuple[RouterChoice, int], ...]
     """The routers in their order, each with the number of its layer."""
@@ -116,7 +118,7 @@ class ReplayPlan:
 
 
 def find_replay_plan(model: nn.Module, config: Config) -> ReplayPlan | None:
-    """Finds the choices of all routers of ``model`` by trial; None without ``router_replay``.
+    """Finds by trial the call with which each router of ``model`` chooses experts; None without ``router_replay``.
 
     Raises:
         ConfigError: the model has no experts.
@@ -159,7 +161,7 @@ def _numbered(routers: tuple[RouterChoice, ...], blocks: tuple[str, ...]) -> Rep
 
 
 def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) -> tuple[str, ...]:
-    """Returns the names of modules that handle the rows of all ranks: their experts are shared, counted or replayed."""
+    """Returns the names of modules that handle the rows of all ranks: experts are shared, counted or replayed."""
     replay = find_replay_plan(model, config)
     counted = find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else ()
     return (*(shared.blocks if shared else ()), *(replay.modules if replay else ()), *(each.name for each in counted))
@@ -274,7 +276,7 @@ def _missing(unproven: tuple[Unproven, ...]) -> str:
 def form_on_tensor_ranks(
     config: Config, model: nn.Module, example: Batch, plan: TensorPlan, shared: ExpertPlan
 ) -> tuple[TensorPlan, ExpertPlan]:
-    """Returns the tensor plan and the experts with those that tensor ranks cut along their width.
+    """Returns the tensor plan and the expert plan, completed by the experts that tensor ranks cut along their width.
 
     Raises:
         PlanError: ``parallel.expert_tensor`` is "cut", and a module's experts cannot be cut.

@@ -30,7 +30,7 @@ from engine.zero.layout import FlatLayout, Item, Turn, build_layout
 
 @dataclass(frozen=True)
 class Users:
-    """Stages and gather groups that use each parameter."""
+    """Index from each parameter to the stages and gather groups that use it."""
 
     stages_of_rank: tuple[tuple[int, ...], ...]
     partition: Partition | None

@@ -60,12 +60,12 @@ class FoundStyles:
         return replace(plan, patterns=self.patterns, reasons=self.reasons, notes=self.notes)
 
     def to_bytes(self) -> bytes:
-        """Returns the result as JSON bytes for other ranks."""
+        """Returns these styles as JSON bytes, to send them to other ranks."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "FoundStyles":
-        """Returns the result from the bytes of ``to_bytes``."""
+        """Returns the styles in ``data``, the bytes of ``to_bytes``."""
         read = json.loads(data)
         reasons = tuple(Reason(**reason) for reason in read["reasons"])
         return cls(patterns=read["patterns"], reasons=reasons, notes=tuple(read["notes"]))
@@ -142,7 +142,7 @@ class StylesCache:
 
 
 def kept_or_found(digest: Callable[[], str | None], find: Callable[[], FoundStyles]) -> FoundStyles:
-    """Returns the cached styles for this digest, or else the result of ``find``, which is then stored."""
+    """Returns the styles that are cached under ``digest()``, or else the result of ``find``, which it then stores."""
     cache = StylesCache.of_environment()
     key = digest() if cache is not None else None
     if cache is None or key is None:

@@ -25,8 +25,9 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
 
 
 def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]:
-    """Returns a text for each pattern of layers with fused kernels: the least rows of a microbatch for which its
-    forward is fused.
+    """Returns one text for each pattern of layers with fused kernels, such as "PATTERN from 512 rows".
+
+    The number is the smallest number of rows of a microbatch for which the forward is fused.
     """
     if measured is None:
         return ()

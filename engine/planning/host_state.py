@@ -20,7 +20,7 @@ from engine.zero.wire_formats import WireFormats
 
 
 def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
-    """Returns, ascending, the offload ratios at which one more bucket of some layout moves to the host.
+    """Returns the offload ratios, ascending, at which one more bucket of some layout moves to the host.
 
     A ratio between two of them has the effect of the upper one.
     """
@@ -173,7 +173,7 @@ def offload_notes(model: nn.Module, config: Config, precision: Precision) -> lis
 
 
 def rounding_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Returns notes about tensors without fp32 master that bf16 or fp16 rounds."""
+    """Returns notes about tensors that are rounded to bf16 or fp16 and have no fp32 master."""
     keys = ["cast_forward_inputs"] * config.cast_forward_inputs + ["buffer_dtype"] * (config.buffer_dtype is not None)
     if precision.compute is None:
         words = f"precision: {' and '.join(keys)} cast nothing in a run without bf16.enabled or fp16.enabled"

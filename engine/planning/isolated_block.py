@@ -53,9 +53,9 @@ class BlockBytes(NamedTuple):
 
 
 class IsolatedBlock:
-    """Copy of module ``name``, ready to run with recorded arguments.
+    """Copy of the module ``name`` of a model, which runs alone with recorded arguments to be measured.
 
-    ``selective``: its selective recomputation, if the run uses it.
+    ``selective``: selective recomputation of the module, if the run uses it.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.
@@ -85,7 +85,8 @@ class IsolatedBlock:
         return self._run(_Given(arguments, self._device), nullcontext())[0]
 
     def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:
-        """Runs forward and backward once; returns seconds and stored activation bytes.
+        """Runs forward and backward once; returns their seconds, and the activation bytes that the forward stores for
+        backward.
 
         Each storage counts once. Parameters, buffers and tensors that depend only on the batch do not count, because
         all calls share them.
@@ -247,7 +248,7 @@ def _shapes(arguments: Arguments) -> object:
 
 
 def is_sample(node: object) -> bool:
-    """Returns True if a node of a call's arguments stands for a traced tensor."""
+    """Returns True if ``node``, an entry of a call's recorded arguments, stands for a traced tensor."""
     return isinstance(node, Sample)
 
 

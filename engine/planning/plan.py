@@ -131,11 +131,11 @@ class Plan:
         return self.config.grid(rank)
 
     def layout(self, coord: Coord) -> FlatLayout:
-        """Returns the flat layout (buckets) of a grid position."""
+        """Returns the flat layout of the parameters (their buckets) at the grid position ``coord``."""
         return self.layouts[self.grid(0).holder(coord)]
 
     def hosted(self, coord: Coord) -> frozenset[int]:
-        """Returns the indices of trained buckets that the CPU updates at a grid position."""
+        """Returns the indices of the trained buckets that the CPU updates at the grid position ``coord``."""
         return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def places(self) -> str:
-        """Text that is equal for two plans if and only if they have equal stages on equal ranks."""
+        """Text of the stages on each rank; equal for two plans if and only if equal stages are on equal ranks."""
         return "" if self.partition is None else f"{self.partition.boundaries} on {self.schedule.stages_of_rank}"
 
     @property

@@ -49,7 +49,7 @@ _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Module that represents a group of equal modules in a search."""
+    """Module that stands for a group of equal modules in the search of a tensor plan."""
 
     name: str
     arguments: tuple[Arguments, ...]
@@ -77,7 +77,7 @@ class CalledModules:
 
 
 class SearchedProgram:
-    """Program and example batch, with traces and digest that searches for several tensor sizes share."""
+    """Program and example batch of a search; searches for several tensor sizes share its traces and digest."""
 
     def __init__(self, program: Program, example: Batch) -> None:
         self.program, self.example = program, example
@@ -206,7 +206,7 @@ def local_name(unit: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DistinctUnits:
-    """Modules that a search or a proof covers, one per group of equal modules."""
+    """Modules to search or to prove, one for each group of equal modules, with the trace of the example batch."""
 
     units: tuple[Unit, ...]
     trace: ModelTrace

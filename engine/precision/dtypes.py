@@ -36,7 +36,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Widths(NamedTuple):
-    """Dtypes for parameters of one forward dtype."""
+    """Dtypes of weights, gradient sums, masters and moments, for parameters of one forward dtype."""
 
     compute: torch.dtype
     sums: torch.dtype
@@ -70,8 +70,8 @@ class Precision:
     """Casts of operands in the model's own code; None: no casts."""
 
     def forward(self, device: torch.device, whole: bool = True) -> AbstractContextManager[Any]:
-        """Returns the context (autocast, casts) of a forward on ``device``; ``whole``: of the full model, not of a
-        stage.
+        """Returns the context (autocast, casts) of a forward on ``device``; ``whole``: True for the full model, False
+        for a stage.
         """
         if self.operands is not None:
             return self.operands.forward(whole)

@@ -30,7 +30,7 @@ _SHARE_OF_STEP = 0.1
 
 
 class StreamGroup(NamedTuple):
-    """Ranks that communicate with each other in one stream."""
+    """Ranks of an axis that communicate with each other in one stream."""
 
     axis: str
     stream: str

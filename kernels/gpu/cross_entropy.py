@@ -108,9 +108,9 @@ def gradient_kernel(
 
 
 class Asked(NamedTuple):
-    """Statistics requested besides the sum of exponentials: the target's logit, a weighted sum of logits.
+    """Request for softmax statistics next to the sum of exponentials: the target's logit, and a weighted sum of logits.
 
-    ``even``: weight 1 for all logits in the weighted sum, as for label smoothing.
+    ``even``: the weighted sum has weight 1 for all logits, as for label smoothing.
     """
 
     target: Tensor | None

@@ -110,7 +110,8 @@ def tile_finish(
 ):  # fmt: skip
     """Applies bias, activation and residual to one tile and stores it; KEEPS stores the activation's input too.
 
-    The input is kept without the bias, except for relu: rounded apart from it, small inputs could change their sign.
+    The stored input excludes the bias, except for relu: a small input that is rounded before the bias is added could
+    change its sign.
     """
     if KEEPS and ACTIVATION != "relu":
         store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)

@@ -31,7 +31,11 @@ _ON_SHAPES = 3
 
 
 class BlockRule(NamedTuple):
-    """Rule of a block: ``causal`` (a square), or ``mask`` [.., G or 1, Q or 1, K], bool or added; else all keys."""
+    """Rule for the keys that a query of a block attends to: ``causal`` (as many queries as keys), or ``mask``, or all
+    keys.
+
+    ``mask``: [.., G or 1, Q or 1, K], boolean, or added to the scores.
+    """
 
     scale: float
     causal: bool = False

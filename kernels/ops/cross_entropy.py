@@ -28,7 +28,7 @@ from engine.kernels.dispatch import Kernels, fused_operator
 
 
 class Question(NamedTuple):
-    """Request for statistics in addition to ``log_sum``: the target's logit, a weighted sum of logits."""
+    """Request for softmax statistics next to ``log_sum``: the target's logit, and a weighted sum of logits."""
 
     target: Tensor | None = None
     """Target columns in the full vocabulary, [N] int64, equal on all ranks."""

@@ -48,7 +48,7 @@ _LONGEST = 120.0
 
 
 class CompileError(Exception):
-    """Error of a failed compilation; the text is a clause with the reason."""
+    """Error of a failed compilation; its text is a clause with the reason, which completes the caller's sentence."""
 
 
 def library(source: Path) -> Path | None:
@@ -140,7 +140,7 @@ def update_adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Makes an Adam update with the bits of ``adam_``: by the compiled kernel on the host, by torch elsewhere."""
+    """Makes an Adam update, bitwise equal to ``adam_``: by the compiled kernel on the host, by torch elsewhere."""
     kernel = _kernel_for((*weights, *grads, *first_moments, *second_moments), len(weights))
     if kernel is None:
         adam_(weights, grads, first_moments, second_moments, step, rule)
@@ -150,7 +150,7 @@ def update_adam_(
 
 
 def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """Makes a Lion update with the bits of ``lion_``: by the compiled kernel on the host, by torch elsewhere."""
+    """Makes a Lion update, bitwise equal to ``lion_``: by the compiled kernel on the host, by torch elsewhere."""
     kernel = _kernel_for((*weights, *grads, *momenta), len(weights))
     if kernel is None:
         lion_(weights, grads, momenta, rule)

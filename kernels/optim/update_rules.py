@@ -222,7 +222,10 @@ class LayerRule(Protocol):
         """Updates the moments with the gradients of a step, in place."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns the elements [n] of the norm that divides the weights' norm; ``step``: update number, from 1."""
+        """Returns these elements [n] of the vector that the trust ratio compares with the weights, by their norms.
+
+        ``step``: update number, from 1.
+        """
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
         """Updates these elements in place; ``norms`` [2], fp64: norms of the full weights and of the full

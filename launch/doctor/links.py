@@ -52,7 +52,7 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def ladder(call: Callable[[int], float]) -> int:
-    """Doubles the bytes of ``call`` while it is fast, then repeats the last size; returns that size.
+    """Increases the message size of ``call`` while the call is fast, then repeats the last size; returns it in bytes.
 
     Switches buffer small messages, which hides a slow link.
 

@@ -33,7 +33,7 @@ def read_cores(text: str) -> tuple[int, ...]:
 
 
 def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """Returns the cores of local rank ``rank`` of ``ranks``: a contiguous slice of ``cores``.
+    """Returns the cores of the local rank ``rank``, one of ``ranks`` on this host: a contiguous slice of ``cores``.
 
     Raises:
         LaunchError: there are fewer cores than ranks.

@@ -67,7 +67,7 @@ class Screen:
             stream.flush()
 
     def say(self, text: str) -> None:
-        """Prints a line of the launcher."""
+        """Prints a message of the launcher to stderr."""
         with self._lock:
             print(f"trine launch: {text}", file=sys.stderr, flush=True)
 
@@ -115,7 +115,7 @@ class HostRun:
             self._screen.show(target, self.host.name, line)
 
     def say(self, word: str) -> None:
-        """Sends a control word to the guard on the host."""
+        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard of torchrun on the host."""
         self._write(f"{word}\n".encode())
 
     def _write(self, given: bytes) -> None:
@@ -137,7 +137,9 @@ class HostRun:
 
     @property
     def taken_down(self) -> bool:
-        """True if torchrun blames another rank, or was ended by a signal."""
+        """True if the root cause in torchrun's output is a failure of another rank, or a process that SIGTERM has
+        ended.
+        """
         root = "".join(self._errors).rpartition("Root Cause")[2]
         return is_consequence(root) or re.search(r"exitcode +: -15\b", root) is not None
 
@@ -162,7 +164,7 @@ class MeetingPlace:
     round: int = 0
 
     def moved(self, first: Host, port: int) -> "MeetingPlace":
-        """Returns the rendezvous with the store on another host, after a restart."""
+        """Returns the rendezvous of the next restart, with the store on the host ``first``."""
         return replace(self, first=first, port=port, round=self.round + 1)
 
 
@@ -175,7 +177,7 @@ class SshPlan:
     hosts: tuple[HostReply, ...]
 
     def wish(self, facts: HostReply, meeting: MeetingPlace) -> dict[str, Any]:
-        """Returns the request to the guard on a host."""
+        """Returns the request to the guard on a host, which starts torchrun with the rendezvous ``meeting``."""
         rendezvous = RendezvousEndpoint(
             address=meeting.first.address,
             port=meeting.port,
@@ -199,7 +201,7 @@ class SshPlan:
 
 
 class Running:
-    """Processes on all running hosts; sends them control words."""
+    """torchrun processes on all running hosts, with control words to their guards."""
 
     def __init__(self, plan: SshPlan, screen: Screen) -> None:
         self._plan = plan
@@ -223,7 +225,7 @@ class Running:
         return found
 
     def say(self, word: str) -> None:
-        """Sends a control word to all guards."""
+        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard of torchrun on each running host."""
         for run in self.runs.values():
             run.say(word)
 

@@ -16,7 +16,7 @@ _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers", "c
 
 
 def find_longest(asked: PlanAsked, work: Workload, samples: "SampledBlocks | None") -> list[LongestRun]:
-    """Returns the longest row that fits, then that of each other number of context ranks.
+    """Returns the longest row that fits, then the longest row for each other number of context ranks.
 
     Args:
         samples: samples of the model's blocks; None: closed forms.

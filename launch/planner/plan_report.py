@@ -187,7 +187,7 @@ def offload_text(smallest: LayoutEstimate | None) -> str:
 
 
 def room_text(memory_bytes: float) -> str:
-    """Describes the memory of a GPU that a layout of a search may fill."""
+    """Describes the share of a GPU's memory that a layout of a search may fill."""
     room, whole = USABLE * memory_bytes / GIB, memory_bytes / GIB
     return f"a layout may fill {room:.1f} of {whole:.1f} GiB ({1 - USABLE:.0%} is left free)"
 

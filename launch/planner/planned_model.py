@@ -250,7 +250,7 @@ MOST_SILENT = 150
 
 
 def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -> str:
-    """Returns why the activations of ``plan`` are estimated, not counted; empty if they are counted.
+    """Returns the reason why the activations of ``plan`` are estimated, not counted; empty if they are counted.
 
     Args:
         searches: True if the plan is one of several, for which deep models with long pipelines stay estimates too.
@@ -406,7 +406,10 @@ class SampledBlocks:
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:
-    """Returns a function of a layout that scales the estimated bytes of activations and buffers to its sample."""
+    """Returns a function that estimates bytes of activations and buffers: (estimate, fresh) -> bytes.
+
+    It scales the estimate of a layout to the memory sample of the layout's blocks; without a sample it returns None.
+    """
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:
         layout, closed = one.layout, working_bytes(work, one.layout, EngineTraits())[0]

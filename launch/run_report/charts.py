@@ -75,7 +75,7 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -
 
 
 def figure(title: str, shown: str, picture: str) -> str:
-    """Returns an HTML figure with a title, next to which ``shown`` is printed."""
+    """Returns an HTML figure of ``picture``, with its title and, next to the title, the text ``shown``."""
     head = f"<figcaption>{escape(title)}<b>{escape(shown)}</b></figcaption>"
     return f'<figure class="chart">{head}{picture}</figure>'
 

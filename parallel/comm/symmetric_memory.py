@@ -62,7 +62,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops the thread and waits for it, before the links close. A second call does nothing."""
+        """Ends the watch thread and waits for it; called before the links close. A second call does nothing."""
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()

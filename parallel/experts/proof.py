@@ -54,7 +54,7 @@ class Unproven:
     reason: str
 
     def named(self, name: str) -> "Unproven":
-        """Returns a copy for the module ``name`` of the same kind."""
+        """Returns a copy of this result for another module, ``name``, of the same kind."""
         return replace(self, name=name)
 
 

@@ -33,7 +33,7 @@ def round_bytes(buckets: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Message of one rank in a round; ``wanted``: indices of requested buckets."""
+    """Message that one rank sends to the others in a round; ``wanted``: indices of the buckets that it requests."""
 
     wanted: frozenset[int] = frozenset()
     everywhere: bool = False
@@ -54,7 +54,7 @@ class GatherRounds:
         self._comm, self._bytes = comm, _mask_bytes(buckets)
 
     def meet(self, said: Said) -> list[Said]:
-        """All-gathers the messages ``said``; returns those of all ranks, in order."""
+        """All-gathers the message ``said`` of each rank; returns the messages of all ranks, in order."""
         mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
         flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
         return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, ROUND)]
@@ -77,7 +77,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class PassCalls:
-    """Module calls of the forwards that one backward differentiates, as positions of the gather order."""
+    """Record of the module calls in the forwards that one backward differentiates, as positions in the gather order."""
 
     def __init__(self) -> None:
         self._positions: list[int] = []
@@ -101,7 +101,9 @@ class PassCalls:
             self._positions.append(position)
 
     def compare(self, last: Sequence[Said]) -> None:
-        """Sets ``unequal`` if the digests of the ranks' ``last`` messages differ."""
+        """Sets ``unequal`` if ranks have called different modules; ``last``: each rank's last message, with a digest of
+        its calls.
+        """
         self.unequal = self.unequal or len({said.calls for said in last}) > 1
 
     @property
@@ -111,7 +113,7 @@ class PassCalls:
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions that the backward, which visits the calls from last to first, visits again after leaving them."""
+        """Positions that the backward visits again after it has left them; it visits the calls from last to first."""
         again, lowest = set(), None
         for position in reversed(self._positions):
             if lowest is not None and position >= lowest:

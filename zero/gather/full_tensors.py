@@ -33,7 +33,7 @@ LABEL = "full tensors"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """Elements ``part`` of a bucket that this rank stores, with a scale factor."""
+    """Elements ``part`` of a bucket, stored on this rank as ``values``; users see ``values`` times ``factor``."""
 
     flat: FlatBucket
     part: slice
@@ -43,11 +43,15 @@ class HeldPart:
     """Factor from stored ``values`` to the values that users see."""
 
     def given(self) -> Tensor:
-        """Returns the elements in the users' scale."""
+        """Returns the elements as users see them: ``values`` times ``factor``."""
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Stores the elements of ``written`` that differ; returns True if any does. Synchronizes the device."""
+        """Stores the elements of ``written``, in the users' scale, that differ from the stored ones; returns True if
+        any differs.
+
+        Synchronizes the device.
+        """
         written = written.to(self.values.device)
         changed = written != self.given()
         if not changed.any():
@@ -56,7 +60,7 @@ class HeldPart:
         return True
 
     def of(self, slot: Slot) -> "HeldPart | None":
-        """Returns the part with one parameter's elements; None if it has none."""
+        """Returns the elements of this part that belong to the parameter of ``slot``; None if there are none."""
         start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
         if start >= stop:
             return None
@@ -190,7 +194,7 @@ def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
 
 
 def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], call: str, comm: Comm) -> None:
-    """Refuses writes that differ between data ranks, because each stores only its own shard.
+    """Raises if data ranks have written different values to a bucket, because each rank stores only its own shard.
 
     Args:
         written: digest of each written bucket, by the bucket's first parameter name.
@@ -211,7 +215,8 @@ def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], ca
 def check_holders(
     written: Mapping[str, Tensor], rows: Sequence[ShardRow], call: str, comm: Comm, device: torch.device
 ) -> None:
-    """Refuses writes that differ between stages (tied parameters) or tensor ranks (unsharded parameters).
+    """Raises if stages (of a tied parameter) or tensor ranks (of an unsharded one) have written different values to
+    copies.
 
     ``written``: digest of each parameter on this rank, by name.
     """

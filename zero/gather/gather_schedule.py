@@ -28,7 +28,7 @@ EVERYWHERE = Turn(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class GatherOrder:
-    """Order in which one rank uses its gather groups; bucket numbers index ``buckets``."""
+    """Order in which the passes of one rank use its gather groups; a bucket is named by its index in ``buckets``."""
 
     buckets: tuple[Bucket, ...]
     turns: tuple[Turn, ...]
@@ -38,7 +38,7 @@ class GatherOrder:
     """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the gather positions of a forward or backward pass, in the order of use."""
+        """Returns the positions in ``turns`` that the forward or backward ``walk`` visits, in the order of use."""
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
             return range(0)
@@ -48,11 +48,11 @@ class GatherOrder:
 
     @property
     def everywhere(self) -> frozenset[int]:
-        """Buckets that remain gathered through every pass."""
+        """Buckets that every gather group needs, so that they stay gathered through every pass."""
         return frozenset.intersection(*self.members)
 
     def at_start(self, walk: Action | None) -> frozenset[int]:
-        """Returns the buckets that a pass needs first; empty without a pass."""
+        """Returns the buckets that the first gather group of the pass ``walk`` needs; empty if ``walk`` is None."""
         positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()
 
@@ -115,8 +115,9 @@ def _is_whole(bucket: Bucket, turn: Turn) -> bool:
 
 
 def stays_for_loss(layout: FlatLayout, stage: int, parameter: str) -> bool:
-    """Returns True if ``parameter`` is readable after the forward of ``stage``: its bucket is in the last gather group,
-    with which the backward begins, or is not sharded.
+    """Returns True if ``parameter`` can still be read after the forward of ``stage``.
+
+    Its bucket then is not sharded, or belongs to the last gather group, with which the backward begins.
     """
     buckets = (*layout.buckets, *layout.frozen)
     turns = {turn for bucket in buckets for turn in bucket.gathers if turn.stage == stage}

@@ -257,8 +257,10 @@ class ParameterGatherer:
                 (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
     def around(self, group: int | None) -> AbstractContextManager[None]:
-        """Runs a call of a module of ``group`` (None: of a module around groups) inside the context. Outside a pass the
-        call gathers its own buckets; recomputation in another engine's backward starts a pass.
+        """Runs one module call inside the context; ``group``: gather group of the module, None for a module around
+        groups.
+
+        Outside a pass the call gathers its own buckets. Recomputation in another engine's backward starts a pass.
         """
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()
@@ -406,9 +408,7 @@ class ParameterGatherer:
         self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
-        """Keeps buckets gathered whose parameters a module returned as views, because code outside the module reads
-        them.
-        """
+        """Leaves a bucket gathered if a module returns views of its parameters, which outside code reads."""
         if self._pass is None:
             return
         found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)

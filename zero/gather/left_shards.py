@@ -27,9 +27,9 @@ class LeftBucket:
 
 
 def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
-    """Records on the parameters of ``buckets`` which ranks store their shards, without tensor-parallel parameters.
+    """Records on each parameter of ``buckets`` the ranks that store its shards, for :func:`make_whole`.
 
-    Models on several tensor or pipeline ranks therefore stay sharded.
+    With several tensor or pipeline ranks nothing is recorded, so such models stay sharded.
     """
     if grid.size("replica") > 1:
         return

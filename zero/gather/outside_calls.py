@@ -14,7 +14,7 @@ from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 
 class OutsideCalls:
-    """Context of module calls outside training passes, which may be nested; gathers their parameters."""
+    """Gatherer of parameters for module calls outside training passes, which may be nested."""
 
     def __init__(self, whole: UnshardedBuckets, comm: Comm) -> None:
         self._whole, self._comm = whole, comm
@@ -28,7 +28,7 @@ class OutsideCalls:
 
     @contextmanager
     def call(self, indices: frozenset[int]) -> Iterator[None]:
-        """Runs a call that uses the buckets ``indices`` inside the context."""
+        """Runs one module call inside the context, with the buckets ``indices`` gathered."""
         if not self._depth:
             self._comm.join("a call of the model outside the engine")
         opened = indices - self._whole.live

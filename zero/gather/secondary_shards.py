@@ -24,7 +24,7 @@ WITHIN = "parameters within nodes"
 
 @dataclass(frozen=True, slots=True)
 class SecondaryLayout:
-    """Sizes of secondary shards: the data ranks of a node, and the buckets."""
+    """Sizes of secondary shards (hpZ): number of data ranks of a node that share a bucket, and the buckets."""
 
     ranks: int = 1
     """Number of neighbouring data ranks on a node; 1: no secondary shards."""
@@ -39,7 +39,7 @@ NO_SHARDS = SecondaryLayout()
 
 
 class SecondaryShards:
-    """Secondary shards of this rank, by bucket index.
+    """Secondary shards of this rank (hpZ: parameters partitioned within a node), by bucket index.
 
     Args:
         comm: all-gathers between the data ranks of a node, label "parameters within nodes".

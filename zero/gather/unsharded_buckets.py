@@ -34,18 +34,20 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, Seco
 
 
 class ShardArrival:
-    """Host-to-device copies of one batch of gathers."""
+    """Handle of the host-to-device copies of shards that one batch of all-gathers sends."""
 
     def __init__(self, copied: torch.Event | None) -> None:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """Returns ``gather``; with one data rank, a handle that waits for the copies."""
+        """Returns ``gather``; if no collective runs, because there is one data rank, a handle that waits for the
+        copies.
+        """
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
 
 class ShardSource:
-    """Source of the shards that this rank's all-gathers send."""
+    """Source of the shards that this rank's all-gathers send; it copies shards in host memory to the device."""
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         hosted = [flat for flat in buckets if flat.kept_on_host]
@@ -197,9 +199,10 @@ class UnshardedBuckets:
         return frozenset(index for index in indices if self._states[index] is BucketState.SHOWN)
 
     def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
-        """Gathers buckets anew, even those already gathered on this rank; all data ranks pass equal ``indices``.
+        """Gathers the buckets ``indices`` anew, even buckets that this rank has gathered; all data ranks pass equal
+        ``indices``.
 
-        Afterwards the earlier readable buckets and the ``wanted`` ones are readable.
+        Afterwards the ``wanted`` buckets, and the buckets that were readable before, are readable.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -244,7 +247,7 @@ class UnshardedBuckets:
         return self._buckets[index].bucket.spread.sharding
 
     def show(self, indices: frozenset[int]) -> None:
-        """Waits for requested buckets, and makes their parameters readable."""
+        """Waits for the all-gathers of the buckets ``indices``, and makes their parameters readable."""
         for index in indices - self._shown(indices) - self._resident:
             self._gathers[index].wait()
             self._states[index] = BucketState.SHOWN

@@ -90,13 +90,13 @@ BLOCK = 1 << 20
 
 
 class BlocksUnderWay:
-    """Handle of block transfers by threads."""
+    """Handle of reads or writes of file blocks in progress on threads."""
 
     def __init__(self, futures: Sequence["Future[None]"]) -> None:
         self._futures = futures
 
     def joined(self, other: "BlocksUnderWay") -> "BlocksUnderWay":
-        """Returns one handle for the transfers of both."""
+        """Returns one handle for the transfers of this handle and of ``other``."""
         return BlocksUnderWay([*self._futures, *other._futures])
 
     def result(self) -> None:
@@ -138,7 +138,7 @@ class BlockFile:
         return BlocksUnderWay([threads.submit(self._write_block, number, block) for number, block in jobs])
 
     def start_read(self, into: memoryview, threads: Executor, checked: bool = True) -> BlocksUnderWay:
-        """Starts to read the whole file; see :meth:`read`."""
+        """Starts to read the whole file into the memory ``into`` on ``threads``; ``checked``: see :meth:`read`."""
         jobs = self._blocks(into)
         return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])
 
@@ -152,7 +152,9 @@ class BlockFile:
             self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
-        """Reads the whole file; ``checked``: raises if a block differs from the bytes last written."""
+        """Reads the whole file into the memory ``into``; ``checked``: raises if a block differs from the bytes last
+        written.
+        """
         for number, block in self._blocks(into):
             self._read_block(number, block, checked)
 
@@ -232,7 +234,7 @@ def _failure(what: str, path: Path, error: OSError) -> EngineError:
 
 
 class PageUse(Protocol):
-    """Interface of a transfer that still uses a page."""
+    """Interface of a transfer that still uses a page of :class:`MomentBuffers`."""
 
     def result(self) -> object:
         """Waits until the transfer has ended."""
@@ -255,7 +257,9 @@ class MomentBuffers:
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:
-        """Returns a free page, uint8 [size]; if there is none, waits for the oldest write and raises its error."""
+        """Returns a free page, uint8 [size]; if none is free, waits for the oldest write, and raises the error if it
+        failed.
+        """
         if not self._free:
             page, write = self._busy.popleft()
             write.result()

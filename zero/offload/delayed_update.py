@@ -24,7 +24,9 @@ from engine.zero.flat_buckets import FlatBucket
 
 
 class DelayedUpdate:
-    """Update of this rank on the host, overlapped with the next step; pending until its weights are on the device.
+    """Runner of this rank's update on the host, overlapped with the next step.
+
+    An update is pending until its weights are on the device.
 
     Args:
         buckets: trained buckets, all updated by the host.

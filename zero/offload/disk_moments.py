@@ -36,19 +36,25 @@ LABEL = "disk"
 
 
 class DiskAgreement:
-    """Agreement of all ranks on the state of their disks; every call is collective over the world, label "disk"."""
+    """Collectives by which all ranks agree on failures of their disks; every call is collective over the world, label
+    "disk".
+    """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
 
     def first(self, own: bool) -> int | None:
-        """Returns the lowest rank with ``own`` True; None if there is none. One 8-byte all-reduce."""
+        """Returns the lowest rank that passes ``own`` = True; None if no rank does. One 8-byte all-reduce over the
+        world.
+        """
         if self._comm.grid.world_size == 1:
             return 0 if own else None
         return first_rank(own, self._comm, self._device, LABEL)
 
     def sentence(self, rank: int, own: str) -> str:
-        """Broadcasts the error message of ``rank``, by two all-reduces: length, then bytes."""
+        """Returns the error message ``own`` of rank ``rank`` on all ranks, by two all-reduces: its length, then its
+        bytes.
+        """
         if self._comm.grid.world_size == 1:
             return own
         says = self._comm.grid.rank == rank
@@ -119,7 +125,7 @@ class BucketFiles:
         return [(id(place.weights), place.name, place.dtype) for place in self.places] == kinds
 
     def shown(self, state: MomentState) -> bool:
-        """Returns True if ``state`` contains views of the valid slot."""
+        """Returns True if the moments in ``state`` are the views of the memory-mapped valid slot."""
         return self.valid is not None and all(
             state.get(place.weights, {}).get(place.name) is view
             for place, view in zip(self.places, self._views[self.valid], strict=True)
@@ -132,7 +138,7 @@ class BucketFiles:
         return self.slots[self.valid].start_read(page.numpy().data[: self.size], threads, checked)
 
     def lend(self, page: Tensor, state: MomentState) -> None:
-        """Sets the optimizer's moments to views of ``page``."""
+        """Replaces the moments in the optimizer's ``state`` by views of ``page``, a buffer in host memory."""
         for place in self.places:
             state[place.weights][place.name] = place.of(page)
 
@@ -148,11 +154,11 @@ class BucketFiles:
         return self.slots[self._fresh].start_write(page.numpy().data[: self.size], threads)
 
     def commit(self) -> None:
-        """Makes the newly written slot the valid one."""
+        """Makes the slot that was written last the valid one."""
         self.valid, self._version = self._fresh, self._mapped[self._fresh]._version
 
     def show(self, state: MomentState) -> None:
-        """Sets the optimizer's moments to views of the valid slot."""
+        """Replaces the optimizer's moments in ``state`` by views of the memory-mapped valid slot, if one exists."""
         if self.valid is not None:
             self._show(state, self.valid)
 
@@ -170,13 +176,15 @@ logger = logging.getLogger("trine")
 
 
 class DiskMoments:
-    """Optimizer moments on disk, by set of an :class:`UpdateOrder`.
+    """Store of optimizer moments on disk, which loads and writes them bucket by bucket during an update.
+
+    A set is the optimizer tensors of one bucket; an :class:`UpdateOrder` visits the sets in order.
 
     Args:
         sets: the optimizer tensors of each bucket; empty for a bucket that is not on disk.
         state: state of the optimizer.
         buffers: host memory for moments that are read, updated or written.
-        agreement: agreement of all ranks, each with an object of this class.
+        agreement: collectives by which all ranks agree on disk failures; each rank has an object of this class.
     """
 
     def __init__(
@@ -236,13 +244,14 @@ class DiskMoments:
                 self._refuse(failed, lost)
 
     def allows(self, number: int) -> bool:
-        """Returns True if bucket set ``number`` may be updated; before the first set in memory, all ranks compare the
-        success of their disks.
+        """Returns True if the set ``number`` may be updated.
+
+        For a set after the last one on disk, all ranks first agree, by a collective, that no disk has failed.
         """
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
-        """Sets the optimizer's moments of a set to memory, and prefetches the next set.
+        """Loads the moments of the set ``number`` into host memory for its update, and prefetches the next set.
 
         Returns False if the disk failed or lost the last write; the set must then not be updated.
         """
@@ -258,7 +267,7 @@ class DiskMoments:
         return self._failure is None
 
     def end(self, number: int) -> None:
-        """Starts to write the updated moments of a set."""
+        """Starts to write the updated moments of the set ``number`` to disk."""
         if number not in self._pages or self._failure is not None:
             return
         page, found, uses = self._pages.pop(number), self._found(number), self._kept[number][1]

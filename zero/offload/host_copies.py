@@ -90,15 +90,16 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the current stream wait for the reductions that the side stream waits for."""
+        """Makes the current stream wait for the gradient reductions for which the side stream waits."""
         if self._reduced is not None:
             self._reduced.wait()
             self._reduced = None
 
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:
-        """Copies the master weights to ``kept`` on the device; the host casts them in the memory of the used
-        gradients.
+        """Copies a bucket's master weights to this rank's parameters, in their dtype.
+
+        The host casts them in the memory of the gradients, which the update has already used.
         """
         assert flat.master is not None
         if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here

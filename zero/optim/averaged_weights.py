@@ -60,7 +60,7 @@ class WeightAverage:
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Allocates the averages that a checkpoint has under "ema/" names; other averages restart."""
+        """Allocates the averages that the checkpoint ``stored`` has under "ema/" names; other averages restart."""
         self.forget()
         for place in self._places:
             if all(f"{FAMILY}/{name}" in stored for name in place.names()):
@@ -90,7 +90,7 @@ _READERS = frozenset({
 
 
 class Average(Protocol):
-    """Interface of averages of a bucket's weights."""
+    """Interface of an object that computes averages of a bucket's weights."""
 
     def of(self, flat: FlatBucket) -> Tensor:
         """Returns the averaged weights [owned] of a bucket."""

@@ -71,7 +71,7 @@ class FullShapes:
 
 @dataclass(slots=True)
 class RoundedUpdates:
-    """Updates of bf16 weights without masters, with stochastic rounding."""
+    """Stochastic rounding of the updates of bf16 weights that have no fp32 masters."""
 
     seed: int
     whole: FullShapes
@@ -83,7 +83,9 @@ class RoundedUpdates:
     _lines: dict[str, Lines | None] = field(default_factory=dict)
 
     def add(self, weights: Tensor, flat: FlatBucket, part: slice) -> None:
-        """Registers ``weights`` as the elements ``part`` of a bucket, without padding."""
+        """Registers the optimizer tensor ``weights`` as the elements ``part`` of the bucket ``flat``; padding is left
+        out.
+        """
         found = self._slots[weights] = []
         for slot in flat.bucket.slots:
             start, stop = max(slot.start, part.start), min(slot.stop, part.stop)
@@ -91,8 +93,9 @@ class RoundedUpdates:
                 found.append((slot, start - slot.start, stop - slot.start, start - part.start))
 
     def pieces(self, weights: Tensor) -> Iterator[UpdateRun]:
-        """Yields slices of an optimizer tensor, of at most ``PIECE`` elements each; one empty slice if it is all
-        padding.
+        """Yields slices of the optimizer tensor ``weights``, each of one parameter and at most ``PIECE`` elements.
+
+        A tensor of only padding yields one empty slice.
         """
         if not self._slots[weights]:
             yield UpdateRun(slice(0, 0), 0, torch.empty(0, dtype=torch.int64, device=weights.device))
@@ -104,7 +107,10 @@ class RoundedUpdates:
                 yield UpdateRun(part, self.whole.numbers[slot.name], index)
 
     def runs(self, weights: Tensor, step: int) -> Iterator[tuple[slice, StochasticRounding]]:
-        """Yields (slice, rounding) for each parameter in a tensor, with the random bits of Adam's update ``step``."""
+        """Yields (slice, rounding) for each parameter in the optimizer tensor ``weights``.
+
+        The rounding has the random keys of Adam's update number ``step``.
+        """
         for slot, begin, end, place in self._slots[weights]:
             if slot.name not in self._lines:
                 self._lines[slot.name] = self.whole.lines(slot.name, weights.device)
@@ -114,8 +120,9 @@ class RoundedUpdates:
             yield slice(place, place + end - begin), how
 
     def store(self, target: Tensor, piece: UpdateRun, values: Tensor, step: int, kind: int) -> None:
-        """Rounds fp32 ``values`` of update ``step`` to ``target``; ``kind`` is 0 for weights, and one number per
-        moment.
+        """Writes fp32 ``values`` of update ``step`` into the elements ``piece`` of ``target``.
+
+        A bf16 ``target`` is rounded stochastically. ``kind``: 0 for weights; each moment has another number.
         """
         # Every (update, quantity, parameter) has a key of its own, so no two roundings share random bits.
         if target.dtype == torch.bfloat16:

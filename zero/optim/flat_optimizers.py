@@ -30,7 +30,7 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
 class UpdatePiece(NamedTuple):
-    """Slice of a flat tensor; its elements have missed equally many updates."""
+    """Slice ``part`` of a flat optimizer tensor; all of its elements have missed ``missed`` updates."""
 
     part: slice
     missed: int
@@ -369,7 +369,7 @@ class Bookkeeping:
         )
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restores the step counts after a skipped update, and deletes moments that it created."""
+        """Restores the step counts from before a skipped update, and deletes optimizer state that it has created."""
         for group, before in zip(optimizer.param_groups, self.groups, strict=True):
             for key in [key for key in _COUNTED if key in group and key not in before]:
                 del group[key]

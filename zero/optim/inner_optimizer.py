@@ -65,7 +65,7 @@ def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_own_step(*_: object) -> None:
-    """Raises on a user's step of the engine's optimizer, because its gradients are not reduced.
+    """Raises if user code calls ``step`` of the engine's optimizer, which would use gradients that are not reduced.
 
     Raises:
         EngineError: always.

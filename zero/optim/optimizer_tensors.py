@@ -13,7 +13,7 @@ from engine.zero.optim.flat_optimizers import UpdatePiece
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
-    """Tensor that the inner optimizer updates: the elements ``part`` of a bucket."""
+    """Tensor that the inner optimizer updates, with the elements ``part`` of the bucket ``flat``."""
 
     parameter: nn.Parameter
     grads: Tensor
@@ -121,7 +121,10 @@ def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
 
 
 def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mapping[str, int]) -> Iterator[UpdatePiece]:
-    """Yields slices of updated parameters that have missed the same number of updates."""
+    """Yields slices of the tensor ``place``, each with the number of updates that its parameters have missed.
+
+    ``unused`` parameters are left out.
+    """
     run: UpdatePiece | None = None
     for slot, part in place.slots():
         behind = None if slot.name in unused else missed.get(slot.name, 0)
@@ -136,7 +139,9 @@ def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mappi
 
 
 def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (group, slice, flat shape) of each run of one optimizer group, for few long kernels."""
+    """Yields (group, slice, flat shape) for each run of owned elements of one optimizer group; long runs need few
+    kernels.
+    """
     for segment in flat.bucket.segments(flat.owned):
         yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
 

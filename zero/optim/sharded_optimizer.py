@@ -133,7 +133,7 @@ class ShardedOptimizer:
         return members
 
     def round(self, rounding: RoundedUpdates) -> None:
-        """Makes bf16 weights without masters be updated through ``rounding``.
+        """Applies the stochastic rounding ``rounding`` to later updates of bf16 weights that have no fp32 masters.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -241,7 +241,7 @@ class ShardedOptimizer:
                 group.pop(name, None)
 
     def first_state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """Returns the state before the first update by tensor: empty except for optimizers such as Adagrad."""
+        """Returns the optimizer state before the first update, by tensor; only optimizers such as Adagrad have any."""
         return self._make().state if self._begins_with_state else {}
 
     @torch.no_grad()
@@ -278,14 +278,16 @@ class ShardedOptimizer:
                 self.copies.changed(flat)
 
     def settle(self) -> None:
-        """Increments the counts of missed updates, and marks the parameters as changed for autograd."""
+        """Counts one more missed update for each unused parameter, and marks all parameters as changed for autograd."""
         for name in self.unused:
             self.missed[name] = self.missed.get(name, 0) + 1
         tell_autograd(self._buckets)
 
     @torch.no_grad()
     def refresh(self, buckets: Sequence[FlatBucket]) -> None:
-        """Casts written masters to the parameters of all data ranks, by the all-gathers of an update."""
+        """Copies user-written masters into the parameters of all data ranks, in their dtype, by an update's
+        all-gathers.
+        """
         _wait([self._start_gather(flat, rounded=False) for flat in buckets])
         tell_autograd(buckets)
 
@@ -299,11 +301,13 @@ class ShardedOptimizer:
 
     @property
     def whole_state(self) -> WholeState:
-        """State tensors of whole-parameter updates, by parameter and name."""
+        """State tensors of optimizers that update whole parameters, by parameter and name."""
         return {name: kept for each in self.whole for name, kept in each.state.items()}
 
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
-        """Counts the parameters of ``among`` used in only one of this step and the last."""
+        """Counts the parameters of ``among`` that had a gradient either in this step or in the last one, but not in
+        both.
+        """
         return len(unused ^ (self.unused & among))
 
     def _step_inner(self, rounded: bool, scale: float = 1.0) -> None:

@@ -33,7 +33,7 @@ class ProductSums(Protocol):
 
 
 class BucketGradient:
-    """Main gradient of one parameter in a bucket."""
+    """Main gradient of one parameter: its slice of a bucket, to which matrix products add in place."""
 
     def __init__(self, name: str, parameter: nn.Parameter, sums: ProductSums) -> None:
         self.name, self.parameter, self._sums = name, parameter, sums

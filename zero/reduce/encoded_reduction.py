@@ -46,9 +46,11 @@ class EncodedReduction:
             self.residuals = tuple(torch.zeros(count, self._size, device=flat.params.device) for count in rows)
 
     def start(self, full: Tensor, out: Tensor) -> Pending:
-        """Starts the sum of ``full`` [N*s], which may change at once; after the wait ``out`` [s] is this rank's shard.
+        """Starts the sum of ``full`` [N*s] over the data ranks; after the wait ``out`` [s] is this rank's shard of the
+        sum.
 
-        Ranks wait for the sums of their buckets in one order, since the wait of the first hop sends the second one.
+        ``full`` may change at once. Ranks wait for the sums of their buckets in one order, since the wait of the first
+        hop sends the second one.
         """
         messages = self._encode(full.view(self._ranks, -1), 0)
         if len(self._hops) == 1:

@@ -38,14 +38,14 @@ Enter = Callable[[], AbstractContextManager[None] | None]
 
 
 class UserBackward:
-    """Detector of a backward that the user calls."""
+    """Detector of a backward that the user calls; it enters the engine's context at the first gradient."""
 
     def __init__(self) -> None:
         self._enter: weakref.WeakMethod[Enter] | None = None
         self._context: AbstractContextManager[None] | None = None
 
     def serve(self, enter: Enter) -> None:
-        """Sets the method ``enter``, weakly referenced, that provides the context of every later backward.
+        """Sets ``enter``, the method that returns the context of every later backward; it is referenced weakly.
 
         Parameter hooks refer to this object, so a strong reference would keep a dropped engine alive.
         """
@@ -151,7 +151,7 @@ class GradientGuard:
                 parameter.__class__ = _TAKEN[type(parameter)]
 
     def serve(self, drop: Callable[[], None]) -> None:
-        """Sets the method ``drop``, weakly referenced, that the model's ``zero_grad`` calls."""
+        """Sets ``drop``, the method that the model's ``zero_grad`` calls to discard gradients, by a weak reference."""
         self._drop = weakref.WeakMethod(drop)
 
     def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:

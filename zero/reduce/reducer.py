@@ -54,12 +54,12 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
 
 
 class GradientHooks:
-    """Hooks that pass gradients to ``take`` during ``backward``, so that none remains on a parameter.
+    """Parameter hooks that pass each gradient of a ``backward`` to ``take``, so that none remains on a parameter.
 
-    ``products``: main gradients, told when the autograd node of their parameter runs.
+    ``products``: main gradients by parameter name; each is notified when the autograd node of its parameter runs.
 
-    A gradient outside ``backward`` calls ``start``, which may open it. Otherwise the gradient is not used; ``warns``
-    logs this once.
+    A gradient outside ``backward`` calls ``start``, which may open a backward. Otherwise the gradient is not used;
+    ``warns`` logs this once.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class GradientHooks:
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
     def admits(self, name: str, node: Any | None) -> bool:
-        """Returns True if a product of the running backward may add to the parameter's sum; ``node``: autograd node or
-        None.
+        """Returns True if a matrix product of the running backward may add to the gradient sum of parameter ``name``.
 
-        The user's hooks on the parameter require a separate gradient, which is logged once.
+        ``node``: autograd node of the parameter, or None. The user's hooks on the parameter require a separate
+        gradient, which is logged once.
         """
         parameter = self._parameters[name]
         if not self.open and self._start is not None:
@@ -287,7 +287,9 @@ class ReducerSetup:
 
 
 class SharedReduction:
-    """Base class of reducers: hooks, partial and tied gradients, dtype of messages, abandoned collectives."""
+    """Base class of reducers with their common parts: hooks, partial and tied gradients, message dtype, abandoned
+    collectives.
+    """
 
     def __init__(self, setup: ReducerSetup) -> None:
         self._comm, self._buckets = setup.comm, setup.buckets
@@ -327,7 +329,7 @@ class SharedReduction:
         self._add(name, grad)
 
     def expect(self, backwards: int) -> None:
-        """Does nothing: only reductions in every microbatch are counted."""
+        """Does nothing, because only a reducer that reduces in every microbatch counts backwards."""
 
     @property
     def frozen(self) -> frozenset[str]:

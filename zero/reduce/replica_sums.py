@@ -20,7 +20,7 @@ OnWire = Callable[[Tensor], Tensor]
 
 
 class ReplicaSum:
-    """Sum of one reduced shard over shard groups; over one rank the shard itself.
+    """Sum of one reduced gradient shard over the shard groups; with one rank on ``axis``, the shard itself.
 
     Args:
         inside: reduction within the shard group, into ``shard``.
@@ -34,7 +34,9 @@ class ReplicaSum:
         self._sent = shard
 
     def cross(self) -> None:
-        """Waits for the sum within the shard group, and starts the all-reduce. A second call does nothing."""
+        """Waits for the sum within the shard group, and starts the all-reduce over ``axis``. A second call does
+        nothing.
+        """
         if self._across is None:
             self._inside.wait()
             self._sent = self._on_wire(self._shard)

@@ -48,7 +48,7 @@ class ModelTensor:
 
     @property
     def entries(self) -> Sequence[FilePart]:
-        """Tensors of the folder that have its elements, in order."""
+        """Entries of the files in ``model/`` that contain the elements of this tensor, in order."""
         if self.row is None and self.parts:  # a buffer may have been replaced by one of another shape
             return file_parts(self.parts[0].key, self.kind.shape)
         return file_parts(self.key, self.kind.shape, self.parts)

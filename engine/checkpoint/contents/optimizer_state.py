@@ -41,7 +41,7 @@ _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 
 
 def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
-    """Returns moments: flat parameter of the optimizer -> name -> tensor; empty before the first step.
+    """Returns the optimizer's moments as flat parameter -> name -> tensor; empty before the first step.
 
     Moments in another form, such as 8-bit codes, are decoded into host memory.
     """
@@ -151,8 +151,9 @@ def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled
 
 
 def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
-    """Raises if ``stored`` is the state of another optimizer type; other engines' files identify it only by its
-    moments.
+    """Raises if ``stored`` is the state of another optimizer type than this run's.
+
+    Files of other engines identify the type only by the moments.
     """
     own = _type(optimizer)
     known = [stored["type"]] if stored.get("type") else stored.get("types", [])

@@ -87,8 +87,10 @@ class Messages:
     """Cache of layouts: the plan is constant, and training waits while a message is filled."""
 
     def parts(self, source: Coord, owner: int) -> list[MessagePart]:
-        """Returns (tensor, piece, first byte, last byte) for each piece of a rank's message to ``owner``; starts are
-        aligned.
+        """Returns (tensor, piece, first byte, last byte) for each piece in the message of the rank at ``source`` to
+        ``owner``.
+
+        First bytes are aligned.
         """
         if (source, owner) not in self._known:
             self._known[source, owner] = self._find(source, owner)

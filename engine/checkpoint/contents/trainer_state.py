@@ -172,7 +172,11 @@ def schedule_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def joined(fresh: Any, stored: Any) -> Any:
-    """Returns the state of a new scheduler, ``fresh``, overwritten by all entries of ``stored``."""
+    """Returns the state of a new scheduler, ``fresh``, with the entries of the saved state ``stored`` in place of its
+    own.
+
+    Dicts and lists are merged entry by entry.
+    """
     if isinstance(fresh, Mapping) and isinstance(stored, Mapping):
         return {**fresh, **{key: joined(fresh.get(key), value) for key, value in stored.items()}}
     if isinstance(fresh, list) and isinstance(stored, list) and len(fresh) == len(stored):
@@ -262,8 +266,11 @@ def _replaced(path: str) -> bool:
 def kept_options(
     groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], scheduled: frozenset[str]
 ) -> list[str]:
-    """Returns the optimizer options that are restored from the checkpoint although the script sets other values;
-    scheduled ones are left out.
+    """Returns one text for each optimizer option that the checkpoint has restored although the script sets another
+    value.
+
+    ``groups``: groups after the restoration; ``before``: options of the script; ``scheduled``: options that a schedule
+    sets, which are left out.
     """
     found = []
     for index, (group, own) in enumerate(zip(groups, before, strict=True)):

@@ -79,7 +79,8 @@ def read_pickle(
 
 
 def plain(value: Any, dropped: list[str], path: str = "") -> Any:
-    """Returns a copy in JSON types; keys with other values are left out, and their paths added to ``dropped``.
+    """Returns a copy of ``value`` in JSON types; keys with other values are left out, and their paths added to
+    ``dropped``.
 
     Raises:
         CheckpointError: the value has more than ``NODES`` entries.

@@ -59,7 +59,7 @@ class TorchTensor:
     strides: tuple[int, ...]
 
     def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
-        """Returns the position in the file of ``piece``, whose elements are this tensor's from element ``first`` on.
+        """Returns the position of ``piece`` in the file; its elements are this tensor's from element ``first`` on.
 
         Raises:
             CheckpointError: the elements are not contiguous, or too few.

@@ -102,7 +102,7 @@ class Manifest:
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def model_kinds(self) -> dict[str, TensorKind]:
-        """Returns dtype and shape of every "param/..." and "buffer/..."."""
+        """Returns dtype and shape of each parameter and buffer of the model, by name ("param/..." or "buffer/...")."""
         return {n: kind for n, kind in self.kinds.items() if n.startswith(("param/", "buffer/"))}
 
 

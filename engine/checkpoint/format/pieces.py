@@ -24,9 +24,10 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows along one dim of a tensor, concatenated; the full tensor if ``dim`` is None.
+    """Rows of a tensor along one dim, concatenated; the full tensor if ``dim`` is None.
 
-    ``outer`` is a run of the first dim to which the rows of another dim belong, such as the experts of a rank.
+    ``outer`` restricts the rows of another dim than the first to a range of the first dim, such as the experts of a
+    rank.
     """
 
     shape: tuple[int, ...]
@@ -70,7 +71,7 @@ class Part:
 
 
 class Spans(NamedTuple):
-    """Ranges of a piece that are contiguous in the full tensor, ascending; three arrays of equal length."""
+    """Contiguous ranges of a full tensor that make up a piece, ascending; three arrays of equal length."""
 
     full: Numbers
     """Offset of each range in the full tensor."""
@@ -108,8 +109,9 @@ class Piece:
         return Spans(full + first - local, first - self.start, last - first)
 
     def within(self, part: Part) -> "Piece":
-        """Returns the elements of this piece that are inside ``part``, whose rows must be a subset of this piece's
-        part.
+        """Returns the elements of this piece that are inside ``part``, as a piece of ``part``.
+
+        All rows of ``part`` must be in this piece's part.
         """
         if part == self.part:
             return self

@@ -79,7 +79,7 @@ def code_of(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Contiguous elements of a tensor that a file has as a tensor of their own, such as one expert of many."""
+    """Contiguous elements of a tensor that a file stores as a tensor with its own key, such as one expert of many."""
 
     key: str
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class FilePart:
 
 
 def file_parts(key: str, shape: tuple[int, ...], parts: Sequence[FilePart] = ()) -> Sequence[FilePart]:
-    """Returns the tensors of a file that have a tensor's elements: its parts, or the whole one under its key."""
+    """Returns the entries of a file that contain the tensor ``key``: its ``parts``, or one entry with all of it."""
     return parts or (FilePart(key, shape, 0),)
 
 

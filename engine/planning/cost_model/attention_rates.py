@@ -11,14 +11,15 @@ _OTHER_LINKS = frozenset(("pcie", "nvl"))
 
 
 def asked_method(config: Config, card: str | None) -> AskedMethod:
-    """Returns the configured method of attention, with the rates of the GPU ``card``."""
+    """Returns the configured method of context-parallel attention, with the rates of the GPU ``card``."""
     return AskedMethod(config.parallel.context_method, attention_rates(config, card))
 
 
 def attention_rates(config: Config, card: str | None) -> AttentionRates:
-    """Returns the rates of the GPU ``card``, a vendor's name of a device; assumed ones for an unknown type.
+    """Returns the attention and link rates of the GPU ``card`` (the vendor's device name); assumed rates for an unknown
+    type.
 
-    Links are those of a node if each group of context ranks is on one, else those between nodes.
+    The link is the one inside a node if each group of context ranks is on one node, else the one between nodes.
     """
     words = set(re.split(r"[^a-z0-9]+", (card or "").lower()))
     names = words.intersection(known_gpus())

@@ -51,7 +51,7 @@ SLACK = 0.1
 
 
 class BlockSample(NamedTuple):
-    """Bytes counted on one tensor rank for a few blocks, per block and row."""
+    """Activation bytes of one transformer block on one tensor rank, per row; counted in a dry run of a few blocks."""
 
     kept: float
     """Bytes of activations that a block stores until its backward."""
@@ -61,7 +61,7 @@ class BlockSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Estimated bytes of a rank by kind."""
+    """Estimated bytes of memory of one rank, by kind."""
 
     parameters: float
     gradients: float
@@ -78,7 +78,7 @@ class RankMemory:
 
 
 class StageParameters(NamedTuple):
-    """Number of parameters of the fullest stage on one rank."""
+    """Number of parameters of the fullest stage on one rank, before replicas shard them."""
 
     dense: float
     """Parameters outside of experts that data ranks share."""
@@ -86,7 +86,9 @@ class StageParameters(NamedTuple):
     """Parameters of experts that are divided among data ranks."""
 
     def over(self, layout: TrainingLayout, sharded: bool) -> float:
-        """Returns the parameters that one rank stores; ``sharded``: replicas shard them."""
+        """Returns the number of parameters that one rank stores; ``sharded``: True if data and context ranks shard
+        them.
+        """
         ranks = layout.dp * layout.cp
         return self.dense / ranks + self.experts / (ranks // layout.ep) if sharded else self.dense + self.experts
 
@@ -117,7 +119,10 @@ def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) 
 
 
 def blocks_held(layout: TrainingLayout, blocks: float, microbatches: float) -> float:
-    """Returns the number of blocks of microbatches that a rank stores on the GPU; two if their inputs leave it."""
+    """Returns the number of (block, microbatch) pairs with activations on the GPU.
+
+    At most two, if the inputs of blocks are moved to the host.
+    """
     return min(2.0, blocks * microbatches) if layout.inputs == "host" else blocks * microbatches
 
 
@@ -139,7 +144,7 @@ def message_buffers(work: Workload, layout: TrainingLayout, stage: StageShare) -
 
 
 def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, stage: StageShare) -> RankMemory:
-    """Returns the estimated bytes of the fullest rank, by kind."""
+    """Returns the estimated bytes of the fullest rank by kind, from closed formulas."""
     held = stage_parameters(work, layout, stage)
     kept, logits, again = working_bytes(work, layout, traits)
     last = logits if layout.pp == 1 else logits * (stage.outer_parameters > 0)

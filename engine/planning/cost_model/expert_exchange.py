@@ -24,7 +24,7 @@ COUNT_BYTES = 8
 
 
 class ExchangedRows(NamedTuple):
-    """Rows of one call that a rank exchanges with others."""
+    """Numbers of rows that a rank sends to other ranks and receives from them, in one call of a layer's experts."""
 
     gives: float
     """Rows to the ranks of their experts."""
@@ -34,7 +34,7 @@ class ExchangedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertExchange:
-    """Calls of one layer's experts by ranks that share them."""
+    """Sizes of one call of a layer's experts by the ranks that share them, from which the exchanged rows follow."""
 
     experts: int
     chosen: int
@@ -65,19 +65,22 @@ class ExpertExchange:
         return ExchangedRows(gives, gives)
 
     def most(self) -> ExchangedRows:
-        """Returns a bound of the rows of a rank for any routing: its tokens go elsewhere, and all others come to it."""
+        """Returns an upper bound of a rank's rows for any routing.
+
+        All its tokens go to other ranks, and all tokens of other ranks come to it.
+        """
         gives = min(self.chosen, self.ranks - 1) if self.form == "token" else self.chosen
         return ExchangedRows(self.tokens * gives, (self.ranks - 1) * self._most_of_one)
 
     @property
     def limit(self) -> float:
-        """Most rows that a rank gets from another one in a round."""
+        """Largest number of rows that a rank receives from one other rank in a round."""
         share = max(1, 2 * self.tokens * self.chosen // self.ranks)
         return self._most_of_one if self.form == "list" else min(self._most_of_one, share)
 
     @property
     def rounds_repeat(self) -> bool:
-        """True if some routing needs several rounds, which the backward repeats."""
+        """True if some routing needs several rounds, so that the backward repeats these rounds."""
         return self.limit < self._most_of_one
 
     @property
@@ -92,7 +95,10 @@ class ExpertExchange:
         return rows.gives * self._row_bytes + rows.gets * self._result_bytes + self._routing_bytes
 
     def backward_bytes(self, rows: ExchangedRows) -> float:
-        """Returns bytes that a rank sends in a backward, without a repeated forward; numbers have no gradients."""
+        """Returns bytes that a rank sends in a backward, without a repeated forward.
+
+        Numbers that are sent with the rows have no gradients.
+        """
         row = self._row_bytes - self._slots * NUMBER_BYTES
         return rows.gives * self._result_bytes + rows.gets * row
 

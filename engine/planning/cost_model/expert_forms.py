@@ -33,7 +33,7 @@ LARGEST_STATE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FormCost:
-    """Cost of one form of experts for a rank."""
+    """Cost per step and rank of one form of experts: cut along their width over tensor ranks, or whole on each."""
 
     expert_bytes: float
     """Bytes a step over ep."""
@@ -51,7 +51,7 @@ class FormCost:
         return round(self.expert_bytes + self.tensor_bytes + self.gradient_bytes)
 
     def seconds(self, links: Links, gpu: GpuSpec) -> float:
-        """Returns the seconds of the products, and of these bytes on the links of a layout."""
+        """Returns the seconds of the matrix products, and of the sent bytes on ``links``."""
         over_data = self.gradient_bytes / links.ring("dp+cp").rate
         sent = self.expert_bytes / links.experts().rate + self.tensor_bytes / links.ring("tp").rate + over_data
         return sent + self.flops / (gpu.bf16_rate * gpu.reached.product)
@@ -74,7 +74,10 @@ class SharedExpertWork:
     """Experts are modules of a list; False: they are stacked in the parameters of one module."""
 
     def cost(self, layout: TrainingLayout, cut: bool) -> FormCost:
-        """Returns the cost of experts that tensor ranks ``cut`` along their width, or else store whole."""
+        """Returns the cost of a rank's experts.
+
+        ``cut``: True if tensor ranks cut the experts along their width, False if each tensor rank stores them whole.
+        """
         t, e, chosen = layout.tp, layout.ep, self.work.chosen
         tokens = layout.microbatches * self.tokens * self.layers / layout.cp
         rows, apart = tokens * self.width * self.itemsize, (t - 1) / t
@@ -103,7 +106,7 @@ class SharedExpertWork:
         return exchange.mean().gives
 
     def choose(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> tuple[bool, str]:
-        """Returns True if experts are cut along their width, and the reason."""
+        """Returns (True if tensor ranks should cut the experts along their width, the reason as text)."""
         links = Links(layout, gpu, node)
         whole, cut = self.cost(layout, False), self.cost(layout, True)
         sends = f"{megabytes(cut.sent)} a rank and step cut, {megabytes(whole.sent)} whole, with even routing"

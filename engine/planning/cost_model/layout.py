@@ -110,7 +110,7 @@ SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
-    """Part of the model on the slowest pipeline rank."""
+    """Share of the model on the slowest pipeline rank: its blocks, head and outer parameters."""
 
     blocks: float
     heads: float
@@ -120,7 +120,8 @@ class StageShare:
 
 
 def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool = True) -> StageShare:
-    """Returns the part of the model on the slowest pipeline rank; ``block``, ``head``: their seconds.
+    """Returns the share of the model on the slowest pipeline rank; ``block``, ``head``: seconds of one block and of the
+    head.
 
     ``balanced``: stages balance seconds; False: all ranks have equally many blocks, and the last one the head as well.
     """
@@ -156,7 +157,7 @@ def idle_over_useful(layout: TrainingLayout) -> float:
 
 
 def microbatches_held(layout: TrainingLayout) -> float:
-    """Returns the number of microbatches whose activations the fullest rank stores at its peak."""
+    """Returns the number of microbatches with stored activations on the fullest rank at its peak."""
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if layout.schedule in ("gpipe", "looped-bfs"):
         return float(m)

@@ -68,7 +68,7 @@ class LinkSpeed:
 
 
 class Links:
-    """Link speeds of a layout on nodes of ``node`` GPUs."""
+    """Link speeds between the ranks of a training layout, on nodes of ``node`` GPUs."""
 
     def __init__(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> None:
         self._layout, self._gpu, self._node = layout, gpu, node

@@ -59,7 +59,7 @@ LengthSample = Callable[[TrainingLayout, int], BlockSample | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestRun:
-    """Longest row that a layout fits."""
+    """Longest row for which a training layout has enough memory, with the bytes that this row needs."""
 
     layout: TrainingLayout
     length: int
@@ -105,8 +105,9 @@ def longest_runs(
 ) -> list[LongestRun]:
     """Returns the longest row of each layout, the longest first.
 
-    With ``sample``, blocks of the first layout are counted, which corrects all layouts with equal blocks, until the
-    first one is counted; a layout that does not run on shapes keeps its closed form, and its place.
+    With ``sample``, blocks of the first layout are counted on shapes, and all layouts with equal blocks are corrected
+    and sorted again, until the first layout is a counted one. If its blocks do not run on shapes, it stays first, with
+    its closed form.
     """
     limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
     runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)
@@ -135,7 +136,9 @@ def _blocks_of(layout: TrainingLayout) -> Hashable:
 
 
 def bytes_at(length: int, lengths: Sequence[int], counted: Sequence[float]) -> float:
-    """Returns the bytes at a length, on the polynomial through those ``counted`` at ``lengths`` (Lagrange)."""
+    """Returns the bytes for rows of ``length``, from the polynomial through the bytes ``counted`` at ``lengths``
+    (Lagrange).
+    """
     weights = (prod((length - other) / (own - other) for other in lengths if other != own) for own in lengths)
     return max(0.0, sum(weight * one for weight, one in zip(weights, counted, strict=True)))
 

@@ -25,7 +25,7 @@ LEAST_POSITIONS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """Conditions that all layouts of a search satisfy."""
+    """Conditions of a layout search: number of ranks, batch size, node size and GPU memory."""
 
     world: int
     rows: int
@@ -121,7 +121,10 @@ def _rank(one: LayoutEstimate) -> tuple[float, float]:
 
 
 def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
-    """Returns the fastest of the fitting layouts that differ from ``layout`` in the fewest settings."""
+    """Returns the fitting layout that differs from ``layout`` in the fewest settings, of several the fastest.
+
+    None: no layout fits.
+    """
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
 
@@ -201,7 +204,7 @@ class LayoutChoice:
         self._tried.add(layout)
 
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
-        """Returns the estimated bytes of a rank; ``fresh`` allows a new sample."""
+        """Returns the estimated bytes of a rank for the layout of ``one``; ``fresh`` allows to make a new sample."""
         working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)
 

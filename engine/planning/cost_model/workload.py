@@ -16,7 +16,7 @@ Side = Literal["inner", "outer", "none"]
 
 
 class Product(NamedTuple):
-    """Matrix products of one token with weights of one shape."""
+    """Matrix products of one token with weights of one shape; tensor ranks shard the side ``cut``."""
 
     inner: int
     outer: int

@@ -14,7 +14,7 @@ from engine.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTraffic:
-    """Bytes of a rank over the axis "ep"."""
+    """Bytes that a rank exchanges over the axis "ep", and the experts that it stores."""
 
     expected: float
     """Bytes that it sends in a step, on average, if routing is even."""
@@ -27,7 +27,9 @@ class ExpertTraffic:
 
 
 def expert_traffic(plan: Plan, work: Workload, coord: Coord) -> ExpertTraffic | None:
-    """Returns the traffic of a position for rows of ``work``; None if no data ranks share experts."""
+    """Returns the expert traffic at the grid position ``coord`` for rows of ``work``; None if no data ranks share
+    experts.
+    """
     if plan.shared_experts is None or work.experts is None:
         return None
     config, shared = plan.config, plan.shared_experts

@@ -285,7 +285,7 @@ Half = Literal["push", "multiply", "both"]
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Number (epoch) and settings of one call of communicating kernels, equal on all ranks."""
+    """Settings of one call of communicating kernels, with its number ``epoch``; equal on all ranks."""
 
     mailbox: Mailbox
     epoch: int

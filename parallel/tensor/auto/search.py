@@ -64,7 +64,7 @@ class Decided:
 
     @property
     def why(self) -> str:
-        """Reason of the choice, as text."""
+        """Reason for the strategy of this group, as text."""
         return f"divided {', '.join(self.way.changes)}{self.note}" if self.way.changes else self.note
 
 

@@ -86,7 +86,7 @@ class FlatMuon(FlatMatrixOptimizer):
 
 
 class FlatSOAP(FlatMatrixOptimizer):
-    """SOAP over gradients; its whole state belongs to full matrices."""
+    """SOAP optimizer; its update direction is the gradient, and all of its state belongs to full matrices."""
 
     families = SOAP_STATE
 
@@ -96,7 +96,7 @@ class FlatSOAP(FlatMatrixOptimizer):
 
 
 class FlatShampoo(FlatMatrixOptimizer):
-    """Shampoo over gradients; its whole state belongs to full matrices."""
+    """Shampoo optimizer; its update direction is the gradient, and all of its state belongs to full matrices."""
 
     families = SHAMPOO_STATE
 

@@ -47,7 +47,7 @@ _UNDER_WAY = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRound:
-    """One round of a step: matrices with shards in the same messages."""
+    """Matrices that a step updates together, in one round: their shards are in the same messages."""
 
     data: OwnerRoute
     """Route over the data ranks that share buckets, for shards of one tensor rank."""
@@ -57,7 +57,9 @@ class MatrixRound:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRoutes:
-    """Routes of all matrices of one pipeline and tensor coordinate, within a shard group."""
+    """Routes of shards to owner ranks and back, for all matrices of one pipeline and tensor coordinate, in a shard
+    group.
+    """
 
     rows: Mapping[str, ShardRow]
     """Matrices by name, as rows of the shard table."""
@@ -74,7 +76,7 @@ class MatrixRoutes:
 
     @cached_property
     def made(self) -> tuple[str, ...]:
-        """Names of the matrices that this rank updates and stores the state of."""
+        """Names of the matrices that this rank owns: it updates them and stores their state."""
         found: list[str] = []
         for each in self.rounds:
             cut = each.tensor.owners if each.tensor is not None else {}
@@ -258,7 +260,7 @@ class _Step:
 
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
-    """Pipelines rounds: starts one, then continues the earlier ones, newest first; yields their results."""
+    """Overlaps rounds: starts one, then continues the started ones, newest first; yields the results of all rounds."""
     waiting, begun = iter(rounds), list[Iterator[Made]]()
     while True:
         new = next(waiting, None)

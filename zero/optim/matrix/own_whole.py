@@ -128,8 +128,8 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """Optimizer over shards of parameters with the groups and options of the user's optimizer, which updates whole
-    ones.
+    """Optimizer over parameter shards, with the groups and options of the user's optimizer, which updates whole
+    parameters.
     """
 
     reads_weights = True

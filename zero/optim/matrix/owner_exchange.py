@@ -34,7 +34,7 @@ Arrived = TypeVar("Arrived")
 
 @dataclass(frozen=True)
 class OwnerRoute:
-    """Owners of matrices and elements of each rank, equal on all ranks of an axis."""
+    """Owner of each matrix, and each rank's number of elements of it; equal on all ranks of an axis."""
 
     axis: Axis
     members: tuple[int, ...]
@@ -45,7 +45,7 @@ class OwnerRoute:
     """Number of elements of each matrix on every member."""
 
     def owned(self, place: int) -> list[str]:
-        """Returns the names of the matrices of the owner at position ``place``, in order."""
+        """Returns the names of the matrices that the member at position ``place`` owns, in order."""
         return [name for name, owner in self.owners.items() if owner == place]
 
     @cached_property
@@ -156,16 +156,17 @@ class Arriving(Generic[Arrived]):
 
 
 class OwnerExchange:
-    """Gather to owners and scatter from owners on this rank: one asynchronous all-to-all each, label "matrices"."""
+    """Exchange of matrices between their shards and their owners: two asynchronous all-to-alls, label "matrices"."""
 
     def __init__(self, route: OwnerRoute, comm: Comm) -> None:
         self._route, self._comm = route, comm
         self._here = route.members.index(comm.grid.index(route.axis))
 
     def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> Arriving[dict[str, list[Tensor]]]:
-        """Starts the all-to-all that returns, for each matrix of this rank, the flat pieces of all members in order.
+        """Starts the all-to-all that sends the pieces of every matrix to its owner.
 
-        ``pieces``: this rank's pieces. ``blank``: empty tensor with their dtype and device.
+        The result has, for each matrix that this rank owns, the flat pieces of all members in order. ``pieces``: this
+        rank's pieces by matrix. ``blank``: empty tensor with their dtype and device.
         """
         own = {name: pieces.get(name, blank).reshape(-1) for name in self._route.owners}
         places = range(len(self._route.members))

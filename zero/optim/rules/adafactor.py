@@ -53,7 +53,7 @@ class FlatAdafactor(FlatOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class FactorRoutes(SumRoutes):
-    """Parameters with row and column statistics, and the axes of their sums."""
+    """Parameters that Adafactor updates, and the axes over which their row and column statistics are summed."""
 
     @property
     def elements(self) -> int:
@@ -113,7 +113,7 @@ class FactoredUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates every parameter of the step; those in ``unused`` keep their values and step counts."""
+        """Updates all parameters except ``unused`` ones, which retain values and step counts; yields updated names."""
         due = {weight for maker in self._makers for weight in maker.due}
         for maker in self._makers:
             maker.due.clear()

@@ -22,7 +22,7 @@ LABEL = "statistics"
 
 @dataclass(frozen=True, slots=True)
 class SumRoutes:
-    """Parameters with global sums, and the axes of the sums."""
+    """Parameters with sums over all of their elements, and the axes over which the ranks' sums are all-reduced."""
 
     rows: tuple[ShardRow, ...]
     """Parameters of one pipeline coordinate, as rows of the shard table."""
@@ -36,7 +36,7 @@ class SumRoutes:
 
 @dataclass(frozen=True, slots=True)
 class CountedPart:
-    """Elements of one parameter in one tensor of the optimizer."""
+    """Elements of one parameter in one optimizer tensor of this rank."""
 
     row: ShardRow
     number: int
@@ -78,7 +78,7 @@ class CountedPart:
 def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
-    """Yields the parameters' elements in the tensors ``due`` for an update."""
+    """Yields the elements of each parameter in each optimizer tensor that is ``due`` for an update."""
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}
     for place in places:

@@ -21,7 +21,9 @@ _SCALE = "{}_scale"
 
 
 class FlatAdamW8bit(FlatOptimizer):
-    """AdamW with 8-bit moments: codes under "exp_avg" in the tensor's shape, and scales under "exp_avg_scale"."""
+    """AdamW with 8-bit moments; its state has codes under "exp_avg", in the shape of the weights, and scales under
+    "exp_avg_scale".
+    """
 
     encodes = True
 
@@ -62,7 +64,11 @@ class FlatAdamW8bit(FlatOptimizer):
         return [BlockCodes(state[name].view(-1), state[_SCALE.format(name)]) for name in _SIGNED]
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns copies of the decoded moments, in the shape and dtype of the tensor."""
+        """Returns decoded copies of the moments of ``weight``, in its shape and dtype; ``device``: None for its own
+        device.
+
+        Before the first update the result is empty.
+        """
         if not self.state.get(weight):
             return {}
         block, found = self._block(weight), {}

@@ -92,10 +92,10 @@ class FlatLARS(FlatLayerwise):
 
 @dataclass(frozen=True, slots=True)
 class LayerRoutes(SumRoutes):
-    """Parameters with global norms, and the axes of their sums."""
+    """Parameters that LAMB or LARS updates, and the axes over which their squared norms are summed."""
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Returns the traffic of a step: one all-reduce per axis."""
+        """Returns the traffic of a step: one all-reduce per axis, of two sums for each parameter."""
         size = 2 * len(self.rows) * _SUM.itemsize
         return tuple(Traffic(axis, LABEL, 1, sent_bytes("all_reduce", size, ranks)) for axis, ranks in self.axes)
 
@@ -138,7 +138,7 @@ class LayerwiseUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates every parameter of the step; those in ``unused`` keep their values and step counts."""
+        """Updates all parameters except ``unused`` ones, which retain values and step counts; yields updated names."""
         due = {weight: maker for maker in self._makers for weight in maker.due}
         parts = counted_parts(self._places, due.keys(), self._routes, self._comm.grid)
         used = [(part, *self._of(part, due, missed)) for part in parts if part.row.name not in unused]

@@ -17,7 +17,9 @@ ITERATE, SQUARES = "z", "exp_avg_sq"
 
 
 class FlatScheduleFreeAdamW(FlatOptimizer):
-    """Schedule-free AdamW; per element an iterate and a mean square; the weights are where gradients are computed."""
+    """Schedule-free AdamW, with an iterate z and a mean square per element; the weights are y, where gradients are
+    computed.
+    """
 
     counted = ("step", "lr_max", "weight_sum")
 
@@ -31,7 +33,7 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
         return (SQUARES, ITERATE)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of a group, with the update's weight in the average."""
+        """Increments the step count of ``group``, and sets the weight of this update's iterate in the average."""
         count(group)
 
     def _update_pieces(self, weight: Tensor, group: dict[str, Any]) -> None:
