@@ -150,7 +150,7 @@ class FlightRecorder:
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.USER, ended)
 
     def say(self, words: str) -> None:
-        """Writes the message of the error that ends this rank; the first message remains."""
+        """Writes the message of the error that ends this rank; does nothing if a message has been written before."""
         if self._map[layout.WORDS_AT] == 0:
             text = words.encode(errors="replace")[: layout.WORDS_BYTES - 1]
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text
@@ -161,7 +161,9 @@ class FlightRecorder:
         self._map[layout.NOTE_AT : layout.NOTE_AT + layout.NOTE_BYTES] = data
 
     def close(self) -> None:
-        """Records that this rank closed its engine normally; nothing after an error message."""
+        """Records that this rank closed its engine normally; records nothing if :meth:`say` has written an error
+        message.
+        """
         if self._map[layout.WORDS_AT] == 0:
             step = layout.STATE.unpack_from(self._map, layout.STATE_AT)[0] >> 8
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.ENDED, now())

@@ -64,7 +64,7 @@ class Decided:
 
     @property
     def why(self) -> str:
-        """Reason of the choice, as text."""
+        """Explanation of the chosen strategy for reports: the attributes that it divides, if any, and ``note``."""
         return f"divided {', '.join(self.way.changes)}{self.note}" if self.way.changes else self.note
 
 
