@@ -41,16 +41,19 @@ class CheckpointPolicy(Protocol):
 
     @property
     def mode(self) -> str:
-        """Mode of recomputation: ``none``, ``full``, ``selective`` or ``offload``."""
+        """Mode of activation checkpointing of the blocks: ``none``, ``full``, ``selective`` or ``offload``."""
 
     @property
     def save(self) -> tuple[str, ...] | None:
-        """Operators with saved outputs in mode ``selective``; None: matrix products and attention."""
+        """Names of the operators with outputs that mode ``selective`` saves for backward; None: matrix products and
+        attention.
+        """
 
     @property
     def every(self) -> int | None:
-        """Interval n. Mode ``selective``: every n-th block is recomputed in full; None: ``save`` decides. Mode
-        ``offload``: every n-th block stores its activations on the host; None: all blocks.
+        """Interval n of blocks. Mode ``selective`` recomputes every n-th block in full and the others not at all; None:
+        every block is recomputed except for the outputs of the operators in ``save``. Mode ``offload`` copies the
+        activations of every n-th block to the host; None: of all blocks.
         """
 
     @property
@@ -59,7 +62,7 @@ class CheckpointPolicy(Protocol):
 
     @property
     def inputs(self) -> str:
-        """Device of the saved inputs of recomputed blocks: ``device`` or ``host``."""
+        """Device that stores the inputs of recomputed blocks until backward: ``device`` or ``host``."""
 
 
 def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
@@ -261,8 +264,9 @@ def _maker(value: Any) -> Callable[[Any], Any]:
 
 
 def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
-    """Returns ``inner``, which runs the second time as the first: in its function modes, and in the context of
-    ``again``."""
+    """Returns a wrapper of the forward ``inner``: each run after the first, a recomputation, uses the function modes of
+    the first run and the context that ``again`` returns.
+    """
     calls, run = 0, _in_mode_of_forward(inner)
     if again is None:
         return run

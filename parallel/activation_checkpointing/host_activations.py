@@ -83,8 +83,8 @@ class HostActivations:
         """The call in backward."""
 
     def keeping(self, block: nn.Module) -> Any:
-        """Returns a forward of ``block`` that copies the tensors saved for backward to the host, and back in
-        backward.
+        """Returns a forward of ``block`` that copies the tensors saved for backward to the host; backward copies them
+        back to the device.
         """
         inner = block.forward
 

@@ -39,7 +39,7 @@ _NOTHING = object()
 
 
 class BlockState:
-    """Python attributes and buffers, without parameters, that the forwards of one block read and write."""
+    """State that the forwards of one block read and write: Python attributes and buffers, without parameters."""
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
@@ -51,8 +51,8 @@ class BlockState:
         """State that the forward before has found in the modules: most of it, or all, is found again."""
 
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a wrapper of ``forward`` for one call of the block; recomputations run from the state before the
-        first run.
+        """Returns a wrapper of ``forward`` for one call of the block. Its first run is the forward; each later run, a
+        recomputation, starts from the state that the first run found and leaves the present state unchanged.
         """
         found: list[_Found] = []
 
@@ -75,7 +75,8 @@ class BlockState:
         return run
 
     def run_twice(self, first: Callable[[], Any], second: Callable[[], Result], arguments: tuple[Any, ...]) -> Result:
-        """Runs ``first`` and restores the state of the block before it; then runs ``second``, and retains the changes.
+        """Runs ``first`` and undoes its changes to the state of the block; then runs ``second`` and returns its result,
+        without undoing its changes.
 
         ``arguments``: arguments of the block; objects among them may contain state too.
         """

@@ -237,7 +237,9 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def outside_of_saving() -> Iterator[None]:
-    """Context of code that recomputes its own activations: selective checkpointing around it saves none of them."""
+    """Stops selective checkpointing from saving tensors inside the context, for code that recomputes its own
+    activations.
+    """
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Saving | _Reusing)]
     before = [mode.passes for mode in modes]
     for mode in modes:

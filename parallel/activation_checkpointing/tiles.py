@@ -31,7 +31,7 @@ _MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Tokens of a tile, and the modules that run in tiles."""
+    """Plan of a forward in tiles of tokens: the number of tokens in a tile, and the modules that run tile by tile."""
 
     tokens: int
     modules: tuple[RowwiseModule, ...]
@@ -40,10 +40,11 @@ class TilePlan:
 
 
 def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | None, ranks: int) -> TilePlan | None:
-    """Returns the tiles of the modules ``found`` that treat positions one by one; None without a setting.
+    """Returns the plan that runs the modules ``found``, which compute each position independently, in tiles of tokens;
+    None without a ``setting``.
 
-    "auto": the largest tile whose intermediate tensors, with their gradients, need no more memory than inputs and
-    outputs of the module. ``ranks``: context ranks, which divide the positions.
+    ``setting`` "auto": the largest tile with intermediate tensors and gradients that need no more memory than inputs
+    and outputs of the module. ``ranks``: number of context ranks, which divide the positions.
     """
     if setting is None:
         return None
@@ -70,7 +71,7 @@ def _gains(form: ProvenForm) -> bool:
 
 
 def run_in_tiles(model: nn.Module, plan: TilePlan, patches: ForwardPatches, again: Again | None = None) -> None:
-    """Patches the modules of ``plan``. ``again``: see
+    """Patches the modules of ``plan`` so that their forwards run tile by tile. ``again``: as in
     :func:`~engine.parallel.activation_checkpointing.blocks.recompute_blocks`.
     """
     for each in plan.modules:

@@ -72,14 +72,16 @@ def raise_together(
 
 
 def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> None:
-    """Broadcasts ``data`` (uint8, any shape) in place over ``axis``, from the rank with ``first``; one all-reduce."""
+    """Broadcasts ``data`` (uint8, any shape) in place over ``axis``, from the one rank that passes ``first`` = True, by
+    one all-reduce.
+    """
     if not first:
         data.zero_()
     comm.all_reduce(data, axis, label).wait()
 
 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, patience: float | None = None) -> bytes:
-    """Returns on every rank the bytes that ``make()`` returns on rank 0, where alone it is called.
+    """Calls ``make()`` on rank 0 alone and returns its bytes on every rank.
 
     Two all-reduces over the world, label "start": 16 bytes with the length, then the bytes. With ``patience``, ``make``
     may exceed the timeout of a collective: every ``patience`` seconds, a thread of rank 0 and all other ranks
@@ -174,9 +176,9 @@ def gather_from_all(
 
 
 def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int | None:
-    """Returns the lowest rank of the world with ``own`` True, equal on every rank; None if there is none.
+    """Returns the lowest rank of the world that passes ``own`` = True, the same on every rank; None if no rank does.
 
-    One all-reduce of 8 bytes, whatever the number of ranks.
+    Communicates one all-reduce of 8 bytes at any number of ranks.
     """
     size = comm.grid.world_size
     highest = torch.tensor([(size - comm.grid.rank) * own], dtype=torch.int64, device=device)
@@ -186,10 +188,10 @@ def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int |
 
 
 def differing(values: Tensor, comm: Comm, device: torch.device, label: str) -> list[bool]:
-    """Compares ``values`` (int64) over all ranks; returns, equal on every rank, True for each that differs between
-    ranks.
+    """Returns one bool for each element of ``values`` (int64), the same list on every rank: True if ranks have
+    different values of this element.
 
-    Communicates one all-reduce of 16 bytes per value.
+    Communicates one all-reduce of 16 bytes per element.
     """
     both = torch.stack([values, ~values]).to(device)  # the complement reverses the order, and every integer has one
     comm.all_reduce(both, "world", label, "max").wait()

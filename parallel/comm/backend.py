@@ -80,7 +80,9 @@ class Backend(Protocol):
         """Concatenates the shards of all ranks along ``axis`` into ``full``."""
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the group for ``all_to_all`` among these indices of the data axis; every rank calls it."""
+        """Creates the group in which the ranks with indices ``members`` on the data axis call ``all_to_all``; every
+        rank calls it.
+        """
         return
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
@@ -96,9 +98,9 @@ class Backend(Protocol):
         """
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates the groups of ``gather_parameters``; every rank calls it.
+        """Creates the groups of ``gather_parameters``, by default one of all data ranks; every rank calls it.
 
-        ``within``: groups of so many neighbouring data ranks instead of all. ``axis``: groups along this axis instead.
+        ``within``: number of neighbouring data ranks in a group. ``axis``: the axis along which ranks form a group.
         """
         return
 
@@ -111,8 +113,8 @@ class Backend(Protocol):
         """
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data`` on the hosts over the ranks of ``gather_parameters``; equal lengths; no device
-        synchronizes.
+        """All-gathers ``data``, of equal length on all ranks, over the ranks of ``gather_parameters``; returns the
+        bytes of each rank. Only the hosts communicate, so no device synchronizes.
         """
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
@@ -122,15 +124,17 @@ class Backend(Protocol):
         """Receives into ``tensor`` the next message of ``channel`` from index ``source`` of axis pp."""
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the group of ``sum_over_stages`` for these indices of axis pp; every rank calls it."""
+        """Creates the group in which the ranks with indices ``stages`` on axis pp call ``sum_over_stages``; every rank
+        calls it.
+        """
         return
 
     def link(self, links: Sequence[Link]) -> None:
-        """Creates the groups of messages over these links; every rank calls it."""
+        """Creates the groups for messages over ``links``; every rank calls it."""
         return
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sums ``tensor`` in place over these indices of axis pp."""
+        """Sums ``tensor`` in place over the ranks with indices ``stages`` on axis pp."""
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
         """Allocates ``size`` bytes on each rank of ``axis``, writable by all of its ranks; every rank calls this. None
@@ -201,7 +205,7 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Fills ``tensor`` with zeros, in place of a message."""
+        """Fills ``tensor`` with zeros instead of receiving a message."""
         tensor.zero_()
         return lambda: None
 

@@ -181,7 +181,9 @@ class Comm:
         return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis, op))
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
-        """Sums ``tensor`` in place over these indices of axis pp, for which :meth:`connect` has created the group."""
+        """Sums ``tensor`` in place over the ranks with indices ``stages`` on axis pp, a group made by
+        :meth:`connect`.
+        """
         call = partial(self._backend.sum_over_stages, tensor, stages)
         name = f"pp stages {','.join(map(str, stages))}"
         route = _Route(len(stages), Stream(EventKind.COLLECTIVE, "pp", name))
@@ -236,15 +238,13 @@ class Comm:
                 self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the process group of :meth:`sum_over_stages`. Every rank of the world calls this, in the same
-        order.
+        """Creates the process group of :meth:`sum_over_stages` for the pipeline indices ``stages``. Every rank of the
+        world calls this, in the same order.
         """
         self._backend.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
-        """Creates the process groups for messages over these links. Every rank of the world calls this with the same
-        links.
-        """
+        """Creates the process groups for messages over ``links``; every rank of the world passes the same ones."""
         self._backend.link(links)
 
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
@@ -347,7 +347,7 @@ class Comm:
         return self._launch(work, axis, label, call, self._axis_route(axis))
 
     def filled(self, pending: Pending) -> Pending:
-        """Returns ``pending``, whose wait first computes a piece of another microbatch, if the schedule has one."""
+        """Returns ``pending``; its wait first computes spare work of another microbatch, if the schedule has any."""
         return pending if self.fill_wait is None else pending.beside(self._use_wait)
 
     def _use_wait(self) -> None:
@@ -391,10 +391,8 @@ class Comm:
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
-        """All-gathers ``said`` (equal lengths) on the hosts over the ranks of :meth:`gather_parameters`, in order of
-        index.
-
-        Only the hosts communicate, so no rank synchronizes with a device.
+        """All-gathers ``said`` (equal lengths) over the ranks of :meth:`gather_parameters`, in order of index. Only the
+        hosts communicate, so no rank synchronizes with a device.
         """
         size = self.grid.size(self.grid.sharding)
         answers: list[bytes] = [said] if size == 1 else []
@@ -409,7 +407,7 @@ class Comm:
         return answers
 
     def close(self) -> None:
-        """End the communication of this engine; the default process group remains.
+        """Ends the communication of this engine; the default process group remains.
 
         After a failed call with gloo, ranks that wait for this one then fail at once; an abandoned message would
         otherwise keep the connection open.

@@ -96,7 +96,9 @@ class FailedCalls:
             raise EngineError(self._verdict)
 
     def sentence(self, error: BaseException) -> EngineError | None:
-        """Returns the error of the rank that failed first, if ``error`` is a lost connection to it; else None."""
+        """Returns the vote's result, an error that names the rank that failed first, if ``error`` is a connection lost
+        to other ranks and the vote found a failed rank; otherwise None.
+        """
         if not has_lost_ranks(error) or self._store is None:
             return None
         self._known.wait(2 * _WORDS_SECONDS)

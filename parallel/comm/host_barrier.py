@@ -126,12 +126,12 @@ class HostBarrier:
 
 
 def told_ranks(index: int, size: int) -> list[int]:
-    """Returns the index that a rank signals in each round of the barrier."""
+    """Returns, for each round of a barrier of ``size`` ranks, the index that the rank ``index`` signals."""
     return [(index + distance) % size for distance in _distances(size)]
 
 
 def heard_ranks(index: int, size: int) -> list[int]:
-    """Returns the index that a rank waits for in each round of the barrier."""
+    """Returns, for each round of a barrier of ``size`` ranks, the index that the rank ``index`` waits for."""
     return [(index - distance) % size for distance in _distances(size)]
 
 

@@ -202,7 +202,7 @@ class SymmetricBuffer:
         return SideStream(self._memory.own.device)
 
     def fits(self, size: int, tiles: int) -> bool:
-        """Returns True if a rank can send ``size`` bytes in ``tiles`` tiles to another in one call."""
+        """Returns True if a rank can send ``size`` bytes, divided into ``tiles`` tiles, to another rank in one call."""
         return size <= self.sizes.capacity and tiles <= self.sizes.most
 
     def say_once(self, sentence: str) -> None:
@@ -217,15 +217,19 @@ class SymmetricBuffer:
         return self._epoch
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view of the data that ``writer`` has sent to this rank; valid until the second next call."""
+        """Returns a view of the data that rank ``writer`` has sent to this rank in call ``epoch``; valid until call
+        ``epoch`` + 2.
+        """
         return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
 
     def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view of the slot in which this rank writes data for ``owner``."""
+        """Returns a view of the memory on rank ``owner`` into which this rank writes its data in call ``epoch``."""
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:
-        """Returns a view, int32 [most], of the words in which this rank signals tiles to ``owner``."""
+        """Returns a view, int32 [most], of the words on rank ``owner`` in which this rank signals the tiles of call
+        ``epoch``.
+        """
         most = self.sizes.most
         words = self._memory.parts[owner][self.sizes.slots :].view(torch.int32)
         return words[self._turn(epoch, self.mailbox.rank) * most :][:most]

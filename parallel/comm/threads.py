@@ -124,8 +124,8 @@ class Turns:
         return next(own, problems[0] if problems else None)
 
     def wait(self, index: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Runs other ranks' threads until ``ready()``; ``what`` describes the wait in errors. Only the thread of rank
-        ``index`` calls this.
+        """Blocks the rank ``index`` and runs other ranks' threads until ``ready()`` is True; ``what`` describes the
+        wait in errors. Only the thread of rank ``index`` calls this.
 
         Raises:
             DeadlockError: no rank can continue.
@@ -217,7 +217,7 @@ class _Round:
 
 @dataclass(slots=True)
 class Rounds:
-    """Collectives of ``ranks``, matched by each rank's order of calls."""
+    """Collectives between the thread ranks ``ranks``: the n-th calls of all ranks form one collective."""
 
     turns: Turns
     ranks: Sequence[int]
@@ -337,7 +337,7 @@ class ThreadBackend(Backend):
         return self._reduce(tensor, (axis, self._grid.peers(axis)), op)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sums ``tensor`` in place over these indices of axis pp."""
+        """Sums ``tensor`` in place over the ranks with indices ``stages`` on axis pp."""
         line = self._grid.peers("pp")
         return self._reduce(tensor, ("stages", tuple(line[stage] for stage in stages)), "sum")
 

@@ -131,7 +131,9 @@ class TorchBackend:
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates a group of these data ranks for each other coordinate; the group of all data ranks exists already."""
+        """Creates a group of the data ranks ``members`` for each coordinate of the other axes; does nothing for all
+        data ranks, which have a group already.
+        """
         if len(members) in (1, self._grid.size(self._grid.shard_line)) or _DataMembers(members) in self._groups:
             return
         axis = self._grid.shard_line
@@ -172,7 +174,7 @@ class TorchBackend:
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gather each pair in the group that ``open_gathers`` has created for it."""
+        """All-gathers each (full, shard) pair in the group that ``open_gathers`` has created for it."""
         line = _DataGathers("gathers", within or self._grid.size(self._grid.shard_line))
         group = self._groups[line if axis is None else _AxisGathers(axis)]
         waits = [_all_gather(full, shard, group) for full, shard in pairs]
@@ -190,7 +192,7 @@ class TorchBackend:
         return _exchange(group, data) if self._agreement is None else self._agreement.exchange(data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the groups of these stages, one for each data and tensor coordinate."""
+        """Creates a group of the pipeline indices ``stages`` for each data and tensor coordinate."""
         if stages not in self._groups:
             self._groups[stages] = self._among(stages)
 
@@ -200,12 +202,12 @@ class TorchBackend:
         return self._open(groups, tuple(line[stage] for stage in stages) if self._here in stages else None)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sums ``tensor`` in place over these indices of axis pp."""
+        """Sums ``tensor`` in place over the ranks with indices ``stages`` on axis pp."""
         return _finisher(dist.all_reduce(tensor, group=self._groups[stages], async_op=True))
 
     def link(self, links: Sequence[Link]) -> None:
-        """Creates the groups of these links and uses each once, in equal order on all ranks: NCCL connects at first
-        use.
+        """Creates the groups for messages over ``links`` and uses each group once, in equal order on all ranks, because
+        NCCL connects at first use.
         """
         new = [link for link in links if link.channel not in self._groups]
         for links_at_once in link_rounds(new) if self._linked else ():

@@ -31,10 +31,11 @@ class KeyAttention(NamedTuple):
     scale: float
 
     def rules(self, number: int, rows: Tensor | None, unseeing: Tensor | None) -> Iterator[tuple[SeenBlock, BlockRule]]:
-        """Yields the blocks of queries and visible keys in parcel ``number``, each with its rule.
+        """Yields the blocks of this rank's queries and visible keys in the parcel ``number`` of keys, each with its
+        mask rule.
 
-        ``rows``: mask of this rank's queries, [.., queries or 1, keys of all ranks or 1]. ``unseeing``: queries from
-        which it hides all keys.
+        ``rows``: mask of this rank's queries, [.., queries or 1, keys of all ranks or 1]. ``unseeing``: True for the
+        queries from which ``rows`` hides all keys.
         """
         keys = self.flow.parcels[number].keys
         if type(rows) is TensorRecipe and rows.shape[-1] != 1:

@@ -34,36 +34,41 @@ _NAMES = ("position", "document", "segment", "seq_idx", "doc_id")
 
 
 class WorkBalance(NamedTuple):
-    """Pairs of a query and a key that each context rank computes in a head."""
+    """Attention work of each context rank: the number of (query, key) pairs that it computes in one head."""
 
     pairs: tuple[int, ...]
 
     @property
     def most_over_mean(self) -> float:
-        """Pairs of the rank with the most, divided by the mean of all ranks."""
+        """Largest number of pairs on a rank, divided by the mean over all ranks."""
         return max(self.pairs) * len(self.pairs) / max(sum(self.pairs), 1)
 
 
 def causal_balance(length: int, ranks: int, unit: int = 1) -> WorkBalance:
-    """Returns the work of context ranks for a row of ``length`` tokens in zig-zag chunks, multiples of ``unit``."""
+    """Returns the work of each context rank under a causal mask, for ``length`` tokens in zig-zag chunks, multiples of
+    ``unit``.
+    """
     return runs_balance(zigzag(length, ranks, unit))
 
 
 def runs_balance(index: Index) -> WorkBalance:
-    """Returns the work of context ranks with the positions ``index`` under a causal mask."""
+    """Returns the attention work of each context rank under a causal mask, if ranks store the positions ``index``."""
     return WorkBalance(
         tuple(int(((runs[:, 1] - runs[:, 0]) * (runs[:, 0] + runs[:, 1] + 1) // 2).sum()) for runs in index.runs)
     )
 
 
 def work_balance(work: Indices, index: Index) -> WorkBalance:
-    """Returns the work of context ranks with the positions ``index``; ``work``: pairs of the query at each position."""
+    """Returns the attention work of each context rank, if ranks store the positions ``index``. ``work`` [S]: number of
+    (query, key) pairs of the query at each position.
+    """
     before = np.append(0, np.cumsum(work))
     return WorkBalance(tuple(int((before[runs[:, 1]] - before[runs[:, 0]]).sum()) for runs in index.runs))
 
 
 def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
-    """Returns positions of context ranks with nearly equal ``work`` [S], the pairs of the query at each position.
+    """Returns a sharding of positions over ``ranks`` context ranks that have nearly equal work. ``work`` [S]: number of
+    (query, key) pairs of the query at each position.
 
     Each rank has as many positions as under the zig-zag sharding, which is returned if it is even enough. Otherwise
     ranks have 2, 4, 8, .. chunks, of at least ``LEAST_CHUNK`` positions, and exchange parts of them, until the work is

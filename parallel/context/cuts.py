@@ -13,8 +13,8 @@ from engine.parallel.tensor.global_tensor.index_sets import Index
 
 
 def zigzag(length: int, ranks: int, unit: int = 1) -> Index:
-    """Returns the zig-zag sharding of ``length`` positions; chunks are multiples of ``unit`` and differ by at most one
-    unit, which divides the length.
+    """Returns the zig-zag sharding of ``length`` positions over ``ranks``. Sizes of chunks are multiples of ``unit``,
+    which divides ``length``, and differ by at most one ``unit``.
     """
     chunks = [one_run(unit * start, unit * stop) for start, stop in evenly(length // unit, 2 * ranks)]
     pairs = ((chunks[rank], chunks[2 * ranks - 1 - rank]) for rank in range(ranks))
@@ -22,13 +22,17 @@ def zigzag(length: int, ranks: int, unit: int = 1) -> Index:
 
 
 def contiguous(length: int, ranks: int, unit: int = 1) -> Index:
-    """Returns blocks of ``length`` positions in rank order, multiples of ``unit`` that differ by at most one unit."""
+    """Returns the sharding of ``length`` positions in blocks in rank order. Sizes of blocks are multiples of ``unit``
+    and differ by at most one ``unit``.
+    """
     ends = evenly(length // unit, ranks)
     return Index.of_runs((one_run(unit * start, unit * stop) for start, stop in ends), length)
 
 
 def evenly(length: int, parts: int) -> list[tuple[int, int]]:
-    """Returns first and last + 1 of ``parts`` runs; longer ones first."""
+    """Divides ``length`` positions into ``parts`` runs of nearly equal size, longer ones first; returns (start, stop)
+    of each.
+    """
     size, more = divmod(length, parts)
     starts = [size * part + min(part, more) for part in range(parts + 1)]
     return list(pairwise(starts))

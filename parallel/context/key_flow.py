@@ -25,7 +25,7 @@ KEYS, KEY_GRADIENTS = "keys", "key gradients"
 
 
 class Parcel(NamedTuple):
-    """Keys and values that a rank receives together; ``boxes`` None: this rank's own."""
+    """Keys and values that a rank receives in one communication; with ``boxes`` None they are this rank's own."""
 
     keys: Runs
     """Positions of the keys."""
@@ -41,7 +41,7 @@ class KeyFlow(NamedTuple):
     axis: TensorAxis
 
     def bring(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields each parcel's number and its keys joined with values [.., K, D + E].
+        """Yields (number, keys joined with values [.., K, D + E]) for each parcel in order.
 
         ``local``: keys and values of this rank. The next parcel is in flight while the caller computes.
         """
@@ -71,9 +71,9 @@ class KeyFlow(NamedTuple):
         return made, place
 
     def take_home(self, number: int, grad: Tensor) -> tuple[Tensor, Wait]:
-        """Sends the gradient of parcel ``number`` to the ranks that own its keys.
+        """Starts to send ``grad``, the gradient of the keys in parcel ``number``, to the ranks that own them.
 
-        Returns the summed gradient of this rank's keys in that parcel, and a function that waits for it.
+        Returns the tensor for the summed gradient of this rank's keys in that parcel, and a function that waits for it.
         """
         parcel = self.parcels[number]
         if parcel.boxes is None:
@@ -104,7 +104,9 @@ def _nothing() -> None:
 
 
 def own_keys(length: int, axis: TensorAxis) -> KeyFlow:
-    """Returns the flow without communication: each rank uses its own keys, of all ``length`` positions."""
+    """Returns the key flow without communication: each rank stores the keys of all ``length`` positions and uses its
+    own.
+    """
     return KeyFlow((Parcel(one_run(0, length)),), axis)
 
 

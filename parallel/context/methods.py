@@ -84,7 +84,9 @@ class AttendingContext(GlobalTensorContext):
         self.attention = AttentionMethods(method, rates)
 
     def uneven(self, own: Index, causal: bool) -> float:
-        """Returns the attention work of the rank with the most, divided by the mean; 1 if it is not known."""
+        """Returns the attention work of the rank with the most work, divided by the mean over ranks; 1 if it is not
+        known. ``own``: positions of the queries of each rank.
+        """
         raise NotImplementedError
 
     def clear(self) -> None:

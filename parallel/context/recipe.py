@@ -82,7 +82,9 @@ class TensorRecipe(Tensor):
         return recipe
 
     def box(self, wanted: Sequence[Part]) -> Tensor:
-        """Returns the elements at indices of each dim, from the whole tensor if it exists."""
+        """Returns the elements at the indices ``wanted`` of each dim; reads them from the whole tensor if it has been
+        computed.
+        """
         return _box(self.made, wanted) if self.made is not None else self.part(wanted)
 
     def whole(self) -> Tensor:
@@ -312,14 +314,18 @@ def _attention(func: Function, *args: Any, **options: Any) -> Tensor:
 
 
 class SeenLines(NamedTuple):
-    """Rows of a mask, and the keys from the first to the last that some row sees; None: no key."""
+    """Rows of a mask, and the range of keys from the first to the last that one of these rows sees; ``keys`` None: no
+    key.
+    """
 
     lines: slice
     keys: slice | None
 
 
 def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
-    """Returns some rows of a mask, which may have one row for all queries, or one column for all keys."""
+    """Returns the block of a mask with the rows ``lines`` and the columns ``keys``; all rows or columns of a dim of
+    size one.
+    """
     wanted = (lines if recipe.shape[-2] != 1 else None, keys if recipe.shape[-1] != 1 else None)
     return recipe.box([*(None,) * (recipe.ndim - 2), *wanted])
 
@@ -327,10 +333,12 @@ def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
 def seen_lines(
     recipe: TensorRecipe, runs: Sequence[int], places: Tensor | None = None, key: Hashable = None
 ) -> list[SeenLines]:
-    """Returns blocks of the rows of a mask; found once for all layers, with one wait for the device.
+    """Divides the rows of a mask into blocks and returns each block with the keys that its rows see. The result is
+    cached for all layers; the host waits once for the device.
 
-    ``runs``: numbers of rows of neighbouring queries; a block has rows of one run. ``places``: keys among which the
-    keys of a block are counted, named ``key``; None: all keys. Rows of an added mask see all of them.
+    ``runs``: number of rows in each run of neighbouring queries; a block has rows of one run. ``places``: indices of
+    the keys to consider, named ``key`` in the cache; None: all keys. In an additive mask all rows see all of these
+    keys.
     """
     at = (tuple(runs), key)
     if at not in recipe.seen:
@@ -356,11 +364,12 @@ def _ends(block: Tensor) -> Tensor:
 
 
 class HostTwins:
-    """Host copies of a forward's short integer tensors on a device, computed next to them.
+    """Host copies of short integer tensors that one forward has on a device; the host repeats each operation on its
+    copies.
 
-    They come from ``torch.arange`` and from a batch in host memory.
+    The first copies come from ``torch.arange`` and from a batch in host memory.
 
-    transformers asks of position ids in each forward if they contain several documents. The host would wait until the
+    transformers tests position ids in each forward for several documents. Without a copy, the host would wait until the
     device has finished all earlier work.
     """
 
@@ -369,7 +378,9 @@ class HostTwins:
         """(tensor, its version, the copy) by the tensor's id; the tensor is held, so that its id stays its own."""
 
     def follow(self, func: Function, args: Any, kwargs: Any, made: Any) -> None:
-        """Computes the copy of ``made``, the result of ``func``, if the host knows all tensors in its arguments."""
+        """Computes the host copy of ``made``, the result of ``func``, if the host has a copy of each tensor in the
+        arguments.
+        """
         if func is not torch.arange and not any(id(each) in self._known for each in args):
             return
         if type(made) is not Tensor or made.numel() > _TWIN or made.is_floating_point() or made.is_inference():
@@ -385,13 +396,15 @@ class HostTwins:
             self._known[id(made)] = made, made._version, func(*args, **kwargs)
 
     def know(self, tensor: Tensor, twin: Tensor) -> None:
-        """Enters the copy from which a short tensor of the batch was made."""
+        """Registers ``twin``, in host memory, as the host copy of ``tensor``, a short integer tensor of the batch made
+        from it.
+        """
         short = tensor.numel() <= _TWIN and not tensor.is_floating_point() and not tensor.is_inference()
         if short and is_host(twin.device) and not is_host(tensor.device):
             self._known[id(tensor)] = tensor, tensor._version, twin
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Returns the copy of ``tensor``; None if the host does not know its elements."""
+        """Returns the host copy of ``tensor``; None if there is none, or if ``tensor`` has been written since."""
         _, version, twin = self._known.get(id(tensor), (None, 0, None))
         return twin if twin is not None and tensor._version == version else None
 

@@ -169,8 +169,8 @@ def read(x: Tensor, box: Places, into: Tensor) -> None:
 
 
 class Way(NamedTuple):
-    """Boxes of one tensor in an exchange; ``add``: several ranks send an element, and their values are added, or no
-    rank does.
+    """Boxes with which one tensor is resharded in an exchange. ``add``: True if several ranks, or none, send some
+    element of the result, so that received values are added to zeros.
     """
 
     boxes: Boxes
@@ -178,7 +178,9 @@ class Way(NamedTuple):
 
 
 def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tensor, Wait]:
-    """Starts a resharding of ``x`` over ``axis``; returns the new shard, and a function that waits for the exchange."""
+    """Starts the resharding ``way`` of ``x`` over ``axis``; returns the new shard, and a function that waits for the
+    exchange.
+    """
     (made,), wait = start_together((x,), (way,), axis, label)
     return made, wait
 
@@ -186,7 +188,9 @@ def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tenso
 def start_together(
     given: Sequence[Tensor], ways: Sequence[Way], axis: TensorAxis, label: str
 ) -> tuple[list[Tensor], Wait]:
-    """Starts reshardings of tensors of one dtype in one exchange over ``axis``, as :func:`start_send`."""
+    """Starts the reshardings ``ways`` of the tensors ``given``, all of one dtype, in one exchange over ``axis``;
+    returns the new shards, and a function that waits for the exchange.
+    """
     own, others = axis.index, [rank for rank in range(axis.size) if rank != axis.index]
     expect(given, [way.boxes for way in ways], axis, label)
     made = [(x.new_zeros if way.add else x.new_empty)(way.boxes.made) for x, way in zip(given, ways, strict=True)]

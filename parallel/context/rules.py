@@ -97,7 +97,8 @@ def mask_rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) ->
 def context_cross_entropy(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Runs ``F.cross_entropy`` on logits [N, V] or [N, V, ..] that are sharded along rows.
 
-    Two numbers, the sum of losses and the number of rows, are all-reduced over "cp": a mean is that of all rows.
+    All-reduces two numbers over "cp", the sum of losses and the number of rows, so that a mean is over the rows of all
+    ranks.
 
     Raises:
         NoRuleError: classes are sharded or weighted, or the target is a distribution.

@@ -92,10 +92,11 @@ class ContextOfSequences(AttendingContext):
         self._is_noted = False
 
     def begin(self, given: Mapping[int, Indices], sharing: bool = True) -> None:
-        """Begins a forward, in which sequences are sharded at their first use, as in a trace.
+        """Begins a forward, in which each sequence is sharded at its first use, as in a trace. Drops the values cached
+        for the documents of the last batch.
 
-        ``given``: pairs of the query at each position, by length, where documents are packed; with ``sharing``, the
-        positions are then shared by work. What was cached for the documents of the last batch is dropped.
+        ``given``: by length of a sequence with packed documents, the number of (query, key) pairs of the query at each
+        position. With ``sharing``, ranks get positions with nearly equal numbers of pairs.
         """
         self.work = given
         work = given if sharing else {}
@@ -122,7 +123,9 @@ class ContextOfSequences(AttendingContext):
         return self.find(("shard", length), lambda: self.shard(length, self.axis.size, self.unit))
 
     def current(self, sets: Sets) -> Sets:
-        """Returns ``sets`` of a trace without documents, with the positions of this forward."""
+        """Returns the sharding ``sets`` of a trace, which had no packed documents, with the positions of this
+        forward.
+        """
         if not self.running:
             return sets
         return tuple(
@@ -130,16 +133,17 @@ class ContextOfSequences(AttendingContext):
         )
 
     def is_plain(self, sets: Sets) -> bool:
-        """Returns True if ``sets`` has no other positions than those of a batch's sequences."""
+        """Returns True if each sharded dim in ``sets`` is sharded as the batch's sequence of this length."""
         return all(index is None or index == self.found((POSITIONS, index.size)) for index in sets)
 
     def _is_shared(self, index: Index) -> bool:
         return index.size in self.shared and index == self._plain(index.size)
 
     def uneven(self, own: Index, causal: bool) -> float:
-        """Returns the attention work of the rank with the most, divided by the mean; 1 if it is not known.
+        """Returns the attention work of the rank with the most work, divided by the mean over ranks; 1 if it is not
+        known.
 
-        ``own``: queries of each rank. Work is known of packed documents, and under a causal mask.
+        ``own``: positions of the queries of each rank. The work is known for packed documents and for a causal mask.
         """
         work = self.work.get(own.size)
         if work is None and causal:
@@ -148,7 +152,9 @@ class ContextOfSequences(AttendingContext):
 
     @property
     def balance(self) -> WorkBalance:
-        """Pairs of each rank in the packed documents of this forward; none without documents."""
+        """Attention work of each rank in the packed documents of this forward, in (query, key) pairs; empty without
+        documents.
+        """
         every = [work_balance(work, self.positions_of(length)).pairs for length, work in self.work.items()]
         return WorkBalance(tuple(map(sum, zip(*every, strict=True))))
 
@@ -162,12 +168,12 @@ class ContextOfSequences(AttendingContext):
             self._is_noted = True
 
     def next_age(self) -> int:
-        """Returns the number of the next slice that one rank has."""
+        """Counts a slice that one rank stores; returns the number of this slice."""
         self._age += 1
         return self._age
 
     def clear(self) -> None:
-        """Drops what belongs to one forward."""
+        """Drops the cached tensors and the order of messages of one forward, at its end."""
         super().clear()
         self.relay.clear()
 

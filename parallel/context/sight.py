@@ -30,7 +30,9 @@ class SeenBlock(NamedTuple):
 
 
 def causal_blocks(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
-    """Yields the blocks of seen keys, for the positions of a rank's queries and of the keys that it has."""
+    """Yields the blocks of visible keys under a causal mask, for the positions of a rank's ``queries`` and of the
+    ``keys`` that it has.
+    """
     at_query = 0
     for first, last in queries.tolist():
         at_key = 0

@@ -258,8 +258,8 @@ class WaitingBlock:
     def combine(self, made: Tensor, route: Round, token: Tensor, count: int, ties: Sequence[Tensor]) -> Tensor:
         """Sends the results ``made`` back to the ranks of their tokens; returns a tensor that waits at its first use.
 
-        It has the sums of each token's rows, [``count``, ..]. ``token``: token of each received row. ``ties``: as in
-        :func:`~engine.parallel.experts.dispatch.exchange`.
+        The returned tensor contains the sum of each token's rows, [``count``, ..]. ``token``: token of each received
+        row. ``ties``: as in :func:`~engine.parallel.experts.dispatch.exchange`.
         """
         assert self._started is not None
         sums: Awaited = _Combine.apply(made, route, token, count, self._comm, *ties)  # type: ignore[no-untyped-call]

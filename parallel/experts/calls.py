@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 
 class Rows(NamedTuple):
-    """Rows of a call in a common form: each row with the numbers and weights of its experts."""
+    """Arguments of a call of an expert layer in a common form: rows, with the numbers and weights of the experts of
+    each.
+    """
 
     x: Tensor
     """Rows of the stream [T, H]."""
@@ -29,7 +31,9 @@ class Rows(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Arguments of a call for given rows, and the function that brings its result into the order of the rows."""
+    """Arguments of a call made from :class:`Rows`, and the function that sorts the call's result into the order of the
+    rows.
+    """
 
     arguments: Mapping[str, Any]
     """Arguments by name."""
@@ -64,7 +68,7 @@ class ExpertCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoutedCall:
-    """Call with rows, numbers of experts and weights."""
+    """Signature of a module of experts that takes rows, the numbers of their experts, and weights."""
 
     rows: str
     numbers: str
@@ -97,7 +101,9 @@ class RoutedCall:
 
 @dataclass(frozen=True, slots=True)
 class CountedCall:
-    """Call with rows in the order of their experts and the number of rows of each expert, a tensor or a list."""
+    """Signature of a module of experts that takes rows sorted by expert and the number of rows of each, a tensor or a
+    list.
+    """
 
     rows: str
     counts: str
@@ -134,7 +140,7 @@ class CountedCall:
 
 @dataclass(frozen=True, slots=True)
 class MajorCall:
-    """Call with equally many rows for each expert, sorted by expert."""
+    """Signature of a module of experts that takes rows sorted by expert, equally many for each expert."""
 
     rows: str
     flat: bool

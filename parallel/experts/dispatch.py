@@ -58,7 +58,9 @@ class Dispatch:
         """Number of each expert among those of the pair's rank; -1: the expert is on another rank."""
 
     def asked(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns row and slot of each entry of received ``numbers`` [n, k] that names an expert of this rank."""
+        """Returns the indices (row, column) of the entries in ``numbers`` [n, k], received from other ranks, that name
+        an expert of this rank.
+        """
         here = numbers >= 0
         row, slot = (here.nonzero_static(size=self._gets_experts) if self._is_one_round else here.nonzero()).unbind(1)
         return row, slot
@@ -69,7 +71,7 @@ class Dispatch:
 
     @property
     def rounds(self) -> list[Round]:
-        """The rounds, equally many on all ranks; at least one."""
+        """Rounds in which the rows are exchanged: at least one, and equally many on all ranks."""
         most = max(map(max, self._counts))
         step = max(1, min(self._limit, most))
         return [self._round(start, start + step) for start in range(0, max(most, 1), step)]

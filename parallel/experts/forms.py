@@ -67,7 +67,7 @@ class RoutedExperts:
     along their width; None: tensor ranks hold whole experts and divide the rows."""
 
     def named(self, name: str) -> "RoutedExperts":
-        """Returns a copy for the module ``name`` of the same kind."""
+        """Returns a copy of this description for the module ``name``, which is of the same kind."""
         return replace(self, name=name)
 
     @property
@@ -78,7 +78,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Reading of a module's parameters as stacks of experts, which a proof accepts or refuses."""
+    """Interpretation of a module's parameters as stacks of experts; a proof accepts or refuses it."""
 
     experts: int
     own: Mapping[str, ExpertPacking]
@@ -122,7 +122,9 @@ class ListedExperts:
 
 
 def owner_cut(rows: int, rank: int) -> tuple[Range, ...]:
-    """Returns the sharding of a parameter with ``rows`` along its first dim that ``rank`` alone stores."""
+    """Returns the sharding of a parameter, with ``rows`` rows along its first dim, that ``rank`` alone stores in
+    full.
+    """
     return (Range(0, rows, (rank,)),)
 
 

@@ -48,7 +48,9 @@ LARGE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """Module that stacks matrices as experts do, and cannot be shared; its experts stay on every rank."""
+    """Module that stacks matrices as experts do, but that ranks cannot share for ``reason``; its experts stay on every
+    rank.
+    """
 
     name: str
     reason: str
@@ -117,7 +119,7 @@ _UNKNOWN = (
 
 
 class Trial:
-    """Test of a module's twin with random rows: each rule of experts that ranks can share."""
+    """Test of ``twin``, a small copy of a module, on random rows, for the rules of experts that ranks can share."""
 
     def __init__(
         self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int, experts: int, least: int = 1
@@ -134,7 +136,7 @@ class Trial:
 
     @torch.no_grad()
     def failure(self) -> str | None:
-        """Returns the first rule that the twin breaks, in words; None if it keeps all."""
+        """Returns the first rule that the twin breaks, as text; None if it satisfies all rules."""
         thin = any(map(is_expanded, self._twin.parameters()))
         with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
             return self._failure_in(False) or self._failure_in(True)

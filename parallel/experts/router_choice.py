@@ -93,7 +93,9 @@ class OtherChoice(_Choices):
         self._choice, self._given, self._seen, self._calls = choice, given, seen, 0
 
     def met(self, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns the scores of the given experts, and their numbers; None leaves the router's choice."""
+        """Returns (scores, numbers) of the experts in ``given``; None leaves ``own``, the numbers that the router has
+        chosen.
+        """
         self._calls += 1
         inside = own.local if isinstance(own, GlobalTensor) else own
         if self._calls != self._choice.place + 1 or is_without_content(inside):

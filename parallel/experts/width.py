@@ -28,7 +28,7 @@ MOST_UNCUT = 3
 
 @dataclass(frozen=True, slots=True)
 class WidthCut:
-    """Parameters without a cut in a module of experts that tensor ranks cut along their width."""
+    """Names of the unsharded parameters in a module of experts that tensor ranks shard along the experts' width."""
 
     whole: tuple[str, ...]
     """Names in the module of parameters without a cut; each tensor rank has a part of their gradient."""

@@ -63,9 +63,10 @@ class GroupedStack(NamedTuple):
         return f"{inner}{other}, {self.down}, all experts at once"
 
     def run(self, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
-        """Computes the module's output for rows [T, H], numbers [T, k] and weights [T, k]; no stop of the host.
+        """Computes the module's output for rows [T, H], expert numbers [T, k] and weights [T, k]; the host waits for no
+        kernel.
 
-        A number that is none of an expert adds nothing.
+        A number that names no expert adds nothing.
         """
         stacks = module._parameters
         experts = len(cast(Tensor, stacks[self.down]))

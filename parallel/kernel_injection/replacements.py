@@ -102,8 +102,8 @@ def _rounds_alike(copy: nn.Module, forward: Callable[..., Any], x: Tensor) -> bo
 
 
 def injected_norm(found: NormModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward of the norm through the operator; it calls ``own``, the module's forward, for unsupported
-    inputs.
+    """Returns a forward that computes the norm with the fused operator; it calls ``own``, the module's forward, for
+    unsupported inputs.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +151,8 @@ def find_rotary(function: FunctionType) -> Rotary | None:
 def injected_rotary(
     forward: Any, name: str, function: FunctionType, form: Rotary, kernels: Kernels
 ) -> Callable[..., Any]:
-    """Returns a copy of ``forward`` with the operator in place of the global ``name``; unsupported calls run
-    ``function``.
+    """Returns a copy of ``forward`` in which the fused operator replaces the global function ``name``; unsupported
+    calls run ``function``.
     """
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -25,12 +25,12 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Returns the base's name of a parameter or module of a wrapped model."""
+    """Returns the name that a parameter or module of a PEFT model has in the base model."""
     return _WRAPPED.sub("", name.removeprefix(PREFIX))
 
 
 def adapter_names(model: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Returns those of ``names`` that are parameters of adapters, which the base does not have."""
+    """Returns the entries of ``names`` that are parameters of adapters, which the base model does not have."""
     if not is_peft_model(model):
         return frozenset()
     part: str | None = getattr(getattr(model, "base_model", None), "prefix", None)

@@ -22,7 +22,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Units:
-    """Units and blocks of a model by name, in the order of the model."""
+    """Units (modules that a trace records as one call) and blocks (elements of chains) of a model, by name, in model
+    order.
+    """
 
     modules: Mapping[str, nn.Module]
     blocks: tuple[str, ...]

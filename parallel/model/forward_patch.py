@@ -83,9 +83,10 @@ class ForwardPatches:
 
     @contextmanager
     def changing(self, module: nn.Module, layer: PatchLayer, note: str) -> Iterator[None]:
-        """Records assignments to instance attributes or the class of ``module`` inside the context as a patch.
+        """Registers as a patch the changes that code inside the context makes to the attributes and the class of
+        ``module``.
 
-        The removal does not touch an attribute that other code has assigned since.
+        Removal restores each changed attribute, unless other code has assigned it again since.
         """
         outer = self._outermost.get(id(module), layer)
         # COMPILE is exempt: blocks are compiled before they are planned, and call the forward of the time of the call
@@ -128,11 +129,13 @@ class ForwardPatches:
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Registers a change to an object that ``module`` refers to, such as its ``config``, as a removable patch."""
+        """Registers a change to an object that ``module`` refers to, such as its ``config``, as a patch; removal calls
+        ``undo``.
+        """
         self._patches.append(Patch(module, layer, note, undo))
 
     def around(self, module: nn.Module) -> list[Patch]:
-        """Returns the patches of one module, from inside to outside."""
+        """Returns the patches of ``module`` itself, the innermost first."""
         return sorted((patch for patch in self._patches if patch.module is module), key=lambda patch: patch.layer)
 
     def remove(self) -> None:

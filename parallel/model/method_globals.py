@@ -17,7 +17,7 @@ Choice = Callable[[Any], Any]
 
 
 def replace_in_methods(model: nn.Module, patches: ForwardPatches, layer: PatchLayer, note: str, choose: Choice) -> None:
-    """Patches the methods of ``model``'s modules that name a global value with a replacement.
+    """Patches the methods of ``model``'s modules that read a global value for which ``choose`` returns another value.
 
     A method that another patch has replaced by a copy is copied again; other replaced methods stay.
     """

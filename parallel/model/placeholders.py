@@ -64,15 +64,18 @@ def replace_absent(model: nn.Module, present: Collection[str], device: torch.dev
 
 
 def trainable(parameter: Tensor) -> bool:
-    """Returns True if a parameter requires a gradient, or did so in the plan and is a placeholder or frozen now."""
+    """Returns True if ``parameter`` requires a gradient, or required one in the plan and is now a placeholder or
+    frozen.
+    """
     return bool(getattr(parameter, PLANNED_TRAINABLE, parameter.requires_grad))
 
 
 def plan_as_trainable(parameter: nn.Parameter, planned: bool) -> None:
-    """Makes ``trainable(parameter)`` true even if the user freezes the parameter; ``planned`` = False ends this.
+    """Marks ``parameter`` so that ``trainable(parameter)`` is True even after the user freezes it; ``planned`` = False
+    removes the mark.
 
-    Traces decide the messages of ranks, so all ranks trace with the flags of the plan, also for parameters of other
-    ranks.
+    The trace determines the messages between ranks, so every rank traces with the ``requires_grad`` flags of the plan,
+    also for parameters that other ranks store.
     """
     if planned:
         setattr(parameter, PLANNED_TRAINABLE, True)

@@ -65,7 +65,9 @@ def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[P
 
 
 def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns g(``x``), the sum over all ranks, in the memory of ``x`` if it is contiguous and no leaf of autograd."""
+    """Returns g(``x``), the sum of ``x`` over the tensor ranks; backward is the identity. Writes the sum into the
+    memory of ``x`` if it is contiguous and no leaf of autograd.
+    """
     if axis.size == 1:
         return x
     if torch.is_grad_enabled() and x.requires_grad:

@@ -20,7 +20,9 @@ from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
-    """Collective of a dry run, made by the forward or by the backward of its result."""
+    """Collective that a dry run reports. ``backward``: True if the backward of its result makes it, False if the
+    forward does.
+    """
 
     op: Op
     label: str
@@ -30,7 +32,9 @@ class Expected(NamedTuple):
 
 
 class ExpectedRows(NamedTuple):
-    """Exchange of rows in a dry run, in which ranks send different numbers of bytes."""
+    """Exchange of rows that a dry run reports; ranks send different numbers of bytes. ``backward``: as in
+    :class:`Expected`.
+    """
 
     op: Op
     label: str
@@ -56,7 +60,8 @@ class Repeats(Protocol):
     """Cache of results of a forward's collectives, for recomputation in backward."""
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Writes to ``result`` the collective ``start`` of ``given``, or its cached result.
+        """Runs the collective that ``start`` launches from ``given`` to ``result``, or copies its cached result to
+        ``result``.
 
         ``given`` may be the same tensor as ``result``; otherwise the collective may use it as scratch memory.
         """
@@ -99,9 +104,10 @@ class TensorAxis:
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Calls ``spare`` before each wait of this axis, and of exchanges of rows, inside the context.
+        """Calls ``spare`` before each wait for a collective of this axis, and for an exchange of rows, inside the
+        context.
 
-        It does so on devices on which compute overlaps collectives.
+        Does nothing on devices where compute does not overlap collectives.
         """
         if device.type not in self.overlap.devices:
             yield

@@ -30,32 +30,32 @@ from torch.utils._pytree import TreeSpec
 
 
 class FromValue(NamedTuple):
-    """Leaf of a call's output that is a traced value."""
+    """Source of an output leaf: the traced value with number ``value``."""
 
     value: int
 
 
 class FromArgument(NamedTuple):
-    """Output leaf that is leaf k of the arguments."""
+    """Source of an output leaf: the leaf of the call's arguments with index ``argument``."""
 
     argument: int
 
 
 class FromParameter(NamedTuple):
-    """Output leaf that is a parameter of the model."""
+    """Source of an output leaf: the parameter of the model with the name ``parameter``."""
 
     parameter: str
 
 
 class FreeTensor(NamedTuple):
-    """Output leaf that is a tensor computed from the batch alone."""
+    """Source of a leaf: a tensor computed from the batch alone, independent of parameters."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Constant(NamedTuple):
-    """Output leaf that is not a tensor."""
+    """Source of an output leaf: the object ``content``, which is not a tensor."""
 
     content: Any
 
@@ -161,7 +161,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """Operation between calls ("glue"): a torch function outside units that reads a value or a parameter."""
+    """Call of a torch function in code between units ("glue") that reads a traced value or a parameter."""
 
     name: str
     event: int

@@ -150,7 +150,7 @@ class FlightRecorder:
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.USER, ended)
 
     def say(self, words: str) -> None:
-        """Writes the message of the error that ends this rank; the first message remains."""
+        """Writes the message of the error that ends this rank; does nothing if a message has been written before."""
         if self._map[layout.WORDS_AT] == 0:
             text = words.encode(errors="replace")[: layout.WORDS_BYTES - 1]
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text

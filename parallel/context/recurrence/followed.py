@@ -63,7 +63,9 @@ def _on_full(forward: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 def with_refusal(model: nn.Module, plan: ContextPlan, problem: BaseException) -> ContextPlan | None:
-    """Returns ``plan`` with the module that refused a sharded sequence; None if no module did, or it is in the plan."""
+    """Returns ``plan`` extended by the module that refused a sharded sequence with the error ``problem``; None if no
+    module did, or the plan contains it already.
+    """
     names = {id(module): name for name, module in model.named_modules() if name}
     done = {one.module for one in plan.gathered}
     for error in _causes(problem):

@@ -30,7 +30,7 @@ HALO = "halo"
 
 
 class RowRun(NamedTuple):
-    """Run of neighbouring rows of one source."""
+    """Run of neighbouring rows, ``start`` to ``stop``, in one source."""
 
     source: int
     """0: rows of this rank; 1: received rows; -1: constants."""
@@ -39,9 +39,10 @@ class RowRun(NamedTuple):
 
 
 class RowMoves:
-    """Rows that ranks with the rows of ``have`` exchange, so that rank r gets the rows ``wanted[r]``; -1: a constant.
+    """Exchange of rows along a dim sharded as ``have``, after which rank r has the rows ``wanted[r]``; row -1 is a
+    constant.
 
-    A row comes from this rank if it is here, otherwise from its first holder.
+    A rank copies the rows that it stores, and receives each other row from the first rank that stores it.
     """
 
     def __init__(self, have: Index, wanted: Sequence[Indices], rank: int) -> None:

@@ -42,7 +42,7 @@ _CONTENT = frozenset((
 
 
 class SequenceState(Protocol):
-    """Interface of a context of tensors sharded along positions, as rules of single positions use it."""
+    """Interface of a context of tensors sharded along positions: the part that the rules of single positions use."""
 
     relay: Relay
     placed: Mapping[Any, Any]
@@ -50,7 +50,7 @@ class SequenceState(Protocol):
     written: Any
 
     def next_age(self) -> int:
-        """Counts slices such as ``x[:, t]`` that are on one rank; returns the number of the next one."""
+        """Counts a slice, such as ``x[:, t]``, that one rank stores; returns the number of this slice."""
 
 
 class PlacedTensor(GlobalTensor):
@@ -78,7 +78,7 @@ class PlacedTensor(GlobalTensor):
     ) -> "PlacedTensor":
         """Wraps ``local`` as a tensor stored on one rank.
 
-        ``home``: its rank and age. ``carried``: see the attribute.
+        ``home``: (that rank, number of the slice that decided it). ``carried``: True for a result of several slices.
         """
         x: PlacedTensor = Tensor._make_wrapper_subclass(
             PlacedTensor,
@@ -136,7 +136,9 @@ class PlacedTensor(GlobalTensor):
         return done
 
     def everywhere(self, reason: str) -> Tensor:
-        """Broadcasts the tensor; returns it as a plain tensor. Counts a gather for ``reason``, which notes show."""
+        """Broadcasts the tensor from its rank and returns it as a plain tensor. Counts a gather under ``reason`` for
+        the plan's notes.
+        """
         context = self.views
         context.note_gather(reason)
         ranks = tuple(range(context.axis.size))
@@ -298,7 +300,9 @@ def _on_meta(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def with_gradient(local: Tensor, graded: bool) -> Tensor:
-    """Returns ``local``, or if ``graded`` a leaf that requires a gradient, so that all ranks have equal flags."""
+    """Returns ``local``. With ``graded`` a tensor without gradient becomes a leaf that requires one, so that the flag
+    ``requires_grad`` is equal on all ranks.
+    """
     if not graded or local.requires_grad or not (local.is_floating_point() or local.is_complex()):
         return local
     with torch._C.DisableTorchFunction():

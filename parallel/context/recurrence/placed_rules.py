@@ -169,7 +169,9 @@ def _has_views(x: GlobalTensor) -> bool:
 
 
 def gathered_value(value: Any, name: str) -> Any:
-    """Returns ``value`` as a plain tensor if context ranks share it, for ``name``; also within tuples."""
+    """Returns ``value`` as a plain tensor on every rank if it is sharded or stored on one rank; converts the items of a
+    tuple. ``name``: the function for which the gather is counted.
+    """
     if type(value) is PlacedTensor:
         return value.everywhere(name)
     if type(value) is GlobalTensor:
@@ -178,7 +180,9 @@ def gathered_value(value: Any, name: str) -> Any:
 
 
 def set_position(context: "GlobalTensorContext", func: Function, target: Any, index: Any, value: Any) -> Any:
-    """Writes at a position, on its rank, or along full dims, on every rank."""
+    """Runs ``target[index] = value``: the rank that stores a single position writes it; a write along full dims runs on
+    every rank.
+    """
     if type(target) is not GlobalTensor or not any(target.sets):
         raise NoRuleError("the target is not sharded.")
     check_memory(target, "[...] =")

@@ -27,7 +27,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class RowwiseModule(NamedTuple):
-    """Module that is proven to treat positions one by one, for calls that satisfy one of ``forms``."""
+    """Module that is proven to compute each position independently, for calls that satisfy one of ``forms``."""
 
     name: str
     forms: tuple[ProvenForm, ...]
@@ -93,7 +93,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Returns True if hooks of other code than the engine's receive values inside ``module``."""
+    """Returns True if hooks inside ``module`` that other code than the engine has registered receive values."""
     return bool(module._modules) and any(
         not _is_own(hook)
         for each in module.modules()

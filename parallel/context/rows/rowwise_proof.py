@@ -58,7 +58,9 @@ class ProvenForm(NamedTuple):
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Runs a trial that is made once, inside the context, so that no trace or recomputation of the forward sees it."""
+    """Hides a trial that is made once, inside the context, from traces and from recomputation of the surrounding
+    forward.
+    """
 
     def same(saved: Tensor) -> Tensor:
         return saved
@@ -68,7 +70,9 @@ def apart() -> Iterator[None]:
 
 
 def prove_rowwise(module: nn.Module, call: SeenCall, size: SequenceSize) -> ProvenForm | None:
-    """Tries a call of ``module``; returns its form if the module treats positions one by one, None otherwise."""
+    """Tries the recorded ``call`` on ``module``; returns its form if the module computes each position independently,
+    otherwise None.
+    """
     form = size.form_of(call)
     if form is None:
         return None

@@ -51,7 +51,7 @@ def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
 
 
 def values_bytes(trace: ModelTrace, call: int) -> int:
-    """Returns the bytes of the inputs of a call."""
+    """Returns the bytes of the inputs of the call with index ``call``."""
     return sum(trace.values[number].bytes for number in trace.calls[call].inputs)
 
 

@@ -272,7 +272,9 @@ class VertexCut:
             self._room["out", vertex][_SINK] = inf
 
     def add(self, vertex: int, weight: float, supply: float, after: Iterable[int]) -> None:
-        """Adds a vertex with the weight of cutting it, the supply from the source, and its predecessors ``after``."""
+        """Adds ``vertex`` with the cost ``weight`` of cutting it, the capacity ``supply`` from the source, and its
+        predecessors ``after``.
+        """
         self._vertices.add(vertex)
         self._room["in", vertex]["out", vertex] = weight
         if supply:

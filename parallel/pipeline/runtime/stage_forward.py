@@ -141,7 +141,9 @@ class StageForward:
             raise StopForward(self)
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
-        """Returns the result of an operation of another stage: received values, or NaN."""
+        """Returns the result of an operation that another stage runs: received values, and NaN in place of other
+        values.
+        """
         for position, number in writes:
             if number in self._received:
                 self._put(arguments[position], number)

@@ -52,7 +52,9 @@ class Transport(Protocol):
         """Posts the receive of ``message``; ``exact`` equals the sender's, and posts follow the order of the sends."""
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Completes the sends of ``stage`` to neighbouring stages, which have posted the receives."""
+        """Completes the sends of ``flow`` for ``microbatch`` from ``stage`` to neighbours, which have posted the
+        receives.
+        """
 
     def delivered(self, message: Message) -> None:
         """Releases the sent tensor of ``message`` after its arrival is proven by a later message."""
@@ -183,17 +185,21 @@ class CommTransport:
         return arrive
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Waits for the sends to neighbouring stages, at most for the time of a transfer."""
+        """Waits until the sends of ``flow`` for ``microbatch`` from ``stage`` to neighbouring stages have completed,
+        and drops the sent tensors. The receives are posted, so the wait takes at most the time of a transfer.
+        """
         for sent in self._near.pop((flow, stage, microbatch), ()):
             sent.pending.wait()
 
     def delivered(self, message: Message) -> None:
-        """Completes a send to a stage that is not a neighbour."""
+        """Completes the send of ``message`` if its receiver is not a neighbouring stage; otherwise does nothing."""
         if message in self._far:
             self._far.pop(message).pending.wait()
 
     def recycle(self, tensor: Tensor) -> None:
-        """Returns the memory to the buffers for the next message of equal shape and dtype."""
+        """Returns the memory of the received ``tensor`` to the buffers, for the next message of equal shape and
+        dtype.
+        """
         self._buffers.give(tensor)
 
     def finish(self) -> None:

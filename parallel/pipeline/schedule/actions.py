@@ -149,7 +149,7 @@ class Schedule:
 
     @property
     def splits(self) -> bool:
-        """True if some backwards are split into an input-gradient (I) and a weight-gradient action (W)."""
+        """True if the schedule splits backwards into an input-gradient action (I) and a weight-gradient action (W)."""
         return bool(self._split)
 
     def backward_of(self, stage: int, microbatch: int) -> Action:

@@ -35,11 +35,11 @@ from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 #    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3B1 3F2 0B0 0B0 3B2 3B2 3F3   . 0B1 0B1 3B3 3B3 0I2 0W2 0I3 0W3
 #    rank 1    . 1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 1F3 2B1 2B1 2F3 1B1 1B1 2B2 2B2 1B2 1B2 2I3 1I3 2W3 1W3
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """Makes DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1) in its V form for m >= 2p microbatches on p ranks.
+    """Makes the V form of DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1) for m >= 2p microbatches on p ranks.
 
-    The bubble is (p-1)/(6m+p-1), and a rank has at most 2p + 1 live activations of a half slice. In the middle every
-    forward of one half is paired with a whole backward of the other, so that messages of one overlap with compute of
-    the other.
+    Rank r has the stages r and 2p-1-r, each with half of the rank's layers. The bubble is (p-1)/(6m+p-1), and a rank
+    has at most 2p + 1 live activations of a stage. In the steady state, a rank pairs every forward of one of its stages
+    with a whole backward of its other stage, so that the messages of one overlap with the compute of the other.
     """
     rows = tuple(tuple(_Row(ranks, rank).fill(microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", 2 * ranks, microbatches, rows, v_shape(ranks))

@@ -29,7 +29,9 @@ class Span(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """Times of forward, input gradient and weight gradient of one stage; a whole backward takes both gradients."""
+    """Times of one stage: forward, input gradient and weight gradient. A whole backward takes the sum of both
+    gradients.
+    """
 
     forward: float
     backward_input: float
@@ -52,7 +54,7 @@ class Cost:
     """Times of each stage, in place of all fields above except ``transfer``; empty: unused."""
 
     def of(self, op: Op) -> float:
-        """Returns the time of ``op``, before the factor of a stage."""
+        """Returns the time of ``op`` without the factor of a stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:
@@ -64,12 +66,12 @@ class Cost:
 
     @classmethod
     def of_parts(cls, forward: float, backward_input: float, backward_weight: float, transfer: float = 0) -> "Cost":
-        """Returns costs in which a whole backward takes the sum of input and weight gradients."""
+        """Returns costs in which the time of a whole backward is the sum of input-gradient and weight-gradient time."""
         return cls(forward, backward_input + backward_weight, backward_input, backward_weight, transfer)
 
     def shared(self, ranks: int, stages: int) -> "Cost":
-        """Returns the costs of single stages, given the costs of a rank's whole slice; the transfer time is
-        unchanged.
+        """Returns the costs of single stages from these costs of a rank's whole slice of the model, which ``stages``
+        stages on ``ranks`` ranks share evenly; the transfer time is unchanged.
         """
         return replace(self, stages=(ranks / stages,) * stages) if stages != ranks else self
 

@@ -19,7 +19,9 @@ from engine.parallel.tensor.global_tensor.index_runs import Runs, indices_of, ru
 
 
 class FlexPart(NamedTuple):
-    """Places of a part among all, int32 each; None: all of them."""
+    """Part of a flex attention on one rank: int32 indices of its rows, heads and queries among all; None: all of
+    them.
+    """
 
     rows: Tensor | None = None
     heads: Tensor | None = None

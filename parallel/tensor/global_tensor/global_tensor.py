@@ -36,8 +36,8 @@ class LocalOnlyError(EngineError):
 class GlobalTensor(WrapperTensor):
     """Tensor with the full shape that stores this rank's shard, comparable to DTensor.
 
-    ``local``: this rank's shard, in the autograd graph; ``full``: the full shape; ``sets``: the indices of each dim on
-    every rank.
+    ``local``: this rank's shard, in the autograd graph; ``full``: the full shape; ``sets``: for each dim, the indices
+    that every rank stores, or None for an unsharded dim.
     """
 
     local: Tensor

@@ -40,7 +40,8 @@ def run_length(runs: Runs) -> int:
 
 
 def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns (borders, sums): all ends of runs, ascending, and the summed ``weights`` of the sets after each one.
+    """Returns (borders, sums): all ends of runs, ascending, and for each border the sum of the ``weights`` of the sets
+    that contain the indices after it.
 
     Every index from one border up to the next is in the same sets.
     """

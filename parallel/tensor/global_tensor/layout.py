@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """Full shape, and the index set of each dim."""
+    """Full shape of a tensor, and the index set of each dim: the indices on each rank; None: unsharded."""
 
     shape: Shape
     sets: Sets
@@ -56,7 +56,8 @@ def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
 
 
 def checked(shape: Shape, sets: Sets) -> Layout:
-    """Returns the layout of ``shape`` and ``sets``.
+    """Makes a :class:`Layout` of the full shape ``shape`` and the index sets ``sets`` of its dims, if every element is
+    on some rank.
 
     Raises:
         NoRuleError: some element would be on no rank.
@@ -184,7 +185,9 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
-    """Slices a dim to the indices ``taken``; returns the result by old index, and by new index (0, 1, ...)."""
+    """Restricts the sharding ``index`` of a dim to the indices ``taken``; returns it with the old indices, and
+    renumbered from 0.
+    """
     asked = runs_from(taken)
     held = [meet(own, asked) for own in index.runs]
     places = [places_in(asked, own) for own in held]

@@ -49,7 +49,7 @@ class LazyLMHead(nn.Module):
     def forward(self, x_D: Tensor) -> Tensor:
         """Saves x for the loss and returns lazy logits; a sharded head first applies f to x, as for its product.
 
-        Of a sequence that context ranks share, x and the logits have this rank's positions.
+        If context ranks share a sequence, x and the logits have this rank's positions.
         """
         logits: Tensor = run_on_positions(self._late, x_D)
         return logits

@@ -49,7 +49,7 @@ class Region:
         self._drawn: int | None = None
 
     def add(self, layer: torch.nn.Module, plain: bool) -> None:
-        """Adds a column layer; ``plain``: it is a matrix product and nothing else."""
+        """Adds a column layer to the region; ``plain``: True if the layer is a matrix product and nothing else."""
         self._entrances.clear()
         if plain:
             self._plain.append(layer)

@@ -72,7 +72,7 @@ class Shared:
         self._products = products
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """Returns the layer's own product, with a deferred weight gradient if possible."""
+        """Returns the product of ``layer`` with the shared copy; defers the weight gradient if possible."""
         for product in self._products:
             if product.layer is layer and product.fits(self.copy):
                 return product.multiply(self.copy)

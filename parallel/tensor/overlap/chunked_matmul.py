@@ -66,7 +66,7 @@ class Pieced:
 
     @property
     def moves(self) -> Moves:
-        """Implementation in use of the products with communication."""
+        """Implementation of the two products with communication: ``chosen``, or the default of the axis."""
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
     def route(self, part: Tensor) -> Route:

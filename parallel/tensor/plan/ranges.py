@@ -86,7 +86,7 @@ def held(ranges: tuple[Range, ...], index: int) -> int:
 
 
 def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ...]:
-    """Returns the ranges of a dim, given the runs [start, stop) of rows on each rank."""
+    """Converts ``runs``, the runs [start, stop) of rows on each rank, to the ranges of the dim with their ranks."""
     edges = [
         (row, rank, step)
         for rank, own in enumerate(runs)
@@ -104,7 +104,9 @@ def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ..
 
 
 def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
-    """Returns the runs [start, stop) of rows on each rank; inverse of :func:`ranges_of_runs`."""
+    """Converts ``ranges`` of rows with their ranks to runs [start, stop) of rows on each of ``tp`` ranks; joins
+    neighbouring runs. Inverse of :func:`ranges_of_runs`.
+    """
     found: list[list[tuple[int, int]]] = [[] for _ in range(tp)]
     for part in sorted(ranges, key=lambda part: part.start):
         for holder in part.holders:

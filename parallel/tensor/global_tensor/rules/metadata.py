@@ -18,7 +18,9 @@ def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs
 
 
 def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``zeros_like`` and similar functions: returns a plain tensor of the full shape."""
+    """Runs ``zeros_like`` and similar functions of a global tensor: returns a plain tensor of the full shape on every
+    rank.
+    """
     if type(input) is not GlobalTensor:
         raise NoRuleError("the result copies the shape of a plain tensor.")
     return func(input.local.detach().new_empty(1).expand(input.full), *args, **kwargs)

@@ -35,7 +35,7 @@ def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
 
 
 def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
-    """Runs functions along one full dim that preserve the shape: softmax, cumsum."""
+    """Runs a function that preserves the shape, such as softmax or cumsum, along one unsharded dim."""
     if type(input) is not GlobalTensor or any(input.sets[one] is not None for one in dims_of(input, dim)):
         raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, dim, *args, **kwargs))

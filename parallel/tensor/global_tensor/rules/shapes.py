@@ -37,7 +37,9 @@ def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool 
 
 
 def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
-    """Returns the sizes of a call as a tuple: passed one by one, as one sequence, or by name."""
+    """Returns the sizes in a call's arguments as a tuple; the call passes them one by one, as one sequence, or by
+    name.
+    """
     found: Any = next((value for value in named.values() if value is not None), sizes)
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         found = sizes[0]
@@ -91,7 +93,7 @@ def _reshape_plan(layout: Layout, shape: Shape, rank: int) -> tuple[Layout, Shap
 
 
 def permute(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Rule of ``permute``."""
+    """Runs ``permute``: reorders the dims."""
     return ordered(input, tuple(positive_dim(dim, input.ndim) for dim in given_sizes(sizes, dims=dims)))
 
 

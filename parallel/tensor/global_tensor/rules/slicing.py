@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Rule of ``torch.cat`` along ``dim``."""
+    """Runs ``torch.cat``: joins tensors along ``dim``."""
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
     dim = positive_dim(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]
