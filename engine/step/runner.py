@@ -333,14 +333,13 @@ class StepRunner:
 
     def _count(self, taken: Sequence[Batch], step: StepState) -> StepCount:
         """Returns the numbers of microbatches of a step; data ranks agree on them if they may differ."""
-        usual = self._config.accumulation
         if self._config.uneven_microbatches:
             rows = sum(map(self._runtime.program.rows.count, taken))
             try:
                 return self._counts.agree(len(taken), rows, step.problem)
             except EngineError as problem:
                 step.problem = step.problem or problem
-        return StepCount(usual, self._comm.grid.row_rank * usual, self._config.train_batch_size or 0)
+        return StepCount(self._config.accumulation, self._first, self._config.train_batch_size or 0)
 
     def _take(self, take: Callable[[], list[Batch]], step: StepState) -> list[Batch]:
         """Returns the microbatches of a step, checked on all ranks of the replica; notes a problem with them in the
@@ -480,6 +479,9 @@ class StepRunner:
 
         ``first``: global index of this rank's first microbatch; None: all data ranks have equally many.
         """
-        if first is None:
-            first = self._comm.grid.row_rank * self._config.accumulation
-        return self._config.seed, self._update.made, first + index
+        return self._config.seed, self._update.made, (self._first if first is None else first) + index
+
+    @property
+    def _first(self) -> int:
+        """Global index of this rank's first microbatch, where all data ranks have equally many."""
+        return self._comm.grid.row_rank * self._config.accumulation

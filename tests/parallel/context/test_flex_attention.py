@@ -16,6 +16,7 @@ from engine.parallel.tensor.global_tensor.flex_parts import FlexPart
 from engine.parallel.tensor.global_tensor.index_runs import indices_of
 from engine.verify import PLAIN, Parity, train_alone, train_on_grid, verify
 from tests.parallel.context.flex_models import MASKS, DenseAttention, FlexModel, batches_of
+from tests.parallel.context.test_context_training import config_of
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
 
@@ -33,20 +34,12 @@ OFTEN = (("cp3", "documents", 128), ("cp2 x tp2", "windows by head", 8))
 LENGTH = 80
 
 
-def config_of(grid: dict[str, int], **more: Any) -> dict[str, Any]:
-    return {
-        "train_batch_size": 2,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
-        "parallel": {"data": 1, **grid},
-        "zero_optimization": {"stage": 1},
-        **more,
-    }
+def flex_config(grid: dict[str, int], **more: Any) -> dict[str, Any]:
+    return config_of({"data": 1, **grid}, train_batch_size=2, **more)
 
 
 def check_parity(grid: dict[str, int], mask: str, block: int, **more: Any) -> None:
-    config = config_of(grid, **more)
+    config = flex_config(grid, **more)
     threads = int(np.prod(list(grid.values())))
     dense = partial(FlexModel, mask, block, DenseAttention)
     check_same(partial(FlexModel, mask, block), dense, config, threads, batches_of(LENGTH))
@@ -75,7 +68,7 @@ def test_every_grid_trains_as_one_process(grid: str, mask: str, block: int) -> N
 
 @pytest.mark.long
 def test_verify_compares_them_on_a_cpu() -> None:
-    result = verify(FlexModel, config_of({"context": 2}), batches_of(LENGTH), threads=2)
+    result = verify(FlexModel, flex_config({"context": 2}), batches_of(LENGTH), threads=2)
     assert result is not None and result.holds(), str(result)
 
 
@@ -88,7 +81,7 @@ def test_so_do_stages_and_recomputation(more: dict[str, Any]) -> None:
 def _differs(world: World) -> list[str]:
     batches = batches_of(LENGTH)
     example = {name: tensor[:1] for name, tensor in batches[0].items()}
-    with engine.initialize(FlexModel(), config_of({"context": 2}), example_batch=example, world=world) as eng:
+    with engine.initialize(FlexModel(), flex_config({"context": 2}), example_batch=example, world=world) as eng:
         assert any("2 attentions by gather (flex attention)" in note for note in eng.plan.notes), eng.plan.notes
         return traffic_differs(eng, lambda eng, step: batches[step], range(2))
 
@@ -159,6 +152,6 @@ def test_models_of_transformers_train_as_with_eager_attention(name: str, grid: s
         mask[1, LENGTH - 20 :] = 0
         batches.append({"input_ids": batch["input_ids"], "attention_mask": mask, "labels": batch["labels"]})
         batches[-1]["labels"][mask == 0] = -100
-    config, threads = config_of(GRIDS[grid]), int(np.prod(list(GRIDS[grid].values())))
+    config, threads = flex_config(GRIDS[grid]), int(np.prod(list(GRIDS[grid].values())))
     build = partial(_transformers, name)
     check_same(partial(build, "flex_attention"), partial(build, "eager"), config, threads, batches)
