@@ -14,6 +14,8 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, with
 
 Choice = Callable[[Any], Any]
 """Function that returns the replacement of a global value, or the value itself."""
+_DEEPEST = 16
+"""Maximum number of functions on the way from a method to a replaced global."""
 
 
 def replace_in_methods(model: nn.Module, patches: ForwardPatches, layer: PatchLayer, note: str, choose: Choice) -> None:
@@ -64,29 +66,34 @@ class _Copies:
         self._choose = choose
         self._made: dict[FunctionType, FunctionType] = {}
 
-    def of(self, function: FunctionType) -> FunctionType:
-        """Returns ``function``, or a copy of it, and of a function that it wraps, with replaced globals."""
+    def of(self, function: FunctionType, depth: int = 0) -> FunctionType:
+        """Returns ``function``, or a copy of it, and of a function that it wraps, with replaced globals.
+
+        ``depth``: number of functions on the way from a method; a library may call thousands.
+        """
+        if depth > _DEEPEST:
+            return function
         if function not in self._made:
             self._made[function] = function  # a function that calls itself
-            self._made[function] = self._copied(function)
+            self._made[function] = self._copied(function, depth)
         return self._made[function]
 
-    def _copied(self, function: FunctionType) -> FunctionType:
+    def _copied(self, function: FunctionType, depth: int) -> FunctionType:
         replaced = {}
         for name in _names(function.__code__):
             given = function.__globals__.get(name)
-            if given is not None and (made := self._replaced(given)) is not given:
+            if given is not None and (made := self._replaced(given, depth)) is not given:
                 replaced[name] = made
         wrapped, inner = vars(function).get("__wrapped__"), {}
-        if isinstance(wrapped, FunctionType) and (made := self.of(wrapped)) is not wrapped:
+        if isinstance(wrapped, FunctionType) and (made := self.of(wrapped, depth + 1)) is not wrapped:
             cells = function.__closure__ or ()
             inner = {place: made for place, cell in enumerate(cells) if cell.cell_contents is wrapped}
         return with_globals(function, replaced, inner) if replaced or inner else function
 
-    def _replaced(self, given: Any) -> Any:
+    def _replaced(self, given: Any, depth: int) -> Any:
         made = self._choose(given)
         if made is given and isinstance(given, FunctionType) and not _is_library(given):
-            return self.of(given)
+            return self.of(given, depth + 1)
         return made
 
 
