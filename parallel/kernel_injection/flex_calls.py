@@ -12,7 +12,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from inspect import getattr_static
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from engine.kernels.device import find_accelerator, is_host
 from engine.kernels.ops.flex_attention import FlexCall, attend_flex, build_block_mask
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, with_globals
-from engine.parallel.model.method_globals import replace_in_methods
+from engine.parallel.model.method_globals import class_values, replace_in_methods
 from engine.parallel.trace.operation_meter import is_metered
 
 _NOTE = "runs flex attention on the part of this rank"
@@ -42,9 +41,10 @@ def redirect_flex(model: nn.Module, patches: ForwardPatches) -> None:
     listed = any(
         getattr(getattr(module, "config", None), "_attn_implementation", None) == _FLEX for module in model.modules()
     )
-    replace_in_methods(model, patches, PatchLayer.KERNEL, _NOTE, lambda given: _replacement(given, listed))
+    replace_in_methods(model, patches, PatchLayer.KERNEL, _NOTE, lambda given: _replacement(given, listed), listed)
+    static: dict[type, list[tuple[str, Callable[..., Any]]]] = {}
     for module in model.modules():
-        found = dict(_attributes(module))
+        found = dict(_attributes(module, static))
         if found:
             with patches.changing(module, PatchLayer.KERNEL, _NOTE):
                 for name, run in found.items():
@@ -60,7 +60,7 @@ def _is_flex(given: Any) -> bool:
     """Returns True for torch's function, compiled or not, and for the one of transformers that calls it."""
     function = _plain(given)
     if isinstance(function, FunctionType) and function.__name__ == _OF_TRANSFORMERS:
-        return function.__module__.startswith("transformers.")
+        return (function.__module__ or "").startswith("transformers.")
     return function is getattr(sys.modules[_FLEX_MODULE], _FLEX)
 
 
@@ -155,13 +155,16 @@ def _table(given: Any) -> Any:
     return made
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yields the attributes of a module, and static ones of its class, that are flex attention."""
-    for name, found in vars(module).items():
-        if _is_flex(found):
-            yield name, found
-    for base in type(module).__mro__:
-        for name in vars(base):
-            found = getattr_static(type(module), name)
-            if isinstance(found, staticmethod) and name not in vars(module) and _is_flex(found.__func__):
-                yield name, found.__func__
+def _attributes(
+    module: nn.Module, static: dict[type, list[tuple[str, Callable[..., Any]]]]
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the attributes of a module, and static ones of its class, that are flex attention.
+
+    ``static``: those of the classes seen so far.
+    """
+    yield from ((name, found) for name, found in vars(module).items() if callable(found) and _is_flex(found))
+    owner = type(module)
+    if owner not in static:
+        values = ((name, each.__func__) for name, each in class_values(owner) if isinstance(each, staticmethod))
+        static[owner] = [(name, found) for name, found in values if _is_flex(found)]
+    yield from ((name, found) for name, found in static[owner] if name not in vars(module))

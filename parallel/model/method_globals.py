@@ -18,17 +18,25 @@ _DEEPEST = 16
 """Maximum number of functions on the way from a method to a replaced global."""
 
 
-def replace_in_methods(model: nn.Module, patches: ForwardPatches, layer: PatchLayer, note: str, choose: Choice) -> None:
+def replace_in_methods(
+    model: nn.Module, patches: ForwardPatches, layer: PatchLayer, note: str, choose: Choice, libraries: bool = True
+) -> None:
     """Patches the methods of ``model``'s modules that read a global value for which ``choose`` returns another value.
 
-    A method that another patch has replaced by a copy is copied again; other replaced methods stay.
+    A method that another patch has replaced by a copy is copied again; other replaced methods stay. ``libraries``: also
+    methods of modules of a library, such as transformers.
     """
     found = _Copies(choose)
     by_class: dict[type, dict[str, FunctionType]] = {}
     for module in model.modules():
         owner = type(module)
         if owner not in by_class:
-            by_class[owner] = dict(_methods(owner))
+            methods = class_values(owner)
+            by_class[owner] = {
+                name: method
+                for name, method in methods
+                if isinstance(method, FunctionType) and (libraries or not _is_library(method))
+            }
         made = dict(_changed(module, by_class[owner], found))
         if made:
             with patches.changing(module, layer, note):
@@ -36,14 +44,13 @@ def replace_in_methods(model: nn.Module, patches: ForwardPatches, layer: PatchLa
                     object.__setattr__(module, name, MethodType(method, module))
 
 
-def _methods(owner: type) -> Iterator[tuple[str, FunctionType]]:
-    """Yields the methods of a class that code outside of torch defines."""
+def class_values(owner: type) -> Iterator[tuple[str, Any]]:
+    """Yields (name, value) of the attributes that a class has from code outside of torch."""
     seen = set[str]()
     for base in owner.__mro__:
-        for name, method in vars(base).items():
-            if name not in seen and isinstance(method, FunctionType) and not method.__module__.startswith("torch."):
-                yield name, method
-            seen.add(name)
+        if base is not object and not (base.__module__ or "").startswith("torch."):
+            yield from ((name, value) for name, value in vars(base).items() if name not in seen)
+            seen.update(vars(base))
 
 
 def _changed(
