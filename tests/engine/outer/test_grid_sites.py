@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -56,6 +57,10 @@ def served(store: Store) -> Iterator[str]:
         yield address_of(listening)
 
 
+DRAWS = Lock()
+"""Lock of torch's generator, which sites in threads of one process seed and draw from."""
+
+
 def train_site(
     site: int, sites: int, steps: int, outer: Mapping[str, Any], changes: Mapping[str, Any], first: int = 0,
     folder: str = "",
@@ -65,12 +70,13 @@ def train_site(
     With ``folder``, the site begins with the checkpoint there, if ``first`` steps were trained before, and ends like a
     process that is killed after its save.
     """
-    model, run = models.decoder(), SiteRun()
-    config = config_of({**outer, "sites": sites, "site": site}, **changes)
+    with DRAWS:
+        model, batches = models.decoder(), [*models.batches_for("decoder", ROWS * sites, first + steps)]
+    run, config = SiteRun(), config_of({**outer, "sites": sites, "site": site}, **changes)
     eng = engine.initialize(model, config, loss_fn=loss_sum)
     if first:
         eng.load_checkpoint(folder)
-    for batch in models.batches_for("decoder", ROWS * sites, first + steps)[first:]:
+    for batch in batches[first:]:
         run.losses.append(eng.train_batch(share(batch, site, eng.grid.dp, eng.grid.coord().dp)).loss)
     full = eng.full_state_dict()
     run.outer, run.weights = eng.outer, [values.clone() for values in full.values()]
