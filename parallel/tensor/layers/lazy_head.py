@@ -42,14 +42,17 @@ class _Late:
 
 
 class LazyLMHead(nn.Module):
-    """Head that maps x [.., D] to lazy logits [.., V] if gradients are needed, otherwise to computed logits."""
+    """Language-model head from x [.., D] to logits [.., V]: lazy logits if gradients are needed, otherwise computed
+    ones.
+    """
 
     tensor_late: _Late
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Saves x for the loss and returns lazy logits; a sharded head first applies f to x, as for its product.
+        """Returns lazy logits, which store ``x_D`` until the loss computes them.
 
-        If context ranks share a sequence, x and the logits have this rank's positions.
+        A sharded head first applies Megatron-LM's f to ``x_D``: backward sums the gradient over "tp". If context ranks
+        share a sequence, x and the logits have this rank's positions.
         """
         logits: Tensor = run_on_positions(self._late, x_D)
         return logits
@@ -77,7 +80,7 @@ class LazyLMHead(nn.Module):
 
 
 class LateLinear(LazyLMHead, nn.Linear):
-    """Lazy head of a replicated plain ``nn.Linear``."""
+    """Head with lazy logits made from a replicated plain ``nn.Linear``."""
 
 
 def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, patches: ForwardPatches) -> None:

@@ -131,9 +131,10 @@ class LogitShard:
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """Returns a copy with the tensor ``local``, whose vocabulary is along ``dim``.
+        """Returns a shard of the same vocabulary that stores the tensor ``local``.
 
-        ``same``: values and order of tokens are unchanged, so the softmax is shared.
+        ``dim``: vocabulary dim of ``local``, None for the dim of this shard. ``same``: True if values and order of
+        tokens are unchanged, so that both shards use one cache of the softmax.
         """
         dim = self.dim if dim is None else dim
         softmax = self.softmax if same else SharedSoftmax()
@@ -155,7 +156,7 @@ OPERANDS = "logit operands"
 
 
 def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
-    """Returns ``x``, full, for use with this rank's columns; backward sums the gradient over "tp"."""
+    """Returns ``x``, equal on all ranks, as an operand of this rank's columns; backward sums its gradient over "tp"."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     shared: Tensor = _Share.apply(x, axis, label)  # type: ignore[no-untyped-call]
@@ -164,8 +165,10 @@ def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
 
 
 def cut_operand(x: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
-    """Returns this rank's columns of a full ``x`` with the vocabulary in ``dim``; backward gathers the gradient over
-    "tp"."""
+    """Returns this rank's columns of ``x``, a full tensor with the vocabulary in dim ``dim``.
+
+    Backward gathers the gradient over "tp".
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x.narrow(dim, vocabulary.start, vocabulary.width)
     widest = max(vocabulary.widths) * len(vocabulary.widths)

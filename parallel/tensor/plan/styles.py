@@ -75,7 +75,7 @@ class Style:
 
 
 def parse_style(text: str) -> Style:
-    """Parses ``text``, one style of a plan.
+    """Parses ``text``, one style of a tensor plan such as "column head:64".
 
     Raises:
         PlanError: the style is not in the language of this module.
@@ -99,7 +99,7 @@ def parse_style(text: str) -> Style:
 
 
 def write_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """Formats explicit rows of each rank as a ``rows:`` word of a style."""
+    """Returns the ``rows:`` word of a style for ``rows``, the runs [start, stop) of rows on each rank."""
     return "rows:" + "/".join("+".join(f"{start}-{stop}" for start, stop in runs) for runs in rows)
 
 
