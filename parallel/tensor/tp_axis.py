@@ -171,14 +171,16 @@ class TensorAxis:
         return part
 
     def start_all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> Pending:
-        """Starts :meth:`all_reduce`; ``tensor`` is ready after ``wait``."""
+        """Starts :meth:`all_reduce` and returns a handle; ``tensor`` is ready after the handle's ``wait``."""
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor)
             return Pending()
         return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`all_gather`; the result is ready after ``wait``."""
+        """Starts :meth:`all_gather`; returns the result and a handle, and the result is ready after the handle's
+        ``wait``.
+        """
         if self.dry or self.size == 1:
             full = part.expand(self.size, *part.shape)
             self.expect("all_gather", label, full)
@@ -187,7 +189,9 @@ class TensorAxis:
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`reduce_scatter`; the result is ready after ``wait``."""
+        """Starts :meth:`reduce_scatter`; returns the result and a handle, and the result is ready after the handle's
+        ``wait``.
+        """
         if self.dry or self.size == 1:
             self.expect("reduce_scatter", label, full)
             return full[self.index], Pending()
@@ -197,11 +201,14 @@ class TensorAxis:
     def start_exchange(
         self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str
     ) -> tuple[Tensor, Pending]:
-        """Sends ``gives[r]`` rows of ``given`` [sum of gives, ..] to rank r, in order; all ranks know all sizes.
+        """Starts an all-to-all of rows: sends ``gives[r]`` rows of ``given`` to rank r and receives ``gets[r]`` rows
+        from it.
+
+        ``given`` [sum of gives, ..] has the rows in rank order; all ranks know all sizes.
 
         Returns:
-            Rows from each rank [sum of gets, ..], in rank order, ready after ``wait``. A dry axis returns zeros, and
-            hears of the exchange by :meth:`expect_rows` alone.
+            (rows, handle): the received rows [sum of gets, ..] in rank order, ready after the handle's ``wait``. A dry
+                axis returns zeros and reports nothing; :meth:`expect_rows` reports the exchange.
         """
         received = given.new_empty((sum(gets), *given.shape[1:]))
         if self.dry or self.size == 1:
@@ -209,7 +216,9 @@ class TensorAxis:
         return received, self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label))
 
     def exchange(self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str) -> Tensor:
-        """Makes the exchange of :meth:`start_exchange`. All ranks call it, also those without rows."""
+        """Runs :meth:`start_exchange`, waits and returns the received rows. All ranks call it, also ranks without
+        rows.
+        """
         if self.dry or self.size == 1:
             return given.new_zeros((sum(gets), *given.shape[1:]))
         received, pending = self.start_exchange(given, gives, gets, label)
@@ -227,7 +236,11 @@ class TensorAxis:
             self.listener(ExpectedRows("exchange", label, sent, made is not None), node)
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
-        """Issues a collective that the kernel launched by ``call`` performs, counted by the size of ``full``."""
+        """Launches, by ``call``, a kernel that performs the collective ``op`` itself, and counts the bytes of ``full``
+        for it.
+
+        Returns a handle; its ``wait`` completes the kernel.
+        """
         return self._comm.in_kernel(op, full, self.name, label, call)
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
