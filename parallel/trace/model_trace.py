@@ -243,7 +243,9 @@ class ModelTrace:
 
     @cached_property
     def graded(self) -> frozenset[int]:
-        """Numbers of the values through which a gradient of the loss flows, without metrics."""
+        """Numbers of the values through which a gradient of the loss flows; values that only metrics read are not among
+        them.
+        """
         found, pending = set[int](), [number for number in self.targets if self.values[number].grad]
         while pending:
             number = pending.pop()
@@ -254,7 +256,7 @@ class ModelTrace:
 
     @cached_property
     def read_by_glue(self) -> tuple[str, ...]:
-        """Names of parameters read outside units, where no module hook fires."""
+        """Names of parameters that code outside units reads, where no module hook fires."""
         read = {name for value in self.values if value.maker == "glue" for name in value.parameters}
         read |= {leaf.parameter for leaf in self.result.leaves if isinstance(leaf, FromParameter)}
         return tuple(name for name in self.parameter_bytes if name in read)
@@ -273,7 +275,9 @@ class ModelTrace:
         return f"the result of {glue.name} at {glue.place}"
 
     def occurrence(self, index: int) -> tuple[str, int]:
-        """Returns (unit, number of earlier calls of the unit) of call ``index``."""
+        """Returns (unit, n) for the call with index ``index``: its unit, and the number n of earlier calls of this
+        unit.
+        """
         unit = self.calls[index].unit
         return unit, sum(call.unit == unit for call in self.calls[:index])
 
@@ -282,11 +286,10 @@ Event = Call | Glue
 
 
 def trace_difference(before: ModelTrace, now: ModelTrace) -> str | None:
-    """Returns the first event that differs, as the end of a sentence that begins with "the forward"; None if the
-    traces are equal.
+    """Returns the first event in which the trace ``now`` differs from ``before``; None if the traces are equal.
 
-    Events differ in their operation, in the values they read, or in shape, dtype and gradient of the values they make.
-    Line numbers are ignored.
+    The text is the end of a sentence that begins with "the forward". Events differ in their operation, in the values
+    they read, or in shape, dtype and gradient of the values they make. Line numbers are ignored.
     """
     for old, new in zip_longest(_events(before), _events(now)):
         if old is None:

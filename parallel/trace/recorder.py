@@ -41,7 +41,10 @@ _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia
 
 
 class Recorder(TorchFunctionMode):
-    """Function mode that fills ``calls``, ``glue`` and ``provenance`` while the program runs, and records obstacles."""
+    """Torch function mode that records one forward: unit calls in ``calls``, other operations in ``glue``.
+
+    ``provenance`` records the origin of every tensor, and code that no pipeline stage can run alone.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Recorder(TorchFunctionMode):
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one operation; returns the result that the user's code gets."""
+        """Records one torch function and runs it on shapes; returns the result that user code gets."""
         if self._quiet:
             return call_user_code(function, args, kwargs)
         self._quiet = True
@@ -93,7 +96,7 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one call of a unit and runs it."""
+        """Records one call of the unit named ``unit`` and runs its ``forward``; returns the unit's output."""
         if self._call is not None:  # a unit inside a unit
             return call_user_code(forward, args, kwargs)
         if self._quiet:
@@ -121,7 +124,7 @@ class Recorder(TorchFunctionMode):
         return recipe
 
     def used_by_glue(self, module: nn.Module) -> bool:
-        """Returns True if an operation between calls read a parameter of ``module``."""
+        """Returns True if an operation outside units has read a parameter of ``module``."""
         return any(self.provenance.parameters[id(parameter)] in self._read_by_glue for parameter in module.parameters())
 
     # ---- operations

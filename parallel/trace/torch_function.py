@@ -70,7 +70,7 @@ Function = Callable[..., Any]
 
 
 def getter(name: str) -> Function:
-    """Returns the function that reads an attribute of a tensor."""
+    """Returns the function that reads the attribute ``name`` of a tensor, as torch function modes see it."""
     return getattr(Tensor, name).__get__  # type: ignore[no-any-return]
 
 
@@ -265,7 +265,7 @@ class Operation:
         return self.run_with(self.args, self.kwargs)
 
     def run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the function with other arguments."""
+        """Runs the function with ``args`` and ``kwargs`` in place of its own arguments."""
         return call_user_code(self.function, args, kwargs)
 
 
