@@ -33,7 +33,7 @@ class Units:
 
 
 def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed: Collection[str] = ()) -> Units:
-    """Returns the units of ``model``.
+    """Returns the units and blocks of ``model``; blocks are the elements of its chains (ModuleList and Sequential).
 
     Args:
         deep: True takes the chains inside the elements of a chain as blocks (Swin).
@@ -61,7 +61,10 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
 
 
 def open_around(units: Units, names: Iterable[str]) -> Units:
-    """Opens the units around each module in ``names``; ignores names without a module."""
+    """Replaces each unit that contains a module in ``names`` by its children, until the module itself is a unit.
+
+    Names without a module, or with a module without parameters, are ignored.
+    """
     for name in names:
         around = _unit_around(units, name)
         while around is not None:
@@ -81,7 +84,10 @@ def _unit_around(units: Units, name: str) -> str | None:
 
 
 def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the children with parameters, including repeated children, which ``named_children`` omits."""
+    """Returns (name, child) of the children of ``module`` with parameters, including repeated children.
+
+    ``named_children`` omits repeated children.
+    """
     return [(key, child) for key, child in module._modules.items() if child is not None and _weighty(child)]
 
 

@@ -233,7 +233,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seeds the generators that a model on ``device`` draws from."""
+    """Seeds the generators that a model on ``device`` draws from, the CPU's and the device's, with ``seed``."""
     for generator in generators_of(device):
         generator.manual_seed(seed)
 
@@ -284,7 +284,9 @@ class HostState(NamedTuple):
 
 
 class HostDraws:
-    """Seeds and restores Python's and NumPy's generators around the forwards of one model."""
+    """Seeder of Python's and NumPy's generators in the forwards of one model; it restores the user's states
+    afterwards.
+    """
 
     def __init__(self) -> None:
         self.keyed = False
@@ -326,7 +328,7 @@ class HostDraws:
                 self.keyed, self._watched = False, None
 
     def unit(self, seed: int) -> None:
-        """Seeds both generators at the begin or end of a unit in a forward."""
+        """Seeds Python's and NumPy's generators with ``seed`` at the begin or end of a unit in a forward."""
         self._look()
         self._seed(seed, watch=self._watched is not None)
 
@@ -372,7 +374,11 @@ class HostDraws:
 
 @contextmanager
 def highest_draws() -> Iterator[None]:
-    """Makes all draws inside the context the highest possible numbers, so that a block skips no random branch."""
+    """Makes the next draws from Python's and NumPy's generators the highest numbers, so that no random branch is
+    skipped.
+
+    The generators are restored at the end of the context.
+    """
     before = HostState.take()
     host_extreme(True).put()
     try:
