@@ -55,7 +55,7 @@ Hook = Callable[..., None]
 
 @contextmanager
 def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
-    """Seeds the generators of the CPU and of this device from ``key``; restores both at the end."""
+    """Seeds the generators of the CPU and of ``device`` from ``key`` inside the context; restores both at its end."""
     generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:
@@ -226,7 +226,7 @@ def derive_seed(*key: int) -> int:
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Returns the generators that a model on ``device`` draws from: the CPU's and the device's.
 
-    ``torch.manual_seed``, which seeds every device, takes 70 microseconds; a seed of one generator takes one.
+    A seed of one generator takes a microsecond; ``torch.manual_seed``, which seeds every device, takes 70.
     """
     own = device_generator(device)
     return [torch.default_generator] if own is None else [torch.default_generator, own]
@@ -241,8 +241,8 @@ def seed_generators(device: torch.device, seed: int) -> None:
 def draw_apart(device: torch.device, index: int) -> int:
     """Seeds the generators differently on each tensor rank; ``index``: this rank's index on the tensor axis.
 
-    Returns one number from the CPU's generator, equal on all ranks; the argument of :func:`draw_alike`, which ends this
-    state.
+    Returns a number from the CPU's generator that is equal on all ranks. With this number, :func:`draw_alike` makes the
+    generators equal again.
     """
     drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     seed_generators(device, derive_seed(drawn, index + 1))

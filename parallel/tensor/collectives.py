@@ -43,7 +43,8 @@ ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:
-    """Returns f(``x``): ``x`` unchanged; backward sums the gradient over the tensor ranks, label "column inputs".
+    """Returns ``x`` unchanged (Megatron-LM's f); backward sums its gradient over the tensor ranks, label "column
+    inputs".
 
     ``owned``: no other code reads the incoming gradient, as after a plain matrix product, so it may be summed in place;
     otherwise it is copied first. ``passed`` is called after the sum of the gradient has ended.
@@ -65,8 +66,9 @@ def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[P
 
 
 def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns g(``x``), the sum of ``x`` over the tensor ranks; backward is the identity. Writes the sum into the
-    memory of ``x`` if it is contiguous and no leaf of autograd.
+    """Returns the sum of ``x`` over the tensor ranks (Megatron-LM's g); backward is the identity.
+
+    The sum overwrites ``x`` if ``x`` is contiguous and no leaf of autograd.
     """
     if axis.size == 1:
         return x
@@ -211,7 +213,7 @@ def split_parts(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 
 def refuse_second_derivatives() -> None:
-    """Refuses a differentiable backward, which would give wrong second derivatives without an error.
+    """Raises if backward records a graph of its own, because second derivatives would be wrong without an error.
 
     Raises:
         EngineError: backward was called with ``create_graph``.

@@ -64,7 +64,7 @@ class DeferralPolicy(Protocol):
         """Returns True if the policy takes over ``wanted``, to compute these gradients later or never.
 
         False: the product's backward computes them at once. ``nodes``: ``next_functions`` of the product's autograd
-        node, for x, W, b and the token.
+        node, for x, weight, bias and token.
         """
 
 
@@ -193,7 +193,9 @@ def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels:
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
-    """Applies the activation fused into ``layer``, if any, to ``y``, the product with the bias."""
+    """Returns ``y``, the product of ``layer`` with its bias, after the activation that is fused into ``layer``, if
+    any.
+    """
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return y if kind in (None, "none") else activate(y, None, kind, kernels)
 

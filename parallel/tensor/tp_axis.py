@@ -20,8 +20,9 @@ from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
-    """Collective that a dry run reports. ``backward``: True if the backward of its result makes it, False if the
-    forward does.
+    """Collective that a dry run reports: a run on shapes, without communication.
+
+    ``backward``: True if the collective belongs to the backward, False if it belongs to the forward.
     """
 
     op: Op
@@ -32,8 +33,9 @@ class Expected(NamedTuple):
 
 
 class ExpectedRows(NamedTuple):
-    """Exchange of rows that a dry run reports; ranks send different numbers of bytes. ``backward``: as in
-    :class:`Expected`.
+    """All-to-all of rows that a dry run reports, in which ranks send different numbers of bytes.
+
+    ``backward``: True if the exchange belongs to the backward, False if it belongs to the forward.
     """
 
     op: Op
@@ -128,9 +130,9 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports a collective of ``whole`` bytes to the listener of a dry axis; otherwise does nothing.
+        """Reports a collective on the full tensor ``whole`` to the listener of a dry axis; otherwise does nothing.
 
-        ``made``: tensor with a backward that makes the collective, if reached; None: the forward does.
+        ``made``: the collective belongs to the backward of this tensor; None: it belongs to the forward.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
@@ -208,7 +210,7 @@ class TensorAxis:
 
         Returns:
             (rows, handle): the received rows [sum of gets, ..] in rank order, ready after the handle's ``wait``. A dry
-                axis returns zeros and reports nothing; :meth:`expect_rows` reports the exchange.
+            axis returns zeros and reports nothing; :meth:`expect_rows` reports the exchange.
         """
         received = given.new_empty((sum(gets), *given.shape[1:]))
         if self.dry or self.size == 1:
@@ -226,10 +228,10 @@ class TensorAxis:
         return received
 
     def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports an exchange of rows of ``whole``, in which rank r sends ``sent[r]`` bytes, to the listener of a dry
-        axis.
+        """Reports an exchange of rows to the listener of a dry axis: rank r sends ``sent[r]`` bytes.
 
-        ``made``: see :meth:`expect`.
+        ``whole``: the tensor with the rows; ``made``: the exchange belongs to the backward of this tensor, None for the
+        forward.
         """
         if self.dry and self.listener is not None and not isinstance(whole, FakeTensor):
             node = None if made is None else made.grad_fn

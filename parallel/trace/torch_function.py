@@ -284,7 +284,8 @@ def user_place() -> str:
 def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Replaces every ``autograd.Function.apply`` by ``show(function, args, kwargs)`` inside the context.
 
-    A function mode does not see ``apply``; its backward would be lost in a stage that starts inside it.
+    A torch function mode does not see ``apply``. Without the replacement, the Function's backward would be lost in a
+    pipeline stage that starts inside it.
     """
     original = torch.autograd.Function.__dict__["apply"]
     # modules that torch imports meanwhile keep this ``apply``, which afterwards must show nothing and keep nothing

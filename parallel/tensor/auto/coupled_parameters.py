@@ -80,11 +80,12 @@ class NeededRows:
         self._seen: dict[tuple[str, int], Needed] = {}
 
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
-        """Returns the rows of earlier weights that each of ``tp`` ranks needs to compute its slice of every one of
+        """Returns the rows of earlier weights that each of ``tp`` ranks needs to compute its slice of every tensor in
         ``inputs``.
 
-        ``row``: name of the weight that multiplies ``inputs``, the key of the cache. A cached result for a multiple of
-        ``tp`` is merged, without another backward.
+        The result has, for each weight name and rank, one bool mask per dim. ``row``: name of the weight that
+        multiplies ``inputs``, the key of the cache. A cached result for a multiple of ``tp`` is merged, without another
+        backward.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
@@ -277,7 +278,10 @@ class GradientSparsity:
         return tuple(found)
 
     def may_shard(self, rows: Collection[str], tp: int) -> bool:
-        """Returns True if one of ``rows`` could be a row layer for ``tp`` ranks; cheaper than :meth:`groups`."""
+        """Returns True if one of the parameters named ``rows`` could be the row layer of a group on ``tp`` ranks.
+
+        This is cheaper than :meth:`groups`.
+        """
         return any(self._group(row, tp, set(self._others)) is not None for row in rows)
 
     def try_sizes(self, sizes: Sequence[int]) -> None:

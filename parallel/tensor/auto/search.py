@@ -55,7 +55,7 @@ TRIES = 24
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Chosen strategy of one parameter group of a block."""
+    """Chosen strategy of one parameter group of a block, with the reason."""
 
     group: CoupledParameters
     way: ShardingStrategy
@@ -294,8 +294,8 @@ def enclosing_module(group: CoupledParameters) -> str:
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
     """Returns ``group`` with parameter names relative to the module at ``path``, for a trial of this module alone.
 
-    Partial parameters outside the module are dropped: in such a trial the gradients of the module's inputs are
-    complete.
+    Replicated parameters outside the module with partial gradients are dropped: in such a trial the gradients of the
+    module's inputs are complete.
     """
 
     def local(name: str) -> str:

@@ -38,7 +38,8 @@ class ShardingStrategy(NamedTuple):
 
 
 def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrategy | None:
-    """Returns the strategy "local", in which the block's code computes with plain tensors of this rank's rows.
+    """Returns the strategy "local", in which the block's code computes with plain tensors that have this rank's rows
+    only.
 
     None: the strategy cannot shard the group, for example because code outside linear layers multiplies by a parameter.
     """
@@ -68,9 +69,9 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrate
 def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = True) -> ShardingStrategy:
     """Returns the strategy "view", in which all sharded parameters are global tensors of the full shape.
 
-    ``partial``: True leaves the gradients of replicated parameters between columns and row partial on each rank. False
-    copies a replicated tensor where it meets a sharded one, and backward sums its gradient there (example: a positional
-    key common to all heads).
+    ``partial``: True leaves the gradients of replicated parameters between column layers and row layer partial on each
+    rank. False copies a replicated tensor where it meets a sharded one, and backward sums its gradient there (example:
+    a positional key common to all heads).
     """
     styles = {name: "partial" for name in group.partial if partial}
     for name, cut in group.cuts.items():

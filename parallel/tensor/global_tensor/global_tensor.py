@@ -215,7 +215,7 @@ def has_views(args: Any, kwargs: Any) -> bool:
 
 
 def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
-    """Prepares a call with global tensors of both axes: wraps those over "tp" as global tensors over "cp".
+    """Prepares a call that may mix global tensors over "tp" and over "cp": wraps each one over "tp" as one over "cp".
 
     Returns the context over "cp" and the arguments; without a global tensor over "cp", ``context`` and the arguments
     unchanged. A global tensor over "tp" is equal on all context ranks, as a plain tensor is.
@@ -270,7 +270,7 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:
-    """Raises because code has reached a global tensor below ``__torch_function__``.
+    """Raises because code below ``__torch_function__``, such as an autograd Function or a kernel, got a global tensor.
 
     Raises:
         EngineError: always; the text names the code.

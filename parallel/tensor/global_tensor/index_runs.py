@@ -21,7 +21,7 @@ def runs_from(indices: NDArray[np.int64]) -> Runs:
 
 
 def one_run(start: int, stop: int) -> Runs:
-    """Returns the set of indices from ``start`` up to, but without, ``stop``."""
+    """Returns the indices from ``start`` up to, but without, ``stop``, as runs."""
     return np.array([(start, stop)] if start < stop else [], np.int64).reshape(-1, 2)
 
 

@@ -191,8 +191,9 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
-    """Restricts the sharding ``index`` of a dim to the indices ``taken``; returns it with the old indices, and
-    renumbered from 0.
+    """Restricts the sharding ``index`` of a dim to the indices ``taken``; returns (old, new).
+
+    ``old`` has the old indices; ``new`` numbers them from 0, and is None if every rank stores all of them.
     """
     asked = runs_from(taken)
     held = [meet(own, asked) for own in index.runs]

@@ -36,7 +36,9 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 class Joined(NamedTuple):
-    """Layout of a broadcast result, and the index sets that each operand needs."""
+    """Result of :func:`broadcast_operands`: the layout of the broadcast, and the sharding that each operand needs for
+    it.
+    """
 
     shape: Shape
     sets: Sets

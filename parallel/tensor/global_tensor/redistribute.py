@@ -149,7 +149,8 @@ def add_rows(
 ) -> GlobalTensor | Tensor:
     """Sums a product's partial results over the ranks: an all-reduce, or with ``context.sequence`` a reduce-scatter.
 
-    The reduce-scatter shards the rows [.., S] along S. ``folded``: dims that were flattened into the first of two.
+    The reduce-scatter shards the rows [.., S] along S. ``folded``: sizes of the dims that were flattened into the first
+    dim of ``local``, if it has two dims.
 
     Raises:
         SequenceError: the number of ranks does not divide the rows.

@@ -57,7 +57,10 @@ _CONFIG = "config."
 
 
 def local_shard(full: Tensor, cut: ParameterCut, index: int) -> Tensor:
-    """Returns the shard of ``full`` on tensor rank ``index``, a new contiguous tensor. Inverse: :func:`assemble`."""
+    """Returns the shard of ``full`` on tensor rank ``index`` under the sharding ``cut``, as a new contiguous tensor.
+
+    :func:`assemble` is the inverse.
+    """
     return local_rows(full, cut.dim, cut.ranges, index)
 
 

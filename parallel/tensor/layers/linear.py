@@ -95,8 +95,8 @@ class ColumnLayer(nn.Module):
         return self.tensor_leave(self.tensor_region.enter(self, x_I).multiply(self))
 
     def tensor_enter(self, x_I: Tensor) -> Tensor:
-        """Returns the copy of ``x_I`` that all column layers of the region share; backward sums its gradient over
-        "tp".
+        """Returns the copy of ``x_I`` that all column layers of the parallel region share; backward sums its gradient
+        over "tp".
         """
         return self.tensor_region.enter(self, x_I).copy
 
@@ -129,7 +129,7 @@ class RowLayer(nn.Module):
     """True if a PEFT layer around this one sums its product with those of its pairs."""
 
     def forward(self, x_P: Tensor) -> Tensor:
-        """Returns this rank's product, summed over "tp", plus the bias; closes the region."""
+        """Returns this rank's product, summed over "tp", plus the bias; closes the parallel region."""
         if self.tensor_joined:
             return self.multiply(x_P)
         return self._after_sum(self.tensor_region.product(self, x_P))
@@ -139,7 +139,7 @@ class RowLayer(nn.Module):
         return x_P
 
     def tensor_leave(self, y_O: Tensor) -> Tensor:
-        """Returns the partial products ``y_O``, summed over "tp", plus the bias; closes the region."""
+        """Returns the partial products ``y_O``, summed over "tp", plus the bias; closes the parallel region."""
         return self._after_sum(self.tensor_region.combine(y_O))
 
     def _after_sum(self, y_O: Tensor) -> Tensor:
@@ -213,7 +213,9 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 
 def prepare_column(module: nn.Module, region: Region) -> None:
-    """Adds the column layer ``module`` to ``region`` and sets its output size to the columns of its sharded weight."""
+    """Adds the column layer ``module`` to ``region`` and sets the layer's output size to the number of columns on this
+    rank.
+    """
     plain = has_plain_forward(module)
     region.add(module, plain)
     module.tensor_region, module.tensor_plain = region, plain  # type: ignore[assignment]
@@ -225,7 +227,7 @@ def prepare_column(module: nn.Module, region: Region) -> None:
 
 
 def prepare_row(module: nn.Module, region: Region) -> None:
-    """Sets the region of the row layer ``module`` and sets its input size to the features of its sharded weight."""
+    """Sets the parallel region of the row layer ``module``, and its input size: the number of features on this rank."""
     module.tensor_region = region  # type: ignore[assignment]
     weight: Any = module.weight
     plain = has_plain_forward(module)
@@ -262,7 +264,7 @@ class GatheredColumnLayer(ColumnLayer):
     tensor_widths: tuple[int, ...]
 
     def tensor_leave(self, y_P: Tensor) -> Tensor:
-        """Returns the columns of all ranks, gathered over "tp" from ``y_P`` of each; closes the region."""
+        """Returns the columns of all ranks, gathered over "tp" from ``y_P`` of each; closes the parallel region."""
         y_O = gather_last(y_P, self.tensor_widths, self.tensor_region.axis, COLUMN_OUTPUTS)
         self.tensor_region.leave(y_O.device)
         return y_O
@@ -336,6 +338,6 @@ def _is_float(leaf: Any) -> bool:
 
 
 def prepare_experts(module: nn.Module, region: Region) -> None:
-    """Sets the region of ``module``, which computes with the shards of its experts."""
+    """Sets the parallel region of ``module``, which computes with the shards of its experts."""
     region.add(module, plain=False)
     module.tensor_region = region  # type: ignore[assignment]

@@ -269,9 +269,9 @@ def _traffic(axis: TensorAxis, sent: Expected | ExpectedRows, rank: int = 0) -> 
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
-    """Replays the traced operations on the outputs of the heads of ``plan`` and returns their traffic on ``tp`` ranks.
+    """Returns the traffic of one of ``tp`` ranks for the logits that the heads of ``plan`` return.
 
-    The replay runs on meta tensors. ``timeline``: the trace of the model with its loss.
+    It replays the traced operations on the logits on meta tensors. ``timeline``: the trace of the model with its loss.
     """
     told: list[Expected] = []
     axis = DryAxis(tp, lambda what, _: told.append(what))

@@ -22,7 +22,7 @@ class PositionLayer(nn.Module):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer on this rank's positions."""
+        """Runs the layer on this rank's positions of the sequences."""
         return run_on_positions(super().forward, *args, **kwargs)
 
 

@@ -67,7 +67,9 @@ def measured_row(
 
 
 def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
-    """Returns the tile of ``row``, the measured choice, or the default tile of ``dtype`` if it has none."""
+    """Returns the fastest tile in ``row``, the measured choice; without a measured tile the default tile of
+    ``dtype``.
+    """
     from engine.kernels.gpu.launch_shapes import Tile
     from engine.kernels.gpu.overlap.launches import tile_of
 
@@ -75,7 +77,10 @@ def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
 
 
 def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """Implements :class:`GatherProduct` in one kernel; runs with collectives if the product does not fit the kernel."""
+    """Gathers ``part`` along the sequence and multiplies it, in one kernel that also communicates.
+
+    It implements :class:`GatherProduct`, and runs with collectives if the product does not fit the kernel.
+    """
     buffer, axis = route.axis.symmetric, route.axis
     rows_BLK = part.contiguous().view(-1, *part.shape[-2:])
     sizes = ProductSizes(axis.size * rows_BLK.shape[:2].numel(), *matrix.shape[::-1])
@@ -106,9 +111,9 @@ def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: R
 def scatter_in_kernel(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """Implements :class:`ProductScatter` in two kernels, of which the second sums.
+    """Multiplies ``whole`` and reduce-scatters the product, in two kernels that also communicate; the second one sums.
 
-    Runs with collectives if the product does not fit the kernels.
+    It implements :class:`ProductScatter`, and runs with collectives if the product does not fit the kernels.
     """
     buffer, axis = route.axis.symmetric, route.axis
     rows, columns = whole.shape[-2] // axis.size, matrix.shape[-1]
@@ -195,6 +200,7 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
     """Copies ``part_BLK``, contiguous, to all tensor ranks during the context, with a signal per ``tile_rows`` rows.
 
     A product launched inside the context waits for the rows (``launch_gather_product`` with half "multiply").
+    ``epoch``: number of the call on the symmetric memory.
     """
     rank, ranks = buffer.mailbox.rank, buffer.mailbox.ranks
     numbers = signal_numbers(part_BLK, buffer, epoch, tile_rows)
@@ -209,7 +215,7 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
 
 
 def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
-    """Returns the signals for the tiles of one sequence: ``epoch`` once per tile, int32 [tiles].
+    """Returns the signals for the tiles of one sequence, int32 [tiles]: each one is ``epoch``, the number of the call.
 
     They must stay allocated until :func:`leave_rows` has copied them.
     """

@@ -26,7 +26,7 @@ class Route:
 
 
 class GatherProduct(Protocol):
-    """Interface: product of rows that are all-gathered along the sequence."""
+    """Interface of functions that all-gather rows along the sequence and multiply them by a matrix."""
 
     def __call__(self, part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
         """Returns (rows of all ranks times ``matrix`` [I, O] plus ``bias``, in the matrix's dtype; the gathered
@@ -34,7 +34,7 @@ class GatherProduct(Protocol):
 
 
 class ProductScatter(Protocol):
-    """Interface: product of rows that is reduce-scattered along the sequence."""
+    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence."""
 
     def __call__(
         self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route

@@ -337,10 +337,10 @@ def _number(name: str, module: nn.Module, attribute: str) -> int:
 
 
 def find_regions(kinds: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the region of each column and row layer, by layer name: the innermost module with a layer of the other
-    kind.
+    """Returns the name of the parallel region of each column and row layer, by layer name.
 
-    ``kinds``: kind of each sharded layer by name. Layers of other kinds have no region.
+    The region is the innermost module around a layer that also contains a layer of the other kind. ``kinds``: kind of
+    each sharded layer by name. Layers of other kinds have no region.
 
     Raises:
         PlanError: a region without column layers or without a row layer.
@@ -398,8 +398,9 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
     ``plan.styles`` defines the language. ``sequence``: sequence parallelism.
 
     Raises:
-        ConfigError: the file contains no such mapping.
-        PlanError: the plan does not fit the model, or the model does not fit ``tp``; the sizes that fit are named.
+        ConfigError: the file contains no mapping of name patterns to styles.
+        PlanError: the plan does not fit the model, or the model does not fit ``tp``; the message lists the sizes that
+            fit.
     """
     source, patterns = read_setting(setting)
     plan = cut_model(model, match_styles(model, patterns), tp, source, sequence)

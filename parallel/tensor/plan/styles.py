@@ -182,7 +182,7 @@ def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
     """Returns (source of the plan for reports, styles by name pattern); reads the file if ``setting`` is a path.
 
     Raises:
-        ConfigError: the file contains no such mapping.
+        ConfigError: the file contains no mapping of name patterns to styles.
     """
     return ("parallel.tensor_plan", setting) if not isinstance(setting, str) else (setting, _read_file(setting))
 

@@ -50,7 +50,7 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Row of a plan's table: the decision about a group of layers, with its reason."""
+    """Row of the table that explains a searched plan: the decision about a group of layers, with its reason."""
 
     pattern: str
     style: str
@@ -63,8 +63,9 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Sharding of a model over the tensor ranks; :func:`engine.parallel.tensor.layers.apply_plan.apply_plan` applies
-    it."""
+    """Sharding of a model over the tensor ranks, as data; ``layers.apply_plan.apply_plan`` applies the plan to the
+    model.
+    """
 
     layers: Mapping[str, LayerCut]
     """Sharded layers by module name."""

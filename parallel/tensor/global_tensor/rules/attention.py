@@ -79,7 +79,8 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
 
 
 def matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
-    """Returns this rank's shards of (query, key, value) if it stores exactly the key heads of its query heads.
+    """Returns this rank's shards of (query, key, value) if every rank stores exactly the key heads that its query heads
+    use.
 
     None: the shards do not match so. ``times``: number of query heads per key head.
     """
@@ -181,9 +182,9 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
 def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
     """Applies rotary embeddings to this rank's heads of ``q`` and ``k``; a plain ``q`` or ``k`` stays plain.
 
-    They may be sharded differently along heads, but must be sharded equally along batch and positions, with plain
-    angles that require no gradient. In other cases the reference implementation runs, step by step, under the rules of
-    its functions.
+    ``angles_and_form``: cos, sin, form and kernels of the operator. ``q`` and ``k`` may be sharded differently along
+    heads, but must be sharded equally along batch and positions, with plain angles that require no gradient. In other
+    cases the reference implementation runs, step by step, under the rules of its functions.
     """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim

@@ -175,7 +175,10 @@ def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weig
 def fused_linear(
     context: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
 ) -> Any:
-    """Runs ``kernels.ops.linear.linear`` on shards, with activation and residual after the sum over the ranks."""
+    """Runs ``kernels.ops.linear.linear`` on shards, with activation and residual after the sum over the ranks.
+
+    ``rest``: bias, form and kernels of the operator.
+    """
     bias, form, kernels = rest
     rows, plain = "abcdefgh"[: x.ndim - 1], form._replace(activation="none")
     product = EinsumSpec((rows + "I", "IO" if form.transposed else "OI"), rows + "O")

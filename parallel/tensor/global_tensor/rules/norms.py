@@ -86,7 +86,8 @@ def _scaled(func: Function, x: GlobalTensor, normal: Any, weight: Tensor | None,
 def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine_and_form: Any) -> Any:
     """Runs :func:`kernels.ops.norm.norm` over the last dim on shards.
 
-    ``weight`` and ``bias`` may be full, or sharded as the last dim.
+    ``affine_and_form``: weight, bias, form and kernels of the operator; weight and bias may be full, or sharded as the
+    last dim.
     """
     weight, bias, form, kernels = affine_and_form
     sets = layout_of(x).sets[-1:]
@@ -99,7 +100,10 @@ def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine
 def add_norm_rule(
     context: "GlobalTensorContext", func: Function, x: Tensor, residual: Tensor, *affine_and_form: Any
 ) -> Any:
-    """Runs :func:`kernels.ops.norm.add_norm` on shards; returns the norm of ``x + residual``, and the sum itself."""
+    """Runs :func:`kernels.ops.norm.add_norm` on shards; returns the norm of ``x + residual``, and the sum itself.
+
+    ``affine_and_form``: (weight, bias), form and kernels of the operator.
+    """
     (weight, bias), form, kernels = affine_and_form
     joined = broadcast_operands(context, (x, residual))
     if any(joined.sets[-1:]) or x.shape != residual.shape:

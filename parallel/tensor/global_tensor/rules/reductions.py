@@ -119,7 +119,7 @@ def vector_norm_rule(
 
 
 def vector_norm(context: "GlobalTensorContext", func: Function, x: Any, ord: Any = 2, *args: Any, **named: Any) -> Any:
-    """Runs :func:`vector_norm_rule` with the argument names of ``torch.linalg``."""
+    """Runs ``torch.linalg.vector_norm`` on shards over unsharded dims; ``ord`` is the order of the norm."""
     return vector_norm_rule(context, func, x, ord, *args, **named)
 
 
