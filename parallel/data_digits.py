@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class DataParts(NamedTuple):
-    """Sizes of the digits of a rank's data index (three digits) and context index (two digits), slowest digit first.
+    """Sizes of the mixed-radix digits of a rank's data index (three) and context index (two), slowest digit first.
 
     A shard group or a group of experts is a run of neighbouring ranks, so it consists of the fastest digits:
 

@@ -34,7 +34,9 @@ from engine.parallel.grid import ShardHolder
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows ``start:stop`` of a sharded dim, with the indices on an axis that store them."""
+    """Rows ``start:stop`` of a sharded dim; ``holders`` are the indices of the ranks that store them, along one
+    axis.
+    """
 
     start: int
     stop: int

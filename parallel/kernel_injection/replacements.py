@@ -181,7 +181,7 @@ class GatedModule(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Formula of the MLP for reports."""
+        """Formula of the MLP as text, for reports."""
         return f"{self.activation}({self.gate}) * {self.up or 'its other half'}, {self.down}"
 
     def run(self, module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:

@@ -22,8 +22,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Units:
-    """Units (modules that a trace records as one call) and blocks (elements of chains) of a model, by name, in model
-    order.
+    """Units and blocks of a model, by name, in model order.
+
+    A block is an element of a chain (ModuleList or Sequential of equal modules). A unit is a block or another outermost
+    module with parameters; a trace records each call of a unit as one call.
     """
 
     modules: Mapping[str, nn.Module]
@@ -33,12 +35,13 @@ class Units:
 
 
 def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed: Collection[str] = ()) -> Units:
-    """Returns the units and blocks of ``model``; blocks are the elements of its chains (ModuleList and Sequential).
+    """Returns the units and blocks of ``model``: elements of chains (ModuleList, Sequential), and other outermost
+    modules.
 
     Args:
         deep: True takes the chains inside the elements of a chain as blocks (Swin).
         mixed: True accepts children of any classes as a chain, even single layers (VGG: convolutions and norms).
-        closed: names of modules whose lists are no chains (of experts).
+        closed: names of modules with lists of modules that are no chains, such as lists of experts.
     """
     inside = {id(module) for name in closed for module in model.get_submodule(name).modules()}
     walk = _Walk(deep, mixed, inside)

@@ -227,7 +227,9 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interception:
-    """Patches that pass calls of units to ``handler``."""
+    """Patches that pass the calls of units (blocks and other outermost modules) to ``handler`` in place of their
+    forward.
+    """
 
     handler: Handler
     layer: PatchLayer

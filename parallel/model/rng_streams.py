@@ -328,7 +328,9 @@ class HostDraws:
                 self.keyed, self._watched = False, None
 
     def unit(self, seed: int) -> None:
-        """Seeds Python's and NumPy's generators with ``seed`` at the begin or end of a unit in a forward."""
+        """Seeds Python's and NumPy's generators with ``seed`` as a unit (block or other outermost module) begins or
+        ends.
+        """
         self._look()
         self._seed(seed, watch=self._watched is not None)
 
@@ -341,7 +343,7 @@ class HostDraws:
             self._seed(seed)
 
     def end_backward(self) -> None:
-        """Restores the user's generators after recomputation of units."""
+        """Restores the user's Python and NumPy generators after recomputation of units in backward."""
         users, self._users = self._users, None
         if users is not None:
             users.__exit__(None, None, None)

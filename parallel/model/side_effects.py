@@ -141,11 +141,13 @@ class AttributeState:
         return self._last
 
     def same(self, one: State, other: State) -> bool:
-        """Returns True if two readings differ at most in ignored attributes."""
+        """Returns True if two results of :meth:`read` differ at most in attributes that :meth:`settle` has stopped
+        observing.
+        """
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:
-        """Stops observing numbers and strings that differ between two readings with equal forwards.
+        """Stops observing numbers and strings that differ between two results of :meth:`read` with equal forwards.
 
         Bools stay observed: they have two values, so they cannot make a new cache key in every step.
         """

@@ -106,10 +106,10 @@ class TensorAxis:
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Calls ``spare`` before each wait for a collective of this axis, and for an exchange of rows, inside the
+        """Calls ``spare`` before each wait for a collective of this axis or for an exchange of rows, inside the
         context.
 
-        Does nothing on devices where compute does not overlap collectives.
+        Work in ``spare`` overlaps the communication. On a ``device`` without such overlap nothing is called.
         """
         if device.type not in self.overlap.devices:
             yield
@@ -278,7 +278,7 @@ class TensorAxis:
 
 
 class DryAxis(TensorAxis):
-    """Tensor axis without processes, as rank 0 of ``size``; always dry."""
+    """Tensor axis without processes, for runs on shapes: rank 0 of ``size`` ranks, which communicates nothing."""
 
     def __init__(self, size: int, listener: Listener | None = None, name: Axis = "tp") -> None:
         self.name, self.index, self.size, self.dry, self.listener = name, 0, size, True, listener

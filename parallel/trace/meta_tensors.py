@@ -68,8 +68,9 @@ class MetaTwins:
         return self._twin[id(tensor)]
 
     def notice(self, tensor: Tensor) -> None:
-        """Registers a tensor that is not yet a value, because an in-place operation may later write a value into its
-        memory.
+        """Registers a tensor that does not depend on parameters.
+
+        A later in-place operation may write a traced value into its memory.
         """
         if id(tensor) not in self._kept and tensor.layout == torch.strided:
             self._keep(tensor, tensor.untyped_storage()._cdata)

@@ -143,7 +143,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of a module that the trace treats as one unit."""
+    """Call of a unit: a block, or another outermost module, that the trace treats as one operation."""
 
     unit: str
     event: int
@@ -223,13 +223,13 @@ class ModelTrace:
 
     @cached_property
     def unit_names(self) -> frozenset[str]:
-        """Names of all units as a set."""
+        """Names of all units (blocks and other outermost modules) as a set."""
         return frozenset(self.units)
 
     @cached_property
     def asks_arguments(self) -> tuple[bool, ...]:
-        """For each call: True if it writes or returns one of its arguments, which stages without the call then need
-        too.
+        """Flag for each call: True if it writes or returns one of its arguments, so that stages without the call need
+        them too.
         """
         return tuple(
             bool(call.writes) or any(isinstance(leaf, FromArgument) for leaf in call.output.leaves)
@@ -256,14 +256,16 @@ class ModelTrace:
 
     @cached_property
     def read_by_glue(self) -> tuple[str, ...]:
-        """Names of parameters that code outside units reads, where no module hook fires."""
+        """Names of parameters that code outside units (blocks and other outermost modules) reads, where no module hook
+        fires.
+        """
         read = {name for value in self.values if value.maker == "glue" for name in value.parameters}
         read |= {leaf.parameter for leaf in self.result.leaves if isinstance(leaf, FromParameter)}
         return tuple(name for name in self.parameter_bytes if name in read)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Indices of the calls at which a block starts, ascending."""
+        """Indices of the calls at which a block starts, and so a pipeline stage may start, ascending."""
         return tuple(index for index, call in enumerate(self.calls) if call.starts_block)
 
     def describe(self, number: int) -> str:

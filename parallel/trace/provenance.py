@@ -51,7 +51,7 @@ class ValueSource:
 
 
 class UncutPath(NamedTuple):
-    """Problem of a model: code between units that one pipeline stage can run alone, but that cannot span several
+    """Problem of a model: code between its blocks that one pipeline stage can run alone, but that cannot span several
     stages.
     """
 
@@ -97,7 +97,7 @@ class TensorProvenance:
         return id(tensor) in self.number or id(tensor) in self.inside or id(tensor) in self.parameters
 
     def depends_on_calls(self, numbers: Iterable[int]) -> bool:
-        """Returns True if one of the values with these ``numbers`` depends on a call of a unit, and not on parameters
+        """Returns True if one of the values with these ``numbers`` depends on a module call, and not on parameters
         alone.
         """
         values = [self.values[number] for number in numbers]
@@ -129,7 +129,10 @@ class TensorProvenance:
         return list(inputs), parameters
 
     def new_value(self, tensor: Tensor, source: ValueSource, movable: bool = True) -> int:
-        """Registers ``tensor`` as a new value, even if already registered; returns its number."""
+        """Registers ``tensor`` as a new value, even if already registered; returns the value's number.
+
+        ``movable``: True if a pipeline stage can send the value to another stage.
+        """
         twin, number = self._twins.of(tensor), len(self.values)
         value = Value(
             number=number,
@@ -149,8 +152,9 @@ class TensorProvenance:
         return number
 
     def rewrite(self, sharing: list[Tensor], source: ValueSource) -> None:
-        """Registers new values for all tensors ``sharing`` memory after an in-place write. Values that share memory are
-        not movable.
+        """Registers new values for the tensors ``sharing``, which share memory, after an in-place write to this memory.
+
+        Several tensors over one memory are marked as not movable between pipeline stages.
         """
         for tensor in sharing:
             inputs, before = source.inputs, self.forget(tensor)

@@ -41,9 +41,10 @@ _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia
 
 
 class Recorder(TorchFunctionMode):
-    """Torch function mode that records one forward: unit calls in ``calls``, other operations in ``glue``.
+    """Torch function mode that records one forward: calls of blocks and outermost modules, and operations between them.
 
-    ``provenance`` records the origin of every tensor, and code that no pipeline stage can run alone.
+    ``calls`` and ``glue`` contain the records; ``provenance`` has the origin of every tensor, and code that no pipeline
+    stage can run alone.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one call of the unit named ``unit`` and runs its ``forward``; returns the unit's output."""
+        """Records one call of the block or outermost module named ``unit`` and runs its ``forward``; returns its
+        output.
+        """
         if self._call is not None:  # a unit inside a unit
             return call_user_code(forward, args, kwargs)
         if self._quiet:
@@ -124,7 +127,7 @@ class Recorder(TorchFunctionMode):
         return recipe
 
     def used_by_glue(self, module: nn.Module) -> bool:
-        """Returns True if an operation outside units has read a parameter of ``module``."""
+        """Returns True if an operation outside blocks and outermost modules has read a parameter of ``module``."""
         return any(self.provenance.parameters[id(parameter)] in self._read_by_glue for parameter in module.parameters())
 
     # ---- operations

@@ -63,14 +63,14 @@ class SoftmaxParts(NamedTuple):
 
 @dataclass(slots=True)
 class SharedSoftmax:
-    """Cache of the softmax of some logits, filled by the first loss and reused by others."""
+    """Cache of the softmax statistics of some logits, filled by the first loss and reused by others."""
 
     parts: SoftmaxParts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateProduct:
-    """Linear head that computes logits from hidden states [.., H] at the first read."""
+    """Linear head from which lazy logits are computed at their first read, for hidden states [.., H]."""
 
     weight: Tensor
     """Rows of the head's weight on this rank, [W, H]."""
@@ -80,14 +80,16 @@ class LateProduct:
     kernels: Kernels
 
     def detached(self) -> "LateProduct":
-        """Returns the same head without gradients."""
+        """Returns the same head with weight and bias detached from the graph."""
         bias = None if self.bias is None else self.bias.detach()
         return LateProduct(self.weight.detach(), bias, self.dtype, self.kernels)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitShard:
-    """This rank's shard of logits, or the hidden states of lazy logits, with the vocabulary's dim."""
+    """This rank's shard of logits, or the hidden states of lazy (not yet computed) logits; ``dim`` is the vocabulary
+    dim.
+    """
 
     local: Tensor
     """Shard of this rank; for lazy logits the hidden states, with the hidden size in dim ``dim``."""
@@ -141,7 +143,7 @@ class LogitShard:
         return LogitShard(local, self.vocabulary, dim, softmax, self.product)
 
     def detached(self) -> "LogitShard":
-        """Returns the same shard without gradients."""
+        """Returns the same shard detached from the graph."""
         product = None if self.product is None else self.product.detached()
         return LogitShard(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 

@@ -91,7 +91,7 @@ class ShardedLogits(Tensor):
 
     @property
     def alone(self) -> bool:
-        """True if the vocabulary is on this rank in full."""
+        """True if this rank has the full vocabulary, because the tensor axis has one rank."""
         return self.vocabulary.axis.size == 1
 
     @property

@@ -31,13 +31,13 @@ class Divisibility:
     """
 
     def allows(self, tp: int) -> bool:
-        """Returns True if ``tp`` ranks can divide this size."""
+        """Returns True if this size can be divided among ``tp`` ranks."""
         if self.rule == "rows":
             return self.count >= tp
         return self.count % tp == 0 or (self.rule == "share" and tp % self.count == 0)
 
     def complaint(self, tp: int) -> str:
-        """Returns the clause of an error that explains why ``tp`` ranks cannot divide this size."""
+        """Returns the clause of an error that explains why this size cannot be divided among ``tp`` ranks."""
         verb = {"divide": "does not divide", "share": "neither divides nor is a multiple of", "rows": "is more than"}
         return f"tensor = {tp} {verb[self.rule]} the {self.count} {self.noun} of {self.owner}"
 
