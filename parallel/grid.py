@@ -248,7 +248,7 @@ class Grid:
 
     @property
     def shard_line(self) -> Axis:
-        """Name of the axis that shard groups divide into runs of neighbouring ranks: ``sums``."""
+        """Name of the axis along which shard groups are runs of neighbouring ranks; equal to ``sums``."""
         return self.sums
 
     @property
@@ -430,18 +430,20 @@ def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def saved_order(sizes: Mapping[str, object]) -> Order:
-    """Returns the axis order recorded in a checkpoint's grid; checkpoints without an entry have "tp-dp-pp"."""
+    """Returns the axis order in ``sizes``, the grid that a checkpoint records; checkpoints without it have
+    "tp-dp-pp".
+    """
     return "tp-pp-dp" if sizes.get("order") == "tp-pp-dp" else "tp-dp-pp"
 
 
 def saved_grid(sizes: Mapping[str, Any]) -> Grid:
-    """Returns the grid recorded in a checkpoint, with this rank as rank 0; missing axes have size 1."""
+    """Returns the grid in ``sizes``, as a checkpoint records it, with this rank as rank 0; missing axes have size 1."""
     experts = sizes.get("ep", 1)
     return Grid(order=saved_order(sizes), experts=experts, **{axis.name: sizes.get(axis.name, 1) for axis in AXES})
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
-    """Returns, for each axis with several ranks, the axis that provides its process group, in opening order.
+    """Returns, for each axis with several ranks, the axis that provides its process group; keys are in opening order.
 
     An axis of all ranks uses the world's group; other axes with equal ranks share one group. Axes of equal parameters
     get separate groups, since gradients travel over them at the same time as other messages.

@@ -64,7 +64,9 @@ class PatchLayer(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Reversible change to one module."""
+    """Reversible change to one module: its position among patches, its effect as text, and the function that undoes
+    it.
+    """
 
     module: nn.Module
     layer: PatchLayer

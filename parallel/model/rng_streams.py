@@ -135,7 +135,7 @@ class RandomStreams:
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
-        """Restores the user's Python and NumPy generators after recomputation of units."""
+        """Restores the user's Python and NumPy generators after recomputation in backward."""
         self._host.end_backward()
 
     def _install(self) -> None:
@@ -266,18 +266,18 @@ class HostState(NamedTuple):
 
     @staticmethod
     def take() -> "HostState":
-        """Returns the current state of both generators."""
+        """Returns the current state of Python's and NumPy's generators."""
         with _ONE_AT_A_TIME:
             return HostState(random.getstate(), np.random.get_state())
 
     def put(self) -> None:
-        """Restores both generators to this state."""
+        """Sets Python's and NumPy's generators to this state."""
         with _ONE_AT_A_TIME:
             random.setstate(self.python)
             np.random.set_state(self.numpy)
 
     def is_present(self) -> bool:
-        """Returns True if no number has been drawn since this state was taken."""
+        """Returns True if Python's and NumPy's generators have drawn no number since this state was taken."""
         python, now = HostState.take()
         before = self.numpy
         return python == self.python and bool(now[2:] == before[2:] and (now[1] == before[1]).all())

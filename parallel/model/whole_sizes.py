@@ -79,16 +79,16 @@ class WholeSizes(_Before):
         return self._whole_shape if self._running_modules.asks_for_whole() else self._part()
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the full sizes, or the shard's sizes, by the rule of ``shape``."""
+        """Returns the full sizes, or the full size of ``dim``; code that computes with the shard gets the shard's."""
         shape = self._whole_shape if self._running_modules.asks_for_whole() else self._part()
         return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        """Returns the full number of elements, or the shard's, by the rule of ``shape``."""
+        """Returns the number of elements of the full parameter; code that computes with the shard gets the shard's."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def nelement(self) -> int:
-        """Returns :meth:`numel`."""
+        """Returns the number of elements, as :meth:`numel` does."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def __len__(self) -> int:

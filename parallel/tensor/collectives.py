@@ -55,7 +55,8 @@ def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[
 
 
 def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[Pending], None]) -> Tensor:
-    """Returns :func:`copy_to` of ``x`` with the sum of the gradient overlapped with backward.
+    """Returns ``x`` unchanged; backward starts the sum of its gradient over the tensor ranks without a wait for the
+    sum.
 
     Backward returns the gradient at once and passes the pending all-reduce to ``started``; code that reads the gradient
     must wait for it. ``owned``: the all-reduce may overwrite the incoming gradient.
@@ -98,10 +99,10 @@ def gather_to(
     owned: bool = False,
     passed: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Returns f of a sharded tensor: ``x`` of every rank joined along ``dim`` before column layers.
+    """Returns ``x`` of every rank joined along ``dim``, for column layers (Megatron-LM's f under sequence parallelism).
 
-    Backward reduce-scatters the gradient. ``x`` has the same shape on all ranks. ``owned`` and ``passed``: as in
-    :func:`copy_to`.
+    Backward reduce-scatters the gradient. ``x`` has the same shape on all ranks. ``owned``: no other code reads the
+    incoming gradient, so it may be overwritten; ``passed`` is called after the reduce-scatter.
     """
     if axis.size == 1:
         return x
@@ -113,9 +114,11 @@ def gather_to(
 def start_gather_to(
     x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool, started: Callable[[Pending], None]
 ) -> Tensor:
-    """Returns :func:`gather_to` of ``x`` with the reduce-scatter of the gradient overlapped with backward.
+    """Returns ``x`` of every rank joined along ``dim``; backward starts the reduce-scatter of the gradient without a
+    wait.
 
-    ``owned`` and ``started`` are as in :func:`start_copy_to`.
+    Backward passes the pending reduce-scatter to ``started``; code that reads the gradient must wait for it. ``owned``:
+    the incoming gradient may be overwritten.
     """
     whole: Tensor = _GatherTo.apply(x, axis, (dim % x.ndim, label), owned, started)  # type: ignore[no-untyped-call]
     axis.expect("reduce_scatter", label, whole, whole)
@@ -123,8 +126,8 @@ def start_gather_to(
 
 
 def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS, owned: bool = False) -> Tensor:
-    """Returns g of a sharded tensor: this rank's shard, along ``dim``, of the sum of ``x`` over all ranks, after a row
-    layer.
+    """Returns this rank's shard, along ``dim``, of the sum of ``x`` over all ranks (Megatron-LM's g, sequence
+    parallelism).
 
     Backward gathers the gradient. ``owned``: no other code reads ``x``, so its memory may be overwritten.
 

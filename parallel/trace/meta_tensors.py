@@ -81,7 +81,7 @@ class MetaTwins:
         return list(self._sharing[self._memory.get(storage, storage)].values())
 
     def swap(self, tree: Any) -> Any:
-        """Returns ``tree`` with every tensor replaced by its twin, and every device by meta."""
+        """Returns ``tree`` with every tensor replaced by its twin, and every ``torch.device`` by the meta device."""
         return map_leaves(self._swap_leaf, tree)
 
     def on_meta(self, operation: Operation) -> Any:

@@ -64,7 +64,7 @@ Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
 class Sample(NamedTuple):
-    """Description of a value or parameter among the arguments of a call: source, shape, dtype."""
+    """Description of a traced value or parameter among the arguments of a call, in place of the tensor itself."""
 
     source: int | str
     """Number of the traced value, or name of the parameter."""
@@ -189,7 +189,7 @@ class Glue:
 
 
 class OnZeros(NamedTuple):
-    """Operation that ran on zeros although its result may depend on data."""
+    """Traced operation that ran on zeros because meta tensors did not suffice; with real data the result may differ."""
 
     operation: str
     where: str
@@ -238,7 +238,9 @@ class ModelTrace:
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """Numbers of the values that the last stage must compute, ascending."""
+        """Numbers of the traced values that the program returns, ascending; the last pipeline stage must compute
+        them.
+        """
         return tuple(sorted(set(self.result.values())))
 
     @cached_property

@@ -188,7 +188,9 @@ class TensorProvenance:
         return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
 
     def result_leaf(self, leaf: Any) -> Leaf:
-        """Returns the source of a leaf of the program's result."""
+        """Returns the source of one leaf of the program's result: a traced value, a parameter, a free tensor or a
+        constant.
+        """
         if not isinstance(leaf, Tensor):
             self.refuse_hidden(leaf, [], "the program returns")
             return Constant(leaf)

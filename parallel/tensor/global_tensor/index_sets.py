@@ -163,7 +163,13 @@ def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
 
 
 def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
-    """Returns :func:`index_of` from runs: rank r stores the indices in the runs ``ranks[r]``."""
+    """Returns the sharding of a dim of ``size`` in which rank r stores the indices in the runs ``ranks[r]``.
+
+    None: every rank stores all indices.
+
+    Raises:
+        NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
+    """
     if all(run_length(held) == size for held in ranks):
         return None
     if size == 1:

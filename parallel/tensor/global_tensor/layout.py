@@ -71,7 +71,7 @@ def checked(shape: Shape, sets: Sets) -> Layout:
 
 
 def local_shape(layout: Layout, rank: int) -> Shape:
-    """Returns the shape of the shard on ``rank`` of a tensor with this layout."""
+    """Returns the shape of the shard on ``rank`` of a tensor with the full shape and sharding in ``layout``."""
     pairs = zip(layout.shape, layout.sets, strict=True)
     return tuple(size if index is None else index.counts[rank] for size, index in pairs)
 

@@ -191,8 +191,8 @@ class ColumnLinear(ColumnLayer, nn.Linear):
 class RowLinear(RowLayer, nn.Linear):
     """``nn.Linear`` sharded by inputs: ``in_features / size`` of them on each rank; arguments are full sizes.
 
-    Weights are drawn as for the full layer. ``region``: the region of the column layers that compute the input, as in
-    :class:`ColumnLinear`.
+    Weights are drawn as for the full layer. ``region``: the parallel region of the column layers that compute the
+    input.
 
     Raises:
         PlanError: the number of ranks does not divide ``in_features``.
@@ -240,9 +240,7 @@ def prepare_row(module: nn.Module, region: Region) -> None:
 
 
 def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
-    """Replaces the weight of ``module`` by the shard of rank ``index`` along ``dim``; with ``dim`` 0 the bias as
-    well.
-    """
+    """Replaces the weight of ``module`` by the shard of rank ``index`` along ``dim``; with ``dim`` 0 also the bias."""
     for name, parameter in module.named_parameters(recurse=False):
         if name == "weight" or dim == 0:
             parameter.data = local_rows(parameter.data, dim, ranges, index)
@@ -273,7 +271,7 @@ class GatheredColumnLayer(ColumnLayer):
 class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
     """``nn.Linear`` sharded by outputs that gathers them, so that every rank returns all ``out_features``.
 
-    Arguments are as in :class:`ColumnLinear`.
+    The arguments are full sizes; weights are drawn as for the full layer.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.

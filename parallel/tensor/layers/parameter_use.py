@@ -74,8 +74,7 @@ class ParameterUseCheck:
 
         Raises:
             PlanError: an adapter was switched on after the plan was made; or a sharded layer runs inside a transform of
-                torch.func; or the inputs apply a parameter to full activations that met only sharded ones in the
-                example.
+                torch.func; or a parameter is applied to full activations that the plan has seen on sharded ones only.
         """
         if self._adapted:
             self._check_adapters()

@@ -150,8 +150,8 @@ class CollectiveRecorder:
 class TrafficRecorder(CollectiveRecorder):
     """Recorder of the collectives of ``model`` under ``plan`` on ``tp`` tensor ranks.
 
-    ``wire``: encoding of activations in transfers, None for none; ``others``: dry axes other than "tp"; ``recomputed``
-    and ``partly``: as in :class:`CollectiveRecorder`.
+    ``wire``: encoding of activations in transfers, None for none; ``others``: dry axes other than "tp"; ``recomputed``:
+    modules with recomputed activations; ``partly``: modules recomputed except for saved operators.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class LogitsSource(Protocol):
 
     @property
     def part(self) -> LogitShard:
-        """This rank's shard; a read computes lazy logits."""
+        """This rank's shard of the logits; a read computes logits that are still lazy."""
 
     @property
     def waits(self) -> bool:

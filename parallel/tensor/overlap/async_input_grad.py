@@ -55,7 +55,8 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 class Entrance:
     """Settings of the operation that brings a tensor to the column layers of a region (f of Megatron-LM).
 
-    ``owned`` and ``passed`` are as in :func:`copy_to`.
+    ``owned``: no other code reads the gradient of the result, so it may be summed in place; ``passed``: function called
+    after the sum of the gradient.
     """
 
     axis: TensorAxis

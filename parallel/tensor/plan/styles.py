@@ -78,7 +78,7 @@ def parse_style(text: str) -> Style:
     """Parses ``text``, one style of a tensor plan such as "column head:64".
 
     Raises:
-        PlanError: the style is not in the language of this module.
+        PlanError: ``text`` is no valid style.
     """
     style = Style(text)
     for word in text.split():
