@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class DataParts(NamedTuple):
-    """Sizes of the data axis as three digits and of the context axis as two, slowest first.
+    """Sizes of the mixed-radix digits of a rank's data index (three) and context index (two), slowest digit first.
 
     A shard group or a group of experts is a run of neighbouring ranks, so it consists of the fastest digits:
 
@@ -24,13 +24,19 @@ class DataParts(NamedTuple):
     """Number of fastest data digits that ``ep`` has; it has the fastest context digit too."""
 
     def digits(self, axis: str, size: int) -> Iterable[tuple[str, int]]:
-        """Returns name and size of each digit of an axis of the grid, slowest first."""
+        """Returns name and size of each digit of ``axis``, slowest first; axes other than "dp" and "cp" are one digit.
+
+        ``size``: number of ranks along ``axis``.
+        """
         if axis == "dp":
             return zip(_DATA_DIGITS, self.data, strict=True)
         return zip(_CONTEXT_DIGITS, self.context, strict=True) if axis == "cp" else ((axis, size),)
 
     def names(self, axis: str) -> tuple[str, ...]:
-        """Returns the digits of an axis: parts of the data and context axes, or the axis itself."""
+        """Returns the names of the digits that ``axis`` consists of, such as "dp_middle" and "dp_inner" for "dp_shard".
+
+        Axes other than the data, context and expert axes are one digit of the same name.
+        """
         data, context = set(_DATA_DIGITS), set(_CONTEXT_DIGITS)
         shard = set(_DATA_DIGITS[3 - self.shards :])
         experts = {*_DATA_DIGITS[3 - self.experts :], _CONTEXT_DIGITS[-1]}
@@ -47,7 +53,10 @@ _CONTEXT_DIGITS = ("cp_outer", "cp_inner")
 
 
 def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
-    """Returns the digits of ``dp`` data and ``cp`` context ranks, for sizes of the two kinds of groups."""
+    """Returns the digits of ``dp`` data and ``cp`` context ranks.
+
+    ``shards``: number of data ranks in a ZeRO shard group; ``experts``: number of ranks in a group that shares experts.
+    """
     within = min(experts, cp)
     experts //= within
     inner, outer = min(shards, experts), max(shards, experts)
@@ -56,7 +65,10 @@ def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
 
 
 def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> str | None:
-    """Returns an error sentence if ``experts`` ranks do not divide the data and context ranks or a shard group."""
+    """Returns the end of an error sentence if ``experts`` ranks cannot share the experts of a layer; otherwise None.
+
+    They must divide the data and context ranks and suit shard groups of ``shard_size`` data ranks (None: one group).
+    """
     named = f"{dp} data x {cp} context ranks" if cp > 1 else f"{dp} data ranks"
     sizes = expert_sizes(dp, cp, shard_size)
     given = ", ".join(map(str, sizes))
@@ -73,7 +85,10 @@ def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> st
 
 
 def expert_sizes(dp: int, cp: int, shard_size: int | None) -> list[int]:
-    """Returns the numbers of data and context ranks that may share the experts of a layer."""
+    """Returns the numbers of ranks that may share the experts of a layer, with ``dp`` data and ``cp`` context ranks.
+
+    ``shard_size``: number of data ranks in a ZeRO shard group, None for all.
+    """
     shards = shard_size or dp
     inside = [size for size in range(1, cp) if cp % size == 0]
     outside = [size for size in range(1, dp + 1) if dp % size == 0 and max(shards, size) % min(shards, size) == 0]

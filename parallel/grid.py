@@ -117,27 +117,27 @@ class Coord(Mapping[str, int]):
 
     @property
     def pp(self) -> int:
-        """Index of this rank on the pipeline axis."""
+        """Index along the pipeline axis, from 0."""
         return self._indices["pp"]
 
     @property
     def dp(self) -> int:
-        """Index of this rank on the data axis."""
+        """Index along the data axis, from 0."""
         return self._indices["dp"]
 
     @property
     def cp(self) -> int:
-        """Index of this rank on the context axis."""
+        """Index along the context axis, from 0."""
         return self._indices["cp"]
 
     @property
     def tp(self) -> int:
-        """Index of this rank on the tensor axis."""
+        """Index along the tensor axis, from 0."""
         return self._indices["tp"]
 
 
 class ShardHolder(NamedTuple):
-    """Coordinates of a rank that determine the parameters, or shards of them, that it stores."""
+    """Pipeline, tensor and expert index of a rank; they determine the parameters, or shards of them, that it stores."""
 
     pp: int = 0
     tp: int = 0
@@ -216,7 +216,7 @@ class Grid:
 
     @property
     def rows(self) -> Axis:
-        """Axis along which ranks read different rows of the batch."""
+        """Name of the axis along which ranks read different rows of the batch."""
         return self._joined(axis.name for axis in AXES if axis.rows)
 
     @property
@@ -231,47 +231,49 @@ class Grid:
 
     @property
     def copies(self) -> Axis:
-        """Axis along which ranks hold equal parameters, possibly sharded by ZeRO."""
+        """Name of the axis along which ranks store equal parameters, possibly sharded by ZeRO."""
         return self._joined(axis.name for axis in AXES if axis.copies)
 
     @property
     def sums(self) -> Axis:
-        """Axis over which gradients are summed: ranks along it compute parts of one gradient."""
+        """Name of the axis over which gradients are summed: ranks along it compute parts of one gradient."""
         return self._joined(axis.name for axis in AXES if axis.sums)
 
     @property
     def sharding(self) -> Axis:
-        """Axis over which ZeRO shards: ``sums``, or its inner part with several shard groups."""
+        """Name of the axis over which ZeRO shards: ``sums``, or its inner part if there are several shard groups."""
         if not self.data_axes:
             return self.sums
         return self._joined(("dp_shard", *(axis.name for axis in AXES if axis.sums and not axis.rows)))
 
     @property
     def shard_line(self) -> Axis:
-        """Axis that shard groups divide into runs of neighbouring ranks: ``sums``."""
+        """Name of the axis along which shard groups are runs of neighbouring ranks; equal to ``sums``."""
         return self.sums
 
     @property
     def shard_groups(self) -> Axis:
-        """Axis of one rank from each shard group, along which gradients of equal shards are summed."""
+        """Name of the axis of one rank from each shard group, along which gradients of equal shards are summed."""
         return "dp_replicate"
 
     @property
     def shard_copies(self) -> Axis:
-        """Axis of the ranks that store the same ZeRO shard."""
+        """Name of the axis of the ranks that store the same ZeRO shard."""
         others = [axis.name for axis in AXES if axis.copies and not axis.sums]
         return self._joined((self.shard_groups, *others))
 
     @property
     def spread(self) -> Spread:
-        """Axes of the parameters that every data rank computes with."""
+        """Axes over which ordinary (non-expert) parameters are sharded, replicated and summed."""
         return Spread(
             self.sharding, self.shard_groups, self.sums, self.copies, self.shard_copies, self.size(self.sharding)
         )
 
     @property
     def expert_spread(self) -> Spread:
-        """Axes of expert parameters, which data ranks along ``ep`` share."""
+        """Axes over which expert parameters are sharded, replicated and summed; ranks along ``ep`` have different
+        experts.
+        """
         sharding: Axis = "edp_shard" if self.data_axes else "edp"
         return Spread(sharding, "edp_replicate", "edp", "edp", "edp_replicate", self.size(sharding))
 
@@ -312,7 +314,7 @@ class Grid:
         return rank
 
     def at(self, rank: int) -> "Grid":
-        """Returns the same grid with another rank as this rank."""
+        """Returns the same grid as seen by ``rank``: with this number as its own rank."""
         return Grid(rank=rank, order=self.order, shard_size=self.shard_size, experts=self.experts, **self.sizes)
 
     def size(self, axis: Axis) -> int:
@@ -428,18 +430,20 @@ def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def saved_order(sizes: Mapping[str, object]) -> Order:
-    """Returns the axis order recorded in a checkpoint's grid; checkpoints without an entry have "tp-dp-pp"."""
+    """Returns the axis order in ``sizes``, the grid that a checkpoint records; checkpoints without it have
+    "tp-dp-pp".
+    """
     return "tp-pp-dp" if sizes.get("order") == "tp-pp-dp" else "tp-dp-pp"
 
 
 def saved_grid(sizes: Mapping[str, Any]) -> Grid:
-    """Returns the grid recorded in a checkpoint, with this rank as rank 0; missing axes have size 1."""
+    """Returns the grid in ``sizes``, as a checkpoint records it, with this rank as rank 0; missing axes have size 1."""
     experts = sizes.get("ep", 1)
     return Grid(order=saved_order(sizes), experts=experts, **{axis.name: sizes.get(axis.name, 1) for axis in AXES})
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
-    """Returns, for each axis with several ranks, the axis that provides its process group, in opening order.
+    """Returns, for each axis with several ranks, the axis that provides its process group; keys are in opening order.
 
     An axis of all ranks uses the world's group; other axes with equal ranks share one group. Axes of equal parameters
     get separate groups, since gradients travel over them at the same time as other messages.

@@ -34,7 +34,9 @@ from engine.parallel.grid import ShardHolder
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows ``start:stop`` of a sharded dim, with the indices on an axis that store them."""
+    """Rows ``start:stop`` of a sharded dim; ``holders`` are the indices of the ranks that store them, along one
+    axis.
+    """
 
     start: int
     stop: int
@@ -133,11 +135,15 @@ class ShardRow:
         return QuantizedShape(format=self.quantized, shape=self.local_shape(holder), runs=runs)
 
     def counted(self, holder: ShardHolder) -> bool:
-        """Returns True if global norms include the copy on the rank ``holder``, except for the ranges ``copies``."""
+        """Returns True if global norms count the copy of the parameter on the rank ``holder``.
+
+        The elements in :meth:`copies` are excepted.
+        """
         return holder.pp == self.owners[0] and any(each.holders[0] == holder.tp for each in self.ranges)
 
     def copies(self, holder: ShardHolder) -> tuple[tuple[int, int], ...]:
-        """Returns ranges [start, stop) of the flat shard on the rank ``holder`` counted by norms on another rank.
+        """Returns ranges [start, stop) of the flat shard on the rank ``holder`` that global norms count on another
+        rank.
 
         They exist if a shard has both exclusive and shared rows, such as a fused QKV weight with a shared key.
         """

@@ -65,12 +65,14 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def is_linear_layer(child: nn.Module | None) -> bool:
-    """Returns True if the module is a linear layer with an unmodified forward and no hooks."""
+    """Returns True if ``child`` is a linear layer (``nn.Linear`` or ``Conv1D``) with an unmodified forward."""
     return child is not None and is_linear(child) and has_plain_forward(child) and own_forward(child) is not None
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Returns random float64 numbers of this shape from a separate generator; the user's generators are unchanged."""
+    """Returns random float64 numbers of ``shape`` from a new generator with ``seed``; the user's generators are
+    unchanged.
+    """
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -80,7 +82,9 @@ def sizes_of(layer: Any) -> tuple[int, int]:
 
 
 def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
-    """Returns a float64 linear layer of these sizes with random weights, and with a bias if ``like`` has one."""
+    """Returns a float64 linear layer of these sizes with random weights, and with a bias if the layer ``like`` has
+    one.
+    """
     layer = nn.Linear(inputs, outputs, like.bias is not None, device="meta", dtype=torch.float64)
     for place, (name, parameter) in enumerate(layer.named_parameters()):
         setattr(layer, name, nn.Parameter(random(*parameter.shape, seed=2 * seed + place)))
@@ -90,6 +94,8 @@ def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
 def agrees_in_use(module: nn.Module, forward: Function, operator: Function, width: int) -> bool:
     """Returns True if ``forward`` of ``module``, a copy, and ``operator`` agree at all ``SCALES``, in train and eval
     mode.
+
+    ``width``: number of features of the random inputs.
     """
     parameters = list(module.parameters())
     for training in (True, False):
@@ -100,10 +106,10 @@ def agrees_in_use(module: nn.Module, forward: Function, operator: Function, widt
 
 
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
-    """Returns True if outputs and gradients of ``inputs`` and ``parameters`` are equal for both functions.
+    """Returns True if two functions have equal outputs and equal gradients of ``inputs`` and ``parameters``.
 
-    Each call draws new random numbers, so a function with dropout agrees with nothing; the user's generators are
-    restored.
+    ``module`` is the function of the module, ``operator`` its replacement. Each call draws new random numbers, so a
+    function with dropout agrees with nothing; the user's generators are restored.
     """
     with torch.random.fork_rng(devices=[]):
         try:

@@ -40,7 +40,10 @@ _NUMBERS = (((0, 3), (1, 0), (3, 1), (2, 3), (4, 1)), ((3,), (0,), (3,), (4,), (
 
 
 class GroupedStack(NamedTuple):
-    """Names of the stacks of a module of experts, its activation, and the order of its arguments."""
+    """Description of a module that computes MoE experts from stacked weights.
+
+    It has the parameter names of the stacks, the activation and the order of the forward's arguments.
+    """
 
     up: str
     down: str
@@ -57,16 +60,16 @@ class GroupedStack(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Formula of an expert for reports."""
+        """Formula of one expert as text, for reports."""
         inner = f"{self.activation}({self.gate or self.up})"
         other = " * its other half" if self.joint else f" * {self.up}" * (self.gate is not None)
         return f"{inner}{other}, {self.down}, all experts at once"
 
     def run(self, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
-        """Computes the module's output for rows [T, H], expert numbers [T, k] and weights [T, k]; the host waits for no
-        kernel.
+        """Computes the output [T, H] of ``module`` for rows ``x`` [T, H]; the host waits for no kernel.
 
-        A number that names no expert adds nothing.
+        ``numbers`` [T, k]: the experts of each row; ``weights`` [T, k]: their routing weights. A number that names no
+        expert adds nothing.
         """
         stacks = module._parameters
         experts = len(cast(Tensor, stacks[self.down]))
@@ -94,7 +97,9 @@ class GroupedStack(NamedTuple):
 
 
 def find_expert_stack(module: nn.Module) -> GroupedStack | None:
-    """Returns the stack of experts that ``module`` computes by a loop, found by trials; None if it computes none."""
+    """Returns the experts that ``module`` computes in a loop over stacked weights, found by trials; None if it has
+    none.
+    """
     forward, stacks = own_forward(module), {name: p for name, p in module._parameters.items() if p is not None}
     if forward is None or len(stacks) not in (2, 3) or any(p.dim() != 3 for p in stacks.values()):
         return None

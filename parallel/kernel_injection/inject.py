@@ -36,7 +36,7 @@ PutOn = Callable[[ForwardPatches], None]
 
 
 class Replacement(NamedTuple):
-    """Module with a forward replaced by a fused operator."""
+    """Module that a fused operator computes in place of the module's own forward."""
 
     module: str
     operator: str
@@ -62,10 +62,10 @@ def _put_on(module: nn.Module, forward: Callable[..., Any], replacement: Replace
 
 
 def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, PutOn]]:
-    """Finds the modules that a fused operator can compute, each with the function that installs it, without
-    communication.
+    """Returns the modules that a fused operator can compute, each with the function that installs the operator.
 
-    No parameter is read, so the model may be on the meta device, and the user's random generators are untouched.
+    Nothing is communicated. No parameter is read, so the model may be on the meta device, and the user's random
+    generators are untouched.
     """
     forwards: dict[object, Callable[..., Any]] = {}
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))

@@ -181,11 +181,11 @@ class GatedModule(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Formula of the MLP for reports."""
+        """Formula of the MLP as text, for reports."""
         return f"{self.activation}({self.gate}) * {self.up or 'its other half'}, {self.down}"
 
     def run(self, module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:
-        """Computes the module's output by its layers and the fused operator."""
+        """Computes the output of ``module`` for ``x`` by its linear layers and the fused operator."""
         layers: Any = module
         first = getattr(layers, self.gate)(x)
         if self.up is not None:
@@ -266,7 +266,11 @@ class ActivatedLinear(NamedTuple):
 
 
 def find_activated(module: nn.Module) -> ActivatedLinear | None:
-    """Returns the linear layer in ``module`` that is followed by an activation alone; None if there is none."""
+    """Returns the linear layer and the activation in ``module``, if the layer's output goes through the activation
+    only.
+
+    They are found by trials; None if there is no such pair.
+    """
     forward = own_forward(module)
     layers: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear_layer(child)}
     if forward is None or len(layers) not in (1, 2) or module._parameters or module._buffers:
@@ -321,7 +325,7 @@ def _kind(child: nn.Module) -> Activation | None:
 
 
 def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward of the linear layer followed by the activation, valid for sharded layers too.
+    """Returns a forward that applies the activation after the linear layer's own forward; it suits sharded layers too.
 
     After sharding, ``tensor.deferred_linear.fuse`` gives replicated and column layers a kernel that computes both.
     """

@@ -39,7 +39,7 @@ def adapter_names(model: nn.Module, names: Collection[str]) -> frozenset[str]:
 
 
 def check_drawn(model: nn.Module, names: Collection[str]) -> None:
-    """Raises if an adapter among ``names``, which are on the meta device, has an initial value that is lost there.
+    """Raises if an adapter parameter in ``names``, on the meta device, has an initial value that cannot be drawn again.
 
     Raises:
         PlanError: the adapter is none of LoRA, or its initial value depends on the base's weights.
@@ -57,7 +57,10 @@ def check_drawn(model: nn.Module, names: Collection[str]) -> None:
 
 
 def reset_pairs(model: nn.Module, module: nn.Module) -> None:
-    """Sets the initial values of the pairs of one layer as PEFT does; other modules do not change."""
+    """Sets the initial values of the LoRA pairs (A, B) of ``module`` as PEFT does; other modules do not change.
+
+    ``model``: the PEFT model that contains ``module``.
+    """
     layer: Any = module
     if not hasattr(layer, "reset_lora_parameters") or not is_peft_model(model):
         return

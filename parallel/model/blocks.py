@@ -22,8 +22,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Units:
-    """Units (modules that a trace records as one call) and blocks (elements of chains) of a model, by name, in model
-    order.
+    """Units and blocks of a model, by name, in model order.
+
+    A block is an element of a chain (ModuleList or Sequential of equal modules). A unit is a block or another outermost
+    module with parameters; a trace records each call of a unit as one call.
     """
 
     modules: Mapping[str, nn.Module]
@@ -33,12 +35,13 @@ class Units:
 
 
 def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed: Collection[str] = ()) -> Units:
-    """Returns the units of ``model``.
+    """Returns the units and blocks of ``model``: elements of chains (ModuleList, Sequential), and other outermost
+    modules.
 
     Args:
         deep: True takes the chains inside the elements of a chain as blocks (Swin).
         mixed: True accepts children of any classes as a chain, even single layers (VGG: convolutions and norms).
-        closed: names of modules whose lists are no chains (of experts).
+        closed: names of modules with lists of modules that are no chains, such as lists of experts.
     """
     inside = {id(module) for name in closed for module in model.get_submodule(name).modules()}
     walk = _Walk(deep, mixed, inside)
@@ -61,7 +64,10 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
 
 
 def open_around(units: Units, names: Iterable[str]) -> Units:
-    """Opens the units around each module in ``names``; ignores names without a module."""
+    """Replaces each unit that contains a module in ``names`` by its children, until the module itself is a unit.
+
+    Names without a module, or with a module without parameters, are ignored.
+    """
     for name in names:
         around = _unit_around(units, name)
         while around is not None:
@@ -81,7 +87,10 @@ def _unit_around(units: Units, name: str) -> str | None:
 
 
 def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the children with parameters, including repeated children, which ``named_children`` omits."""
+    """Returns (name, child) of the children of ``module`` with parameters, including repeated children.
+
+    ``named_children`` omits repeated children.
+    """
     return [(key, child) for key, child in module._modules.items() if child is not None and _weighty(child)]
 
 

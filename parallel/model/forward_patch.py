@@ -64,7 +64,9 @@ class PatchLayer(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Reversible change to one module."""
+    """Reversible change to one module: its position among patches, its effect as text, and the function that undoes
+    it.
+    """
 
     module: nn.Module
     layer: PatchLayer
@@ -112,7 +114,7 @@ class ForwardPatches:
         self._patches.append(Patch(module, layer, note, undo))
 
     def replace_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
-        """Replaces the module's forward by ``forward(module, *args)``.
+        """Replaces the forward of ``module`` by ``forward(module, *args)``.
 
         The new forward is a bound method, so that a copy of the module gets a forward bound to the copy.
         """
@@ -120,7 +122,7 @@ class ForwardPatches:
             object.__setattr__(module, _FORWARD, MethodType(forward, module))
 
     def wrap_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
-        """Replaces the module's forward by ``forward(*args)``, which may call the previous one."""
+        """Replaces the forward of ``module`` by ``forward(*args)``, which may call the previous one."""
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, forward)
 
@@ -191,14 +193,19 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
 
 
 def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
-    """Returns a copy of ``function`` in which the global ``name`` has another value; the original is unchanged."""
+    """Returns a copy of ``function`` in which the global ``name`` has the value ``value``; the original is
+    unchanged.
+    """
     return with_globals(function, {name: value})
 
 
 def with_globals(
     function: FunctionType, values: Mapping[str, Any], cells: Mapping[int, Any] = MappingProxyType({})
 ) -> FunctionType:
-    """Returns a copy of ``function`` with other globals, and other contents of its closure by place."""
+    """Returns a copy of ``function`` with the globals ``values`` in place of its own.
+
+    ``cells``: new contents of cells of the function's closure, by index.
+    """
     scope = {**function.__globals__, **values}
     scope.pop("__name__", None)  # torch.compile would look globals up in the original module by this name
     code = function.__code__.replace()  # a copy, because torch.compile caches results with the code object
@@ -222,7 +229,9 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interception:
-    """Patches that pass calls of units to ``handler``."""
+    """Patches that pass the calls of units (blocks and other outermost modules) to ``handler`` in place of their
+    forward.
+    """
 
     handler: Handler
     layer: PatchLayer

@@ -26,10 +26,11 @@ Keep = Callable[[str, Tensor], Tensor]
 def materialize(
     model: nn.Module, names: Collection[str], seed: int, device: torch.device, keep: Keep
 ) -> tuple[str, ...]:
-    """Sets every meta parameter in ``names``, and every meta buffer, to the initial value on ``device``; returns the
-    names of parameters that the model's ``__init__`` wrote more often than the initialisation here.
+    """Initialises the meta parameters of ``model`` in ``names``, and all meta buffers, on ``device``.
 
-    Parameters remain the same objects; parameters not in ``names`` stay on the meta device. Nothing is communicated.
+    ``keep`` cuts a full parameter to this rank's shard. Parameters remain the same objects; parameters not in ``names``
+    stay on the meta device. Nothing is communicated. Returns the names of parameters with lost values: the model's
+    ``__init__`` wrote them more often than the initialisation here.
 
     Raises:
         PlanError: a module has a meta tensor that no initialisation sets.

@@ -45,7 +45,7 @@ def replace_in_methods(
 
 
 def class_values(owner: type) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) of the attributes that a class has from code outside of torch."""
+    """Yields (name, value) of the attributes of the class ``owner`` and its bases that code outside torch defines."""
     seen = set[str]()
     for base in owner.__mro__:
         if base is not object and not (base.__module__ or "").startswith("torch."):

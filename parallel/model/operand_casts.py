@@ -26,7 +26,10 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class QuietMode(TorchFunctionMode):
-    """Function mode that needs no function under torch's own name: layers and kernels run in it as without it."""
+    """Torch function mode under which layers and fused kernels run as without a mode.
+
+    Under any other mode, such as a tracer, they call torch's own functions, so that the mode sees these.
+    """
 
 
 class OperandCasts(QuietMode):

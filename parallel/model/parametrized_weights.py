@@ -22,7 +22,10 @@ _PUT_ON = "_activate_lora"
 
 
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches modules with adapters of parameters, so that a call leaves their parameters unchanged."""
+    """Patches the PEFT modules of ``model`` that add an adapter to a weight during a call.
+
+    After the patch, such a call leaves the module's parameters unchanged.
+    """
     for module in model.modules():
         if _adapts(module):
             with patches.changing(module, PatchLayer.GATHER, "adds an adapter to a weight without a counted write"):
@@ -30,7 +33,8 @@ def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
-    """Returns the modules with parameters to which PEFT adapters add a term, and the name of the outermost adapter.
+    """Returns the modules with weights to which PEFT adapters add a term, each with the name of its outermost adapter
+    module.
 
     An adapter of a second parameter contains the adapter of the first one.
     """
@@ -42,7 +46,10 @@ def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def adapter_chain(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the adapters of parameters round a module, from outside, and the module, with their names inside."""
+    """Returns (prefix, module) for ``module`` and each module that it wraps as an adapter, from outside to inside.
+
+    The last module is the adapted one. A prefix leads from ``module`` to the wrapped module, such as "base_layer.".
+    """
     found = [("", module)]
     while _adapts(module) and isinstance(module.base_layer, nn.Module):
         module = module.base_layer

@@ -23,7 +23,7 @@ from engine.parallel.shard_table import ShardRow
 
 
 class QuantizedLayer(nn.Module):
-    """Mixin of a layer class with a property ``weight`` that reads codes and scales."""
+    """Mixin that marks a layer class with frozen quantized weights, which ``weight`` reads from codes and scales."""
 
 
 _Held = tuple[QuantizedShape, torch.dtype]
@@ -48,8 +48,10 @@ def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
-    """Patches the layers of the ``held`` parameters, stored as codes and scales, so that ``weight`` returns a
-    matrix.
+    """Changes the classes of layers with quantized parameters, so that ``weight`` returns a matrix from codes and
+    scales.
+
+    ``held``: (form of the codes, dtype of the matrix) of each quantized parameter, by name.
     """
     named = {id(parameter): held[name] for name, parameter in model.named_parameters() if name in held}
     classes: dict[tuple[type, tuple[tuple[str, _Held], ...]], type] = {}

@@ -55,7 +55,7 @@ Hook = Callable[..., None]
 
 @contextmanager
 def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
-    """Seeds the generators of the CPU and of this device from ``key``; restores both at the end."""
+    """Seeds the generators of the CPU and of ``device`` from ``key`` inside the context; restores both at its end."""
     generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:
@@ -135,7 +135,7 @@ class RandomStreams:
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
-        """Restores the user's Python and NumPy generators after recomputation of units."""
+        """Restores the user's Python and NumPy generators after recomputation in backward."""
         self._host.end_backward()
 
     def _install(self) -> None:
@@ -226,14 +226,14 @@ def derive_seed(*key: int) -> int:
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Returns the generators that a model on ``device`` draws from: the CPU's and the device's.
 
-    ``torch.manual_seed``, which seeds every device, takes 70 microseconds; a seed of one generator takes one.
+    A seed of one generator takes a microsecond; ``torch.manual_seed``, which seeds every device, takes 70.
     """
     own = device_generator(device)
     return [torch.default_generator] if own is None else [torch.default_generator, own]
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seeds the generators that a model on ``device`` draws from."""
+    """Seeds the generators that a model on ``device`` draws from, the CPU's and the device's, with ``seed``."""
     for generator in generators_of(device):
         generator.manual_seed(seed)
 
@@ -241,8 +241,8 @@ def seed_generators(device: torch.device, seed: int) -> None:
 def draw_apart(device: torch.device, index: int) -> int:
     """Seeds the generators differently on each tensor rank; ``index``: this rank's index on the tensor axis.
 
-    Returns one number from the CPU's generator, equal on all ranks; the argument of :func:`draw_alike`, which ends this
-    state.
+    Returns a number from the CPU's generator that is equal on all ranks. With this number, :func:`draw_alike` makes the
+    generators equal again.
     """
     drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     seed_generators(device, derive_seed(drawn, index + 1))
@@ -266,25 +266,27 @@ class HostState(NamedTuple):
 
     @staticmethod
     def take() -> "HostState":
-        """Returns the current state of both generators."""
+        """Returns the current state of Python's and NumPy's generators."""
         with _ONE_AT_A_TIME:
             return HostState(random.getstate(), np.random.get_state())
 
     def put(self) -> None:
-        """Restores both generators to this state."""
+        """Sets Python's and NumPy's generators to this state."""
         with _ONE_AT_A_TIME:
             random.setstate(self.python)
             np.random.set_state(self.numpy)
 
     def is_present(self) -> bool:
-        """Returns True if no number has been drawn since this state was taken."""
+        """Returns True if Python's and NumPy's generators have drawn no number since this state was taken."""
         python, now = HostState.take()
         before = self.numpy
         return python == self.python and bool(now[2:] == before[2:] and (now[1] == before[1]).all())
 
 
 class HostDraws:
-    """Seeds and restores Python's and NumPy's generators around the forwards of one model."""
+    """Seeder of Python's and NumPy's generators in the forwards of one model; it restores the user's states
+    afterwards.
+    """
 
     def __init__(self) -> None:
         self.keyed = False
@@ -326,7 +328,9 @@ class HostDraws:
                 self.keyed, self._watched = False, None
 
     def unit(self, seed: int) -> None:
-        """Seeds both generators at the begin or end of a unit in a forward."""
+        """Seeds Python's and NumPy's generators with ``seed`` as a unit (block or other outermost module) begins or
+        ends.
+        """
         self._look()
         self._seed(seed, watch=self._watched is not None)
 
@@ -339,7 +343,7 @@ class HostDraws:
             self._seed(seed)
 
     def end_backward(self) -> None:
-        """Restores the user's generators after recomputation of units."""
+        """Restores the user's Python and NumPy generators after recomputation of units in backward."""
         users, self._users = self._users, None
         if users is not None:
             users.__exit__(None, None, None)
@@ -372,7 +376,11 @@ class HostDraws:
 
 @contextmanager
 def highest_draws() -> Iterator[None]:
-    """Makes all draws inside the context the highest possible numbers, so that a block skips no random branch."""
+    """Makes the next draws from Python's and NumPy's generators the highest numbers, so that no random branch is
+    skipped.
+
+    The generators are restored at the end of the context.
+    """
     before = HostState.take()
     host_extreme(True).put()
     try:

@@ -28,10 +28,10 @@ from engine.parallel.model.rng_streams import HostState
 
 @contextmanager
 def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restores the model and the random streams at the end of the context.
+    """Restores ``model`` and the random streams at the end of the context.
 
-    Restored are the generators of torch, Python and NumPy, the content of every buffer, and the attributes of all
-    modules, with the items of plain dicts, lists and sets.
+    It restores the generators of torch, Python and NumPy, and the content of every buffer. It also restores the
+    attributes of all modules, with the items of plain dicts, lists and sets.
     """
     undo = [HostState.take().put, *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]
@@ -123,7 +123,10 @@ _CLOSED = (
 
 
 class AttributeState:
-    """Reader of the plain attributes of one model."""
+    """Reader of the plain attributes (bools, numbers, strings, None) of the modules of ``model``.
+
+    Their values are part of the cache key of a traced forward, because they may change its path.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._named = tuple(model.named_modules())
@@ -138,11 +141,13 @@ class AttributeState:
         return self._last
 
     def same(self, one: State, other: State) -> bool:
-        """Returns True if two readings differ at most in ignored attributes."""
+        """Returns True if two results of :meth:`read` differ at most in attributes that :meth:`settle` has stopped
+        observing.
+        """
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:
-        """Stops observing numbers and strings that differ between two readings with equal forwards.
+        """Stops observing numbers and strings that differ between two results of :meth:`read` with equal forwards.
 
         Bools stay observed: they have two values, so they cannot make a new cache key in every step.
         """

@@ -55,8 +55,10 @@ def open_checkpoints(recompute: bool) -> Iterator[None]:
 
 @contextmanager
 def spread_checkpoints(run: Regions) -> Iterator[None]:
-    """Runs user checkpoints outside of pipeline units without recomputation, inside the context; ``run.regions`` has
-    their options.
+    """Runs the user's ``torch.utils.checkpoint`` regions in code between units without recomputation, inside the
+    context.
+
+    ``run.regions`` has the options of the open regions, with which each unit in them is recomputed alone.
     """
     original = getattr(module, _GENERATOR)
 

@@ -29,9 +29,10 @@ def is_engine_hook(hook: Any) -> bool:
 
 
 def is_own_mistake(error: BaseException) -> bool:
-    """Returns True if a line of this package raised ``error`` and Python raises its class for wrong code.
+    """Returns True if ``error`` is a mistake of this package and not of the user's model.
 
-    A missing attribute counts for the line that reads it, not for the ``__getattr__`` that raises.
+    It is one if a line of this package raised it, as an AssertionError, AttributeError, KeyError, NameError or
+    TypeError. A missing attribute counts for the line that reads it, not for the ``__getattr__`` that raises.
     """
     if not isinstance(error, _KINDS):
         return False

@@ -42,7 +42,7 @@ class RunningModules:
             self._running -= 1
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``forward`` as code that computes with shards."""
+        """Calls ``forward`` and returns its result; until it returns, code counts as code that computes with shards."""
         self._running += 1
         try:
             return forward(*args, **kwargs)
@@ -50,7 +50,12 @@ class RunningModules:
             self._running -= 1
 
     def asks_for_whole(self, callers: int = 1) -> bool:
-        """Returns True if the code ``callers`` frames above this method's caller must see full sizes."""
+        """Returns True if the code that reads a size must get the full one: no sharded module runs, and it is not
+        torch's code.
+
+        The engine's own code gets the shard's size too. ``callers``: number of frames between the reading code and the
+        caller of this method.
+        """
         if torch.compiler.is_compiling() or self._running:
             return False
         asking = sys._getframe(callers + 1).f_globals.get("__name__", "")
@@ -62,7 +67,7 @@ class RunningModules:
 
 
 class WholeSizes(_Before):
-    """Parameter mixin that returns full sizes to code outside the engine."""
+    """Mixin of sharded parameters that returns the full sizes to code outside the engine."""
 
     __slots__ = ()
     _whole_shape: torch.Size
@@ -74,16 +79,16 @@ class WholeSizes(_Before):
         return self._whole_shape if self._running_modules.asks_for_whole() else self._part()
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the full sizes, or the shard's sizes, by the rule of ``shape``."""
+        """Returns the full sizes, or the full size of ``dim``; code that computes with the shard gets the shard's."""
         shape = self._whole_shape if self._running_modules.asks_for_whole() else self._part()
         return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        """Returns the full number of elements, or the shard's, by the rule of ``shape``."""
+        """Returns the number of elements of the full parameter; code that computes with the shard gets the shard's."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def nelement(self) -> int:
-        """Returns ``numel()``."""
+        """Returns the number of elements, as :meth:`numel` does."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def __len__(self) -> int:
@@ -102,7 +107,7 @@ class WholeSizes(_Before):
 
 
 class PartParameter(WholeSizes, nn.Parameter):
-    """Sharded ``nn.Parameter`` with full sizes."""
+    """Sharded ``nn.Parameter`` that returns the full sizes to code outside the engine."""
 
     # operations run as on any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -43,7 +43,8 @@ ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:
-    """Returns f(``x``): ``x`` unchanged; backward sums the gradient over the tensor ranks, label "column inputs".
+    """Returns ``x`` unchanged (Megatron-LM's f); backward sums its gradient over the tensor ranks, label "column
+    inputs".
 
     ``owned``: no other code reads the incoming gradient, as after a plain matrix product, so it may be summed in place;
     otherwise it is copied first. ``passed`` is called after the sum of the gradient has ended.
@@ -54,7 +55,8 @@ def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[
 
 
 def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[Pending], None]) -> Tensor:
-    """Returns :func:`copy_to` of ``x`` with the sum of the gradient overlapped with backward.
+    """Returns ``x`` unchanged; backward starts the sum of its gradient over the tensor ranks without a wait for the
+    sum.
 
     Backward returns the gradient at once and passes the pending all-reduce to ``started``; code that reads the gradient
     must wait for it. ``owned``: the all-reduce may overwrite the incoming gradient.
@@ -65,8 +67,9 @@ def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[P
 
 
 def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns g(``x``), the sum of ``x`` over the tensor ranks; backward is the identity. Writes the sum into the
-    memory of ``x`` if it is contiguous and no leaf of autograd.
+    """Returns the sum of ``x`` over the tensor ranks (Megatron-LM's g); backward is the identity.
+
+    The sum overwrites ``x`` if ``x`` is contiguous and no leaf of autograd.
     """
     if axis.size == 1:
         return x
@@ -79,9 +82,10 @@ def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor
 
 
 def gather_last(x_W: Tensor, widths: tuple[int, ...], axis: TensorAxis, label: str = LOGITS) -> Tensor:
-    """Returns the full [..., V] from shards [..., W] with the sizes ``widths`` in rank order.
+    """All-gathers ``x_W`` [..., W], this rank's shard of the last dim, to the full [..., V].
 
-    Shards are padded to the largest one for the transfer. The gradient of the result must be equal on all ranks.
+    ``widths``: the shard sizes in rank order; shards are padded to the largest one for the transfer. Backward takes
+    this rank's slice, so the gradient of the result must be equal on all ranks.
     """
     whole_V: Tensor = _GatherLast.apply(x_W, widths, axis, label)  # type: ignore[no-untyped-call]
     return whole_V
@@ -95,9 +99,10 @@ def gather_to(
     owned: bool = False,
     passed: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Returns f of a sharded tensor: ``x`` of every rank joined along ``dim``; backward reduce-scatters the gradient.
+    """Returns ``x`` of every rank joined along ``dim``, for column layers (Megatron-LM's f under sequence parallelism).
 
-    ``x`` has the same shape on all ranks. ``owned`` and ``passed``: as in :func:`copy_to`.
+    Backward reduce-scatters the gradient. ``x`` has the same shape on all ranks. ``owned``: no other code reads the
+    incoming gradient, so it may be overwritten; ``passed`` is called after the reduce-scatter.
     """
     if axis.size == 1:
         return x
@@ -109,14 +114,20 @@ def gather_to(
 def start_gather_to(
     x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool, started: Callable[[Pending], None]
 ) -> Tensor:
-    """Returns :func:`gather_to` of ``x`` with the reduce-scatter overlapped with backward, as :func:`start_copy_to`."""
+    """Returns ``x`` of every rank joined along ``dim``; backward starts the reduce-scatter of the gradient without a
+    wait.
+
+    Backward passes the pending reduce-scatter to ``started``; code that reads the gradient must wait for it. ``owned``:
+    the incoming gradient may be overwritten.
+    """
     whole: Tensor = _GatherTo.apply(x, axis, (dim % x.ndim, label), owned, started)  # type: ignore[no-untyped-call]
     axis.expect("reduce_scatter", label, whole, whole)
     return whole
 
 
 def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS, owned: bool = False) -> Tensor:
-    """Returns g of a sharded tensor: this rank's shard, along ``dim``, of the sum of ``x`` over all ranks.
+    """Returns this rank's shard, along ``dim``, of the sum of ``x`` over all ranks (Megatron-LM's g, sequence
+    parallelism).
 
     Backward gathers the gradient. ``owned``: no other code reads ``x``, so its memory may be overwritten.
 
@@ -149,7 +160,10 @@ def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INP
 
 
 def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns ``x`` of every rank joined along ``dim``. The gradient of the result must be equal on all ranks."""
+    """Returns ``x`` of every rank joined along ``dim``; backward takes this rank's slice.
+
+    The gradient of the result must be equal on all ranks.
+    """
     if axis.size == 1:
         return x
     whole: Tensor = _GatherWhole.apply(x, axis, dim % x.ndim, label)  # type: ignore[no-untyped-call]
@@ -157,7 +171,9 @@ def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
 
 
 def sum_parts(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns the sum of ``x`` over the ranks; backward sums the gradient too, of which each rank has a part."""
+    """Returns the sum of ``x`` over the ranks; backward sums the gradient too, because each rank has only a part of
+    it.
+    """
     if axis.size == 1:
         return x
     summed: Tensor = _SumParts.apply(x, axis, label)  # type: ignore[no-untyped-call]
@@ -182,20 +198,25 @@ def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:
-    """Joins [T, .., n, ..] -> [.., T n, ..], contiguous: all ranks' shards in order along ``dim`` (counted without
-    T)."""
+    """Joins the shards of all T ranks, ``parts`` [T, .., n, ..], along ``dim`` in rank order.
+
+    ``dim`` counts without the leading T. Returns a contiguous tensor [.., T n, ..].
+    """
     joined = parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten alone may return strided memory
     # nothing else refers to the base; still marked as a view, the result would refuse in-place writes
     return torch.ops.aten._unsafe_view(joined, joined.shape) if joined._is_view() else joined
 
 
 def split_parts(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    """Splits [.., T n, ..] -> [T, .., n, ..]: the inverse of :func:`join_parts`, as a view."""
+    """Splits ``x`` [.., T n, ..] along ``dim`` into equal shards of the T ranks: a view [T, .., n, ..].
+
+    This is the inverse of :func:`join_parts`.
+    """
     return x.view(*x.shape[:dim], axis.size, x.shape[dim] // axis.size, *x.shape[dim + 1 :]).movedim(dim, 0)
 
 
 def refuse_second_derivatives() -> None:
-    """Refuses a differentiable backward, which would give wrong second derivatives without an error.
+    """Raises if backward records a graph of its own, because second derivatives would be wrong without an error.
 
     Raises:
         EngineError: backward was called with ``create_graph``.

@@ -34,19 +34,21 @@ from engine.parallel.model.placeholders import is_plain
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Returns True for Hugging Face's Conv1D, a linear layer with weight [in, out]."""
+    """Returns True if ``module`` is Hugging Face's ``Conv1D``, a linear layer with weight [in, out]."""
     if isinstance(module, nn.Linear):  # first: every call asks, and the lookup of an absent attribute takes 2 us
         return False
     return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns True for ``nn.Linear`` and Conv1D: a matrix product with a weight that can be sharded."""
+    """Returns True if ``module`` is an ``nn.Linear`` or a ``Conv1D``: a matrix product with a weight that can be
+    sharded.
+    """
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 class GradsWanted(NamedTuple):
-    """Deferred computations of the weight and bias gradients of a product."""
+    """Computations of the weight and bias gradients of one product, offered to a :class:`DeferralPolicy`."""
 
     weight: partial[Tensor]
     """Call of :func:`weight_gradient` with all arguments bound."""
@@ -59,9 +61,10 @@ class DeferralPolicy(Protocol):
     """Interface of policies for the time at which weight and bias gradients are computed."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """Returns True if the policy computes ``wanted`` later or never; False: the backward computes them at once.
+        """Returns True if the policy takes over ``wanted``, to compute these gradients later or never.
 
-        ``nodes``: the graph's next functions of x, W, b and the token.
+        False: the product's backward computes them at once. ``nodes``: ``next_functions`` of the product's autograd
+        node, for x, weight, bias and token.
         """
 
 
@@ -86,7 +89,11 @@ class Beside(NamedTuple):
 def deferrable_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSpec, beside: Beside | None = None
 ) -> Tensor:
-    """Computes x [.., I] W' + b -> [.., O], in autocast's dtype under autocast; requires :func:`can_multiply`."""
+    """Returns ``x`` [.., I] times the transposed weight, plus bias: [.., O]; ``linear.later`` may defer the weight
+    gradient.
+
+    Under autocast it computes in autocast's dtype. Requires :func:`can_multiply`.
+    """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     y: Tensor = _Product.apply(x, weight, bias, linear, *(beside or Beside()))  # type: ignore[no-untyped-call]
@@ -94,7 +101,10 @@ def deferrable_linear(
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Returns True if :func:`deferrable_linear` may replace the layer's own product, which takes an input gradient."""
+    """Returns True if :func:`deferrable_linear` may replace a layer's own product of ``x`` and ``weight``.
+
+    The product must run eagerly, with matching dtypes, and ``x`` must need a gradient.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_plain(x):
         return False
     # a tracer that matches operations by name must see torch's own product, both in the trace and in the run
@@ -145,17 +155,20 @@ class _Product(torch.autograd.Function):
 def weight_gradient(
     x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool, kernels: Kernels = REFERENCE
 ) -> Tensor:
-    """Returns dW [O, I], or [I, O] if ``transposed``, in ``dtype``."""
+    """Returns the weight gradient of a product with input ``x`` [.., I] and output gradient ``dy`` [.., O].
+
+    The result is [O, I], or [I, O] if ``transposed``, in ``dtype``.
+    """
     x_BI, dy_BO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     left, right = (x_BI, dy_BO) if transposed else (dy_BO, x_BI)
     return product(left.t(), right, kernels).to(dtype)
 
 
 def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: Any | None) -> Tensor | None:
-    """Computes the weight gradient; adds it to the main gradient ``main`` and returns None if possible, otherwise
-    returns it.
+    """Computes a weight gradient, and adds it in place to the main gradient ``main`` if possible.
 
     ``compute``: a call of :func:`weight_gradient` with all arguments bound. ``node``: see :class:`MainGradient`.
+    Returns None if the gradient was added, otherwise the gradient.
     """
     if main is None:
         return compute()
@@ -166,18 +179,23 @@ def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: An
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns db [O] in ``dtype``."""
+    """Returns the bias gradient [O] in ``dtype``: the sum of ``dy`` [.., O] over all dims but the last."""
     return dy.reshape(-1, dy.shape[-1]).sum(0).to(dtype)
 
 
 def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """Computes x [.., I] -> act(x W' + b) [.., O], for an ``nn.Linear`` or a Conv1D with the library's own forward."""
+    """Computes act(x W' + b) [.., O] from ``x`` [.., I] with the kernels of ``kernels.ops.linear``.
+
+    ``module``: an ``nn.Linear`` or a ``Conv1D`` with the library's own forward.
+    """
     layer: Any = module
     return linear(x, layer.weight, layer.bias, LinearForm(activation, is_conv1d(module)), kernels)
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
-    """Applies the activation fused into ``layer``, if any, to ``y``, the product with the bias."""
+    """Returns ``y``, the product of ``layer`` with its bias, after the activation that is fused into ``layer``, if
+    any.
+    """
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return y if kind in (None, "none") else activate(y, None, kind, kernels)
 
@@ -204,7 +222,8 @@ class FusedForward:
 
 
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Fuses ``activation`` into ``layer``, a plain linear layer.
+    """Makes ``layer``, a plain linear layer, apply ``activation`` to its output, in the product's kernel where
+    possible.
 
     A sharded layer uses the kernels of its axis in place of ``kernels``. An operator that replaces the layer's forward
     is removed first.

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class CollectiveCall(NamedTuple):
-    """Call of a collective; all ranks make the same calls in the same order."""
+    """Record of one call of a collective; all ranks make the same calls in the same order."""
 
     op: str
     label: str
@@ -38,7 +38,7 @@ class CollectiveCall(NamedTuple):
 
 
 class SimulatedAxis(TensorAxis):
-    """Tensor axis of one thread rank; ``called`` records its collectives."""
+    """Tensor axis of a rank that runs as a thread of this process; ``called`` records its collectives."""
 
     def __init__(self, index: int, size: int, rounds: Rounds) -> None:
         self.index, self.size, self.dry, self.listener = index, size, False, None

@@ -20,8 +20,9 @@ from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
-    """Collective that a dry run reports. ``backward``: True if the backward of its result makes it, False if the
-    forward does.
+    """Collective that a dry run reports: a run on shapes, without communication.
+
+    ``backward``: True if the collective belongs to the backward, False if it belongs to the forward.
     """
 
     op: Op
@@ -32,8 +33,9 @@ class Expected(NamedTuple):
 
 
 class ExpectedRows(NamedTuple):
-    """Exchange of rows that a dry run reports; ranks send different numbers of bytes. ``backward``: as in
-    :class:`Expected`.
+    """All-to-all of rows that a dry run reports, in which ranks send different numbers of bytes.
+
+    ``backward``: True if the exchange belongs to the backward, False if it belongs to the forward.
     """
 
     op: Op
@@ -104,10 +106,10 @@ class TensorAxis:
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Calls ``spare`` before each wait for a collective of this axis, and for an exchange of rows, inside the
+        """Calls ``spare`` before each wait for a collective of this axis or for an exchange of rows, inside the
         context.
 
-        Does nothing on devices where compute does not overlap collectives.
+        Work in ``spare`` overlaps the communication. On a ``device`` without such overlap nothing is called.
         """
         if device.type not in self.overlap.devices:
             yield
@@ -128,9 +130,9 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports a collective of ``whole`` bytes to the listener of a dry axis; otherwise does nothing.
+        """Reports a collective on the full tensor ``whole`` to the listener of a dry axis; otherwise does nothing.
 
-        ``made``: tensor with a backward that makes the collective, if reached; None: the forward does.
+        ``made``: the collective belongs to the backward of this tensor; None: it belongs to the forward.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
@@ -171,14 +173,16 @@ class TensorAxis:
         return part
 
     def start_all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> Pending:
-        """Starts :meth:`all_reduce`; ``tensor`` is ready after ``wait``."""
+        """Starts :meth:`all_reduce` and returns a handle; ``tensor`` is ready after the handle's ``wait``."""
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor)
             return Pending()
         return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`all_gather`; the result is ready after ``wait``."""
+        """Starts :meth:`all_gather`; returns the result and a handle, and the result is ready after the handle's
+        ``wait``.
+        """
         if self.dry or self.size == 1:
             full = part.expand(self.size, *part.shape)
             self.expect("all_gather", label, full)
@@ -187,7 +191,9 @@ class TensorAxis:
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`reduce_scatter`; the result is ready after ``wait``."""
+        """Starts :meth:`reduce_scatter`; returns the result and a handle, and the result is ready after the handle's
+        ``wait``.
+        """
         if self.dry or self.size == 1:
             self.expect("reduce_scatter", label, full)
             return full[self.index], Pending()
@@ -197,11 +203,14 @@ class TensorAxis:
     def start_exchange(
         self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str
     ) -> tuple[Tensor, Pending]:
-        """Sends ``gives[r]`` rows of ``given`` [sum of gives, ..] to rank r, in order; all ranks know all sizes.
+        """Starts an all-to-all of rows: sends ``gives[r]`` rows of ``given`` to rank r and receives ``gets[r]`` rows
+        from it.
+
+        ``given`` [sum of gives, ..] has the rows in rank order; all ranks know all sizes.
 
         Returns:
-            Rows from each rank [sum of gets, ..], in rank order, ready after ``wait``. A dry axis returns zeros, and
-            hears of the exchange by :meth:`expect_rows` alone.
+            (rows, handle): the received rows [sum of gets, ..] in rank order, ready after the handle's ``wait``. A dry
+            axis returns zeros and reports nothing; :meth:`expect_rows` reports the exchange.
         """
         received = given.new_empty((sum(gets), *given.shape[1:]))
         if self.dry or self.size == 1:
@@ -209,7 +218,9 @@ class TensorAxis:
         return received, self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label))
 
     def exchange(self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str) -> Tensor:
-        """Makes the exchange of :meth:`start_exchange`. All ranks call it, also those without rows."""
+        """Runs :meth:`start_exchange`, waits and returns the received rows. All ranks call it, also ranks without
+        rows.
+        """
         if self.dry or self.size == 1:
             return given.new_zeros((sum(gets), *given.shape[1:]))
         received, pending = self.start_exchange(given, gives, gets, label)
@@ -217,17 +228,21 @@ class TensorAxis:
         return received
 
     def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports an exchange of rows of ``whole``, in which rank r sends ``sent[r]`` bytes, to the listener of a dry
-        axis.
+        """Reports an exchange of rows to the listener of a dry axis: rank r sends ``sent[r]`` bytes.
 
-        ``made``: see :meth:`expect`.
+        ``whole``: the tensor with the rows; ``made``: the exchange belongs to the backward of this tensor, None for the
+        forward.
         """
         if self.dry and self.listener is not None and not isinstance(whole, FakeTensor):
             node = None if made is None else made.grad_fn
             self.listener(ExpectedRows("exchange", label, sent, made is not None), node)
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
-        """Issues a collective that the kernel launched by ``call`` performs, counted by the size of ``full``."""
+        """Launches, by ``call``, a kernel that performs the collective ``op`` itself, and counts the bytes of ``full``
+        for it.
+
+        Returns a handle; its ``wait`` completes the kernel.
+        """
         return self._comm.in_kernel(op, full, self.name, label, call)
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
@@ -263,7 +278,7 @@ class TensorAxis:
 
 
 class DryAxis(TensorAxis):
-    """Tensor axis without processes, as rank 0 of ``size``; always dry."""
+    """Tensor axis without processes, for runs on shapes: rank 0 of ``size`` ranks, which communicates nothing."""
 
     def __init__(self, size: int, listener: Listener | None = None, name: Axis = "tp") -> None:
         self.name, self.index, self.size, self.dry, self.listener = name, 0, size, True, listener

@@ -25,7 +25,9 @@ Read = Callable[[], None]
 
 @dataclass(slots=True)
 class Guard:
-    """State attached to an absent parameter: own class, reader and description."""
+    """State attached to an absent parameter: its original class, the function that reads call, and the location of its
+    data.
+    """
 
     own_class: type[nn.Parameter]
     read: Read
@@ -34,7 +36,10 @@ class Guard:
 
 
 class AbsentParameter(nn.Parameter):
-    """Parameter whose values are not, or only in part, on this rank; code that reads them gets an error."""
+    """Parameter without its values on this rank, such as one that ZeRO 3 shards or another pipeline stage owns.
+
+    Code that reads the values calls a function that raises, or makes the values available.
+    """
 
     _guard: Guard
 
@@ -53,15 +58,18 @@ class AbsentParameter(nn.Parameter):
 
 
 class GuardedShape(AbsentParameter, FakeTensor):
-    """Absent parameter with a shape and no data, used in the forward of other stages."""
+    """Absent parameter that is a ``FakeTensor``, with a shape and no data."""
 
 
 class GuardedPart(WholeSizes, AbsentParameter):
-    """Absent parameter that is sharded over tensor ranks; returns the full sizes."""
+    """Absent parameter that is sharded over tensor ranks; it returns the sizes of the full parameter."""
 
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
-    """Changes the class of ``parameter`` so that reads of its data call ``read``; ``where``: location of the data."""
+    """Changes the class of ``parameter`` so that code that reads its data calls ``read`` first.
+
+    ``where``: location of the data, for error messages.
+    """
     own = type(parameter)
     if issubclass(own, AbsentParameter):
         return

@@ -30,8 +30,9 @@ class NeedsContentError(Exception):
 
 
 class MetaTwins:
-    """Meta tensors that stand for the values of a trace, and the tensors that share their memory; keeps all tensors
-    alive.
+    """Map from the tensors of a trace to meta tensors of equal shape ("twins"), on which operations run.
+
+    It also records the tensors that share memory, and keeps all tensors alive.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +45,7 @@ class MetaTwins:
         self._kept: dict[int, Any] = {}
 
     def stand_in(self, twin: Tensor) -> Tensor:
-        """Returns a stand-in for user code: a tensor of the twin's shape on the run's device."""
+        """Returns a tensor for user code with the shape of ``twin``, on the run's device and without memory."""
         sparse = twin.layout != torch.strided
         tensor = without_elements(twin, self.device) if sparse else self._placeholders.give(twin.shape, twin.dtype)
         self._stand_ins.add(id(tensor))
@@ -52,7 +53,7 @@ class MetaTwins:
         return tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the meta twin of ``tensor``."""
+        """Returns the meta twin of ``tensor``, which is made at the first call."""
         if id(tensor) not in self._twin:
             twin = tensor.detach().to(META)
             grad = trainable(tensor)
@@ -67,8 +68,9 @@ class MetaTwins:
         return self._twin[id(tensor)]
 
     def notice(self, tensor: Tensor) -> None:
-        """Registers a tensor that is not yet a value, because an in-place operation may later write a value into its
-        memory.
+        """Registers a tensor that does not depend on parameters.
+
+        A later in-place operation may write a traced value into its memory.
         """
         if id(tensor) not in self._kept and tensor.layout == torch.strided:
             self._keep(tensor, tensor.untyped_storage()._cdata)
@@ -79,7 +81,7 @@ class MetaTwins:
         return list(self._sharing[self._memory.get(storage, storage)].values())
 
     def swap(self, tree: Any) -> Any:
-        """Returns ``tree`` with every tensor replaced by its twin, and every device by meta."""
+        """Returns ``tree`` with every tensor replaced by its twin, and every ``torch.device`` by the meta device."""
         return map_leaves(self._swap_leaf, tree)
 
     def on_meta(self, operation: Operation) -> Any:
@@ -140,7 +142,9 @@ class MetaTwins:
             return operation.run_with(tree_map(zeros, operation.args), tree_map(zeros, dict(operation.kwargs)))
 
     def lift(self, out: Any, operation: Operation) -> Any:
-        """Returns meta twins of ``out``, the result of :meth:`on_zeros`."""
+        """Returns meta twins of ``out``, the result of ``operation`` on zeros, with graph edges to the operation's
+        inputs.
+        """
         inputs = [self.of(tensor) for tensor in operation.tensors]
 
         def twin(leaf: Any) -> Any:
@@ -149,7 +153,10 @@ class MetaTwins:
         return map_leaves(twin, out)
 
     def write(self, operation: Operation) -> Tensor:
-        """Returns the twin written by an operation that does not run on twins, as a function of all inputs."""
+        """Returns the twin of the tensor that ``operation`` writes, with graph edges to all inputs.
+
+        This is for an operation that does not run on twins.
+        """
         twin = self.of(operation.written[0])
         inputs = [self.of(tensor) for tensor in operation.tensors]
         if any(each.requires_grad for each in inputs) and twin.is_floating_point() and not is_trained_leaf(twin):
@@ -227,7 +234,7 @@ def _cast(leaf: Any, like: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def without_elements(like: Tensor, device: torch.device | str) -> Tensor:
-    """Returns a sparse tensor of the same shape in which every element is zero."""
+    """Returns a sparse tensor on ``device`` with the shape and dtype of ``like``, in which every element is zero."""
     indices = torch.empty(like.ndim, 0, dtype=torch.int64, device=device)
     values = torch.empty(0, dtype=like.dtype, device=device)
     return torch.sparse_coo_tensor(indices, values, like.shape)

@@ -64,7 +64,7 @@ Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
 class Sample(NamedTuple):
-    """Description of a value or parameter among the arguments of a call: source, shape, dtype."""
+    """Description of a traced value or parameter among the arguments of a call, in place of the tensor itself."""
 
     source: int | str
     """Number of the traced value, or name of the parameter."""
@@ -143,7 +143,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of a module that the trace treats as one unit."""
+    """Call of a unit: a block, or another outermost module, that the trace treats as one operation."""
 
     unit: str
     event: int
@@ -189,7 +189,7 @@ class Glue:
 
 
 class OnZeros(NamedTuple):
-    """Operation that ran on zeros although its result may depend on data."""
+    """Traced operation that ran on zeros because meta tensors did not suffice; with real data the result may differ."""
 
     operation: str
     where: str
@@ -223,13 +223,13 @@ class ModelTrace:
 
     @cached_property
     def unit_names(self) -> frozenset[str]:
-        """Names of all units as a set."""
+        """Names of all units (blocks and other outermost modules) as a set."""
         return frozenset(self.units)
 
     @cached_property
     def asks_arguments(self) -> tuple[bool, ...]:
-        """For each call: True if it writes or returns one of its arguments, which stages without the call then need
-        too.
+        """Flag for each call: True if it writes or returns one of its arguments, so that stages without the call need
+        them too.
         """
         return tuple(
             bool(call.writes) or any(isinstance(leaf, FromArgument) for leaf in call.output.leaves)
@@ -238,12 +238,16 @@ class ModelTrace:
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """Numbers of the values that the last stage must compute, ascending."""
+        """Numbers of the traced values that the program returns, ascending; the last pipeline stage must compute
+        them.
+        """
         return tuple(sorted(set(self.result.values())))
 
     @cached_property
     def graded(self) -> frozenset[int]:
-        """Numbers of the values through which a gradient of the loss flows, without metrics."""
+        """Numbers of the values through which a gradient of the loss flows; values that only metrics read are not among
+        them.
+        """
         found, pending = set[int](), [number for number in self.targets if self.values[number].grad]
         while pending:
             number = pending.pop()
@@ -254,14 +258,16 @@ class ModelTrace:
 
     @cached_property
     def read_by_glue(self) -> tuple[str, ...]:
-        """Names of parameters read outside units, where no module hook fires."""
+        """Names of parameters that code outside units (blocks and other outermost modules) reads, where no module hook
+        fires.
+        """
         read = {name for value in self.values if value.maker == "glue" for name in value.parameters}
         read |= {leaf.parameter for leaf in self.result.leaves if isinstance(leaf, FromParameter)}
         return tuple(name for name in self.parameter_bytes if name in read)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Indices of the calls at which a block starts, ascending."""
+        """Indices of the calls at which a block starts, and so a pipeline stage may start, ascending."""
         return tuple(index for index, call in enumerate(self.calls) if call.starts_block)
 
     def describe(self, number: int) -> str:
@@ -273,7 +279,9 @@ class ModelTrace:
         return f"the result of {glue.name} at {glue.place}"
 
     def occurrence(self, index: int) -> tuple[str, int]:
-        """Returns (unit, number of earlier calls of the unit) of call ``index``."""
+        """Returns (unit, n) for the call with index ``index``: its unit, and the number n of earlier calls of this
+        unit.
+        """
         unit = self.calls[index].unit
         return unit, sum(call.unit == unit for call in self.calls[:index])
 
@@ -282,11 +290,10 @@ Event = Call | Glue
 
 
 def trace_difference(before: ModelTrace, now: ModelTrace) -> str | None:
-    """Returns the first event that differs, as the end of a sentence that begins with "the forward"; None if the
-    traces are equal.
+    """Returns the first event in which the trace ``now`` differs from ``before``; None if the traces are equal.
 
-    Events differ in their operation, in the values they read, or in shape, dtype and gradient of the values they make.
-    Line numbers are ignored.
+    The text is the end of a sentence that begins with "the forward". Events differ in their operation, in the values
+    they read, or in shape, dtype and gradient of the values they make. Line numbers are ignored.
     """
     for old, new in zip_longest(_events(before), _events(now)):
         if old is None:

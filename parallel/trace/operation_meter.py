@@ -51,7 +51,7 @@ class _NoFormError(Exception):
 
 
 def is_metered() -> bool:
-    """Returns True in a traced forward, whose tensors have no content."""
+    """Returns True while a forward is traced on meta tensors, which have no content."""
     return any(isinstance(mode, OperationMeter) for mode in _get_current_dispatch_mode_stack())
 
 

@@ -51,7 +51,9 @@ class ValueSource:
 
 
 class UncutPath(NamedTuple):
-    """Code between units that runs on one stage but not across several."""
+    """Problem of a model: code between its blocks that one pipeline stage can run alone, but that cannot span several
+    stages.
+    """
 
     sentence: str
     """Reason and remedy, a whole sentence."""
@@ -60,7 +62,10 @@ class UncutPath(NamedTuple):
 
 
 class UncutPathError(PlanError):
-    """Error for a model that runs on one stage only; contains the trace if it was completed."""
+    """Error for a model that cannot be divided into pipeline stages, but runs on one stage.
+
+    ``trace``: the trace of the model, None if the forward was not traced to its end.
+    """
 
     def __init__(self, path: UncutPath, trace: ModelTrace | None = None) -> None:
         super().__init__(path.sentence)
@@ -86,11 +91,15 @@ class TensorProvenance:
             twins.notice(buffer)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Returns True if ``tensor`` depends on a parameter; free tensors return False."""
+        """Returns True if ``tensor`` is or depends on a parameter; False for a tensor that is computed from the batch
+        alone.
+        """
         return id(tensor) in self.number or id(tensor) in self.inside or id(tensor) in self.parameters
 
     def depends_on_calls(self, numbers: Iterable[int]) -> bool:
-        """Returns True if any of the values depends on a call, and not on parameters alone."""
+        """Returns True if one of the values with these ``numbers`` depends on a module call, and not on parameters
+        alone.
+        """
         values = [self.values[number] for number in numbers]
         return any(value.maker == "call" or self.depends_on_calls(value.inputs) for value in values)
 
@@ -103,8 +112,10 @@ class TensorProvenance:
         return frozenset(self._buffers[id(tensor)] for tensor in tensors if id(tensor) in self._buffers)
 
     def read(self, tensors: Iterable[Tensor], reader: str, here: OpenCall | None) -> tuple[list[int], set[str]]:
-        """Returns (value numbers, parameter names) of ``tensors``; notes tensors that leave a call other than by its
-        return.
+        """Returns (value numbers, parameter names) of the ``tensors`` that an operation or call reads.
+
+        A tensor from inside another call than ``here``, which that call has not returned, is noted as a leak.
+        ``reader``: name of the operation or call, for error messages.
         """
         inputs: dict[int, None] = {}
         parameters = set()
@@ -118,7 +129,10 @@ class TensorProvenance:
         return list(inputs), parameters
 
     def new_value(self, tensor: Tensor, source: ValueSource, movable: bool = True) -> int:
-        """Registers ``tensor`` as a new value, even if already registered; returns its number."""
+        """Registers ``tensor`` as a new value, even if already registered; returns the value's number.
+
+        ``movable``: True if a pipeline stage can send the value to another stage.
+        """
         twin, number = self._twins.of(tensor), len(self.values)
         value = Value(
             number=number,
@@ -138,8 +152,9 @@ class TensorProvenance:
         return number
 
     def rewrite(self, sharing: list[Tensor], source: ValueSource) -> None:
-        """Registers new values for all tensors ``sharing`` memory after an in-place write. Values that share memory are
-        not movable.
+        """Registers new values for the tensors ``sharing``, which share memory, after an in-place write to this memory.
+
+        Several tensors over one memory are marked as not movable between pipeline stages.
         """
         for tensor in sharing:
             inputs, before = source.inputs, self.forget(tensor)
@@ -161,7 +176,10 @@ class TensorProvenance:
             self.values[number] = replace(self.values[number], hooked=True)
 
     def output_leaf(self, leaf: Any, arguments: list[Any]) -> Leaf:
-        """Returns the source from which a stage that skips an event rebuilds a leaf of its output."""
+        """Returns the source of one output leaf of an event, from which a stage that skips the event rebuilds the leaf.
+
+        ``arguments``: the leaves of the event's arguments.
+        """
         if isinstance(leaf, Tensor) and id(leaf) in self.parameters:
             return FromParameter(self.parameters[id(leaf)])
         position = position_of(leaf, arguments)
@@ -170,7 +188,9 @@ class TensorProvenance:
         return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
 
     def result_leaf(self, leaf: Any) -> Leaf:
-        """Returns the source of a leaf of the program's result."""
+        """Returns the source of one leaf of the program's result: a traced value, a parameter, a free tensor or a
+        constant.
+        """
         if not isinstance(leaf, Tensor):
             self.refuse_hidden(leaf, [], "the program returns")
             return Constant(leaf)
@@ -183,7 +203,11 @@ class TensorProvenance:
         return FreeTensor(tuple(leaf.shape), leaf.dtype)
 
     def refuse_hidden(self, leaf: Any, arguments: list[Any], who: str) -> None:
-        """Records a problem if ``leaf`` is an object that hides tensors of the model."""
+        """Records a problem if ``leaf`` is an object with tensors of the model that is no pytree, so that they cannot
+        be sent.
+
+        ``who``: beginning of the error sentence; ``arguments``: leaves of the call's arguments, which are accepted.
+        """
         if isinstance(leaf, Tensor | _PLAIN) or position_of(leaf, arguments) is not None:
             return
         if any(self.knows(tensor) for tensor in _hidden_tensors(leaf, depth=4)):

@@ -41,7 +41,11 @@ _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia
 
 
 class Recorder(TorchFunctionMode):
-    """Function mode that fills ``calls``, ``glue`` and ``provenance`` while the program runs, and records obstacles."""
+    """Torch function mode that records one forward: calls of blocks and outermost modules, and operations between them.
+
+    ``calls`` and ``glue`` contain the records; ``provenance`` has the origin of every tensor, and code that no pipeline
+    stage can run alone.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def on_zeros(self) -> tuple[OnZeros, ...]:
-        """Operations that ran on zeros because they have no meta kernel, once for each line of code."""
+        """Operations that ran on zeros because they do not run on meta tensors, once for each line of code."""
         return tuple(OnZeros(name, where, why) for (name, where), why in self._on_zeros.items())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +84,7 @@ class Recorder(TorchFunctionMode):
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one operation; returns the result that the user's code gets."""
+        """Records one torch function and runs it on shapes; returns the result that user code gets."""
         if self._quiet:
             return call_user_code(function, args, kwargs)
         self._quiet = True
@@ -93,7 +97,9 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one call of a unit and runs it."""
+        """Records one call of the block or outermost module named ``unit`` and runs its ``forward``; returns its
+        output.
+        """
         if self._call is not None:  # a unit inside a unit
             return call_user_code(forward, args, kwargs)
         if self._quiet:
@@ -121,7 +127,7 @@ class Recorder(TorchFunctionMode):
         return recipe
 
     def used_by_glue(self, module: nn.Module) -> bool:
-        """Returns True if an operation between calls read a parameter of ``module``."""
+        """Returns True if an operation outside blocks and outermost modules has read a parameter of ``module``."""
         return any(self.provenance.parameters[id(parameter)] in self._read_by_glue for parameter in module.parameters())
 
     # ---- operations

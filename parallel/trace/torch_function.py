@@ -70,7 +70,7 @@ Function = Callable[..., Any]
 
 
 def getter(name: str) -> Function:
-    """Returns the function that reads an attribute of a tensor."""
+    """Returns the function that reads the attribute ``name`` of a tensor, as torch function modes see it."""
     return getattr(Tensor, name).__get__  # type: ignore[no-any-return]
 
 
@@ -265,7 +265,7 @@ class Operation:
         return self.run_with(self.args, self.kwargs)
 
     def run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the function with other arguments."""
+        """Runs the function with ``args`` and ``kwargs`` in place of its own arguments."""
         return call_user_code(self.function, args, kwargs)
 
 
@@ -284,7 +284,8 @@ def user_place() -> str:
 def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Replaces every ``autograd.Function.apply`` by ``show(function, args, kwargs)`` inside the context.
 
-    A function mode does not see ``apply``; its backward would be lost in a stage that starts inside it.
+    A torch function mode does not see ``apply``. Without the replacement, the Function's backward would be lost in a
+    pipeline stage that starts inside it.
     """
     original = torch.autograd.Function.__dict__["apply"]
     # modules that torch imports meanwhile keep this ``apply``, which afterwards must show nothing and keep nothing

@@ -43,7 +43,7 @@ def trace_model(
     device: torch.device | None = None,
     material: Material | None = None,
 ) -> ModelTrace:
-    """Traces ``program``, which runs forward and loss of ``model`` and returns a pytree.
+    """Runs ``program``, forward and loss of ``model``, on shapes and returns its trace; ``program`` returns a pytree.
 
     Every returned tensor that depends on a parameter is a target. The model, its modes and the random streams are
     unchanged afterwards.

@@ -58,15 +58,18 @@ _ROUNDING = 1e-11
 
 
 class SharedInput(NamedTuple):
-    """Input of a product, or a weight, that is sliced along ``dim`` among the ranks."""
+    """Activation that enters a matrix product, or a weight, to be split along ``dim`` into one equal slice for each
+    rank.
+    """
 
     x: Tensor
     dim: int
 
 
 class NeededRows:
-    """Needed rows of earlier weights, found by backward passes from slices of inputs; results are cached.
+    """Finder of the weight rows that a tensor rank needs to compute its slice of a later activation.
 
+    It runs backward from random gradients on the slice: rows with a nonzero gradient are needed. Results are cached.
     ``parameters``: the block's parameters by name; ``seed``: the seed of the random gradients.
     """
 
@@ -77,10 +80,12 @@ class NeededRows:
         self._seen: dict[tuple[str, int], Needed] = {}
 
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
-        """Returns the weight rows of earlier layers that each of ``tp`` ranks needs for its inputs of ``row``.
+        """Returns the rows of earlier weights that each of ``tp`` ranks needs to compute its slice of every tensor in
+        ``inputs``.
 
-        One rank with the slices of k ranks needs the rows of all k, so an earlier result for a multiple of ``tp`` is
-        used for ``tp`` as well.
+        The result has, for each weight name and rank, one bool mask per dim. ``row``: name of the weight that
+        multiplies ``inputs``, the key of the cache. A cached result for a multiple of ``tp`` is merged, without another
+        backward.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
@@ -92,9 +97,11 @@ class NeededRows:
         return self._seen[row, tp]
 
     def gradients(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
-        """Returns the gradients of parameters that ``out`` depends on, one for each factor of a low-rank weight.
+        """Returns, by parameter name, the gradients of the scalar ``out`` for the parameters ``names`` that it depends
+        on.
 
-        ``again``: retain the graph.
+        A dense parameter has one gradient, a low-rank weight one for each zero factor. ``again``: retain the graph for
+        another backward.
         """
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
         grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
@@ -135,7 +142,10 @@ class NeededRows:
         return self.gradients(out, self._parameters, again=True)
 
     def reaching(self, tensors: Iterable[Tensor]) -> dict[str, tuple[Tensor, ...]]:
-        """Returns gradients, from random output gradients, of the parameters that any of ``tensors`` depends on."""
+        """Returns, by name, the gradients of all parameters that any of ``tensors`` depends on.
+
+        The output gradients are random.
+        """
         out = sum((self._random_sum(tensor) for tensor in tensors), torch.zeros(()))
         return self.gradients(out, self._parameters, again=True)
 
@@ -149,7 +159,7 @@ class NeededRows:
 
 
 def is_partition(rows: Sequence[Tensor]) -> bool:
-    """Returns True if the masks of all ranks differ and together cover a dim."""
+    """Returns True if the bool masks ``rows`` of a dim, one for each rank, differ and together cover the dim."""
     table = torch.stack(list(rows))
     return bool(table.any(0).all()) and not bool(table.all()) and bool((table != table[0]).any())
 
@@ -181,15 +191,17 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class CoupledParameters:
-    """Row layer and the parameters that are sharded with it."""
+    """Row-parallel layer with the column-parallel layers that feed it and all other parameters to shard together with
+    them.
+    """
 
     row: str
     """Name of the row layer's parameter; its product is summed over the ranks."""
     columns: tuple[str, ...]
     """Names of the column layers' parameters, which compute the row layer's input."""
     cuts: Mapping[str, ParameterCut]
-    """Sharding of every parameter of the group; a column layer that is full on all ranks has one range with all
-    holders.
+    """Sharding of every parameter of the group, by name. A column layer that every rank needs in full has one range,
+    with all ranks as its holders.
     """
     partial: tuple[str, ...]
     """Replicated parameters used between columns and row, with a partial gradient on each rank."""
@@ -200,11 +212,12 @@ class CoupledParameters:
 
 
 class GradientSparsity:
-    """Zero pattern of gradients in one observed run of ``block``; :meth:`groups` takes several numbers of ranks.
+    """Search for the parameters of ``block`` that must be sharded together, from the zeros in gradients of one observed
+    run.
 
-    ``block``: a copy with random weights in eval mode; ``given``: arguments of the block, with random hidden states;
-    ``others``: parameters that are sharded by other rules; ``used``: indices of the block's output leaves that the
-    model reads; ``seed``: the seed of the random gradients.
+    ``block``: a copy with random weights in eval mode; ``given``: its arguments, with random hidden states; ``others``:
+    names of parameters that other rules shard; ``used``: indices of the block's output leaves that the model reads,
+    None for all; ``seed``: the seed of the random gradients.
     """
 
     def __init__(
@@ -229,20 +242,23 @@ class GradientSparsity:
 
     @property
     def products(self) -> list[MatmulRecord]:
-        """The products of the observed run; after :meth:`forget` a new run observes them."""
+        """Products of activations with parameters in the observed run; after :meth:`forget`, a read runs the block
+        again.
+        """
         if self._products is None:
             self._products = self._run(())
         return self._products
 
     def forget(self) -> None:
-        """Frees the activations of the observed run; the next access runs the block again."""
+        """Frees the activations of the observed run; the next read of :attr:`products` runs the block again."""
         self._products = None
 
     def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
         """Returns the groups of parameters to shard on ``tp`` ranks, in execution order of their row layers.
 
-        A row layer that is a column of a larger group belongs to that group: in a chain a, b, o that is narrow between
-        a and b (low-rank queries), b and o are sharded.
+        A layer that could be the row layer of one group and a column layer of a larger group joins the larger one. In a
+        chain of layers a, b, o with a low rank between a and b (low-rank queries), b is the column layer, o the row
+        layer, and a is replicated.
         """
         if tp not in self._found:
             self._found[tp] = self._find_groups(tp)
@@ -262,11 +278,16 @@ class GradientSparsity:
         return tuple(found)
 
     def may_shard(self, rows: Collection[str], tp: int) -> bool:
-        """Returns True if one of ``rows`` could be a row layer for ``tp`` ranks; cheaper than :meth:`groups`."""
+        """Returns True if one of the parameters named ``rows`` could be the row layer of a group on ``tp`` ranks.
+
+        This is cheaper than :meth:`groups`.
+        """
         return any(self._group(row, tp, set(self._others)) is not None for row in rows)
 
     def try_sizes(self, sizes: Sequence[int]) -> None:
-        """Finds the groups for ``sizes``, largest first, because the results of a size cover its divisors."""
+        """Finds and caches the groups for each number of ranks in ``sizes``, largest first: a result also covers its
+        divisors.
+        """
         for size in sorted(sizes, reverse=True):
             self.groups(size)
 
@@ -274,7 +295,7 @@ class GradientSparsity:
         return sum(self._parameters[name].numel() for name in group.cuts)
 
     def width(self, row: str) -> int:
-        """Returns the number of input features of the product ``row``."""
+        """Returns the number of input features of the product with the parameter named ``row``."""
         return self._widths[row]
 
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:
@@ -446,7 +467,10 @@ def _elements(product: MatmulRecord) -> object:
 
 
 def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
-    """Returns the float tensors of a module's output; ``used``: numbers of the leaves to return, None for all."""
+    """Returns the float tensors among the pytree leaves of a module's output ``out``.
+
+    ``used``: indices of the leaves to consider, None for all.
+    """
     leaves = pytree.tree_leaves(out, is_leaf=lambda node: isinstance(node, GlobalTensor))
     read = [leaf for number, leaf in enumerate(leaves) if used is None or number in used]
     return [leaf for leaf in read if isinstance(leaf, Tensor | GlobalTensor) and leaf.is_floating_point()]

@@ -75,14 +75,16 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """True if the plan is correct."""
+        """True if the comparison found neither a difference nor an error, so that the plan is correct."""
         return not self.problem
 
 
 class BlockReference:
-    """Reference of a tensor-plan proof: the unsharded block with its results for each of ``givens``.
+    """Unsharded ``block`` with its outputs and gradients for each of ``givens``, as the reference for proofs of tensor
+    plans.
 
-    ``block`` has random float64 parameters; every rank gets a copy, and the block stays unchanged.
+    ``block`` has random float64 parameters and never changes, because every simulated rank runs a copy. ``used``:
+    indices of the output leaves to compare, None for all.
     """
 
     def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:
@@ -91,9 +93,11 @@ class BlockReference:
             self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
 
     def prove(self, plan: TensorPlan, tp: int, watch: Callable[[nn.Module], None] | None = None) -> Verdict:
-        """Compares the block under ``plan`` on ``tp`` tensor ranks with the unsharded block.
+        """Runs the block under ``plan`` on ``tp`` simulated tensor ranks and compares the results with the unsharded
+        block.
 
-        ``watch``: a function of the block of every rank, called before the block runs.
+        The verdict is the first one with a problem, otherwise the last. ``watch``: called with the block of every rank
+        before the block runs.
         """
         verdict = Verdict()
         # the first arguments are the longest: shorter ones show an error sooner
@@ -342,7 +346,9 @@ _DRAWS = frozenset(
 
 
 class Exact(TorchFunctionMode):
-    """Function mode with float64 in place of fp32, without dropout, and with random numbers drawn from ``seed``."""
+    """Torch function mode that computes in float64 in place of fp32, skips dropout and seeds random numbers with
+    ``seed``.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

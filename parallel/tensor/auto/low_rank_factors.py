@@ -34,7 +34,7 @@ Z.
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Weight, or view of a weight, stored as a sum of low-rank products."""
+    """Weight, or view of a weight, stored as a sum of low-rank products. Views and products run on the factors."""
 
     terms: tuple[Term, ...]
     kinds: str
@@ -73,7 +73,7 @@ class Factors:
         return tuple((left(a), right(b)) for a, b in self.terms)
 
     def permuted(self, dims: Sequence[int]) -> "Factors":
-        """Returns the weight with the dims in another order."""
+        """Returns the weight with its dims in the order ``dims``, as ``Tensor.permute``."""
         order = [positive_dim(dim, len(self.kinds)) for dim in dims]
         kinds = "".join(self.kinds[dim] for dim in order)
 
@@ -83,21 +83,22 @@ class Factors:
         return Factors(self._changed(change, change), kinds, self.twin.permute(order))
 
     def transposed(self, first: int, second: int) -> "Factors":
-        """Returns the weight with two dims swapped."""
+        """Returns the weight with the dims ``first`` and ``second`` swapped."""
         dims = list(range(len(self.kinds)))
         dims[first], dims[second] = dims[second], dims[first]
         return self.permuted(dims)
 
     def unsqueezed(self, dim: int) -> "Factors":
-        """Returns the weight with a new dim of size one."""
+        """Returns the weight with a new dim of size one at position ``dim``."""
         place = positive_dim(dim, len(self.kinds) + 1)
         return self.indexed((*(slice(None),) * place, None))
 
     def expanded(self, sizes: Sequence[int]) -> "Factors":
-        """Returns the weight with dims of size one that neither factor has repeated without memory.
+        """Returns the weight expanded to ``sizes``, as ``Tensor.expand``. Only new dims and dims that neither factor
+        has can grow.
 
         Raises:
-            NoRuleError: a factor has an expanded dim.
+            NoRuleError: an expanded dim belongs to a factor.
         """
         new = len(sizes) - len(self.kinds)
         twin, made = self.twin.expand(tuple(sizes)), self
@@ -108,10 +109,12 @@ class Factors:
         return Factors(made.terms, made.kinds, twin)
 
     def reshaped(self, twin: Tensor) -> "Factors":
-        """Returns the elements in row-major order in the shape of ``twin``, a view of the weight's twin.
+        """Returns the weight in another shape, with its elements in row-major order.
+
+        ``twin``: the weight's meta tensor after the same reshape.
 
         Raises:
-            NoRuleError: dims of different factors become one.
+            NoRuleError: dims of different factors would become one.
         """
         kinds, sizes = "", {LEFT: list[int](), RIGHT: list[int]()}
         for old, new in dim_groups(tuple(self.twin.shape), tuple(twin.shape)):
@@ -126,10 +129,10 @@ class Factors:
         return Factors(self._changed(lambda a: a.reshape(*left, -1), lambda b: b.reshape(*right, -1)), kinds, twin)
 
     def indexed(self, index: Any) -> "Factors":
-        """Returns ``weight[index]`` for whole numbers, slices, new dims and at most one list of positions.
+        """Returns ``weight[index]`` for an index of whole numbers, slices, None and at most one list of positions.
 
         Raises:
-            NoRuleError: the index has other entries.
+            NoRuleError: the index has other entries, or a whole number together with a list of positions.
         """
         entries = _entries(index, len(self.kinds))
         places = [entry for entry in entries if isinstance(entry, Tensor)]
@@ -164,8 +167,7 @@ class Factors:
         return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
     def plus(self, left: Tensor, right: Tensor) -> "Factors":
-        """Returns the weight plus ``left`` [.., O, Z] times ``right`` [.., Z, I], stored as one more product of
-        factors.
+        """Returns the weight plus the product of ``left`` [.., O, Z] and ``right`` [.., Z, I], stored as one more term.
 
         Raises:
             NoRuleError: the dims form no matrix [O, I] or stack [E, O, I].
@@ -182,8 +184,10 @@ class Factors:
     # ---- products
 
     def between(self, summed: int, kept: int) -> list[Term]:
-        """Returns, for each product of factors, the factor [.., I, Z] with dim ``summed`` and the factor [.., O, Z]
-        with dim ``kept``.
+        """Returns both factors of each term, ordered for a product that sums over dim ``summed`` of the weight.
+
+        A pair is (inner [.., I, Z], outer [.., O, Z]): I is the size of dim ``summed``, O of dim ``kept``, which the
+        result retains.
 
         Raises:
             NoRuleError: both dims are in one factor, or one dim is in both factors.
@@ -195,25 +199,25 @@ class Factors:
         return [(term[inner].squeeze(kept), term[1 - inner].squeeze(summed)) for term in self.terms]
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes x [.., I] W' + b, for W [O, I]."""
+        """Returns ``x`` [.., I] times the transpose of the weight [O, I], plus ``bias`` [O]."""
         (first, last), *more = self.between(1, 0)
         y = functional.linear(x @ first, last, bias)
         return _total((y, *((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in more)))
 
     def after(self, x: Tensor) -> Tensor:
-        """Computes the matrix products x [.., S, I] W [.., I, O]."""
+        """Returns the matrix products of ``x`` [.., S, I] and the weight [.., I, O]."""
         return _total((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in self.between(-2, -1))
 
     def before(self, x: Tensor) -> Tensor:
-        """Computes the matrix products W [.., O, I] x [.., I, S]."""
+        """Returns the matrix products of the weight [.., O, I] and ``x`` [.., I, S]; ``x`` may be a vector [I]."""
         columns = x.unsqueeze(-1) if x.ndim == 1 else x
         y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
         return y.squeeze(-1) if x.ndim == 1 else y
 
     def grouped(self, x_SI: Tensor, groups: Tensor) -> Tensor:
-        """Computes y [S, O]: row s of x [S, I] times matrix ``groups[s]`` of the stack [E, I, O].
+        """Multiplies row s of ``x_SI`` by matrix ``groups[s]`` of the weight, a stack [E, I, O]; returns [S, O].
 
-        A factor common to all matrices is joined over the terms, which limits the number of temporaries.
+        Terms with a factor common to all matrices are joined into one product, which limits the number of temporaries.
         """
         inner, outer = zip(*self.between(1, 2), strict=True)
         if self._stacks(1):
@@ -230,14 +234,16 @@ class Factors:
         return self.kinds[0] in (self.kinds[dim], BOTH)
 
     def embedding(self, ids: Tensor) -> Tensor:
-        """Returns the rows of W [V, H] at ``ids``."""
+        """Returns the rows of the weight [V, H] at the integer positions ``ids``, as ``functional.embedding``."""
         return _total(functional.embedding(ids, outer_VZ) @ inner_HZ.mT for inner_HZ, outer_VZ in self.between(1, 0))
 
     def einsum(self, x: Tensor, letters: tuple[str, str], out: str) -> Tensor:
-        """Returns the product of x with W; ``letters`` name the dims of x and of W.
+        """Returns the einsum of ``x`` with the weight.
+
+        ``letters``: einsum letters of the dims of ``x`` and of the weight; ``out``: letters of the result.
 
         Raises:
-            NoRuleError: an operand has one letter twice.
+            NoRuleError: an operand has one letter twice, or neither factor has a dim of the weight.
         """
         of_x, of_w = letters
         if len(set(of_w)) < len(of_w) or len(set(of_x)) < len(of_x) or NEITHER in self.kinds:

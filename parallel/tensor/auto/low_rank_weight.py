@@ -37,7 +37,11 @@ RANK = 4
 
 
 class WholeWeightError(Exception):
-    """Error of code that reads a low-rank weight in full; ``weight``: the parameter's name."""
+    """Error of code that reads a low-rank weight below torch functions or without a graph, where its full elements are
+    needed.
+
+    ``weight``: the parameter's name.
+    """
 
     def __init__(self, weight: str) -> None:
         super().__init__(f"{weight} is read below torch functions or without a graph")
@@ -46,7 +50,10 @@ class WholeWeightError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Factor tensors of a low-rank parameter; each has the parameter's dims and a last dim of columns."""
+    """Factor tensors of a low-rank parameter A B' + P v' + u Q'.
+
+    Each tensor has the parameter's dims (size one for dims of the other factor) and a last dim of columns.
+    """
 
     random: tuple[Tensor, Tensor]
     """Factors A [O, 1, RANK] and B [1, I, RANK]; for experts A [E, O, 1, RANK] and B [1, 1, I, RANK], or E in B
@@ -59,7 +66,7 @@ class Parts:
     shape: tuple[int, ...]
 
     def factors(self) -> Factors:
-        """Returns the parameter as terms: one for a matrix, three for experts."""
+        """Returns the parameter as a sum of low-rank products: one term for a matrix, three for a stack of experts."""
         (a, b), (u, v), (p, q) = self.random, self.vectors, self.zeros
         terms: tuple[Term, ...] = ((a, b), (p, v), (u, q))
         if len(self.shape) == 2:
@@ -69,11 +76,13 @@ class Parts:
         return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
-        """Returns the same weight with new gradient leaves."""
+        """Returns the same weight with new zero factors P and Q, the leaves that receive its gradient."""
         return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
-        """Returns the shard with the given ``rows`` of ``dim``."""
+        """Returns the slice of the parameter at indices ``rows`` of dim ``dim``, with new zero factors as gradient
+        leaves.
+        """
         where, shape = torch.tensor(rows), list(self.shape)
         shape[dim] = len(rows)
 
@@ -90,7 +99,9 @@ def _leaves(random: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class LowRankWeight(Tensor):
-    """Float64 weight, or a view of one, with the full shape; products run on the factors."""
+    """Float64 tensor with the full shape of a weight, or of its view, stored as low-rank factors. Products run on the
+    factors.
+    """
 
     factors: Factors
     weight: str
@@ -151,11 +162,11 @@ class LowRankWeight(Tensor):
         return f"LowRankWeight({self.weight}, shape={tuple(self.factors.twin.shape)})"
 
     def view_of(self, factors: Factors) -> "LowRankWeight":
-        """Returns a view of the same parameter."""
+        """Returns a low-rank weight with the given ``factors``, as a view of this parameter."""
         return LowRankWeight(factors, self.weight, self.refused)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "LowRankWeight":
-        """Returns a parameter with the given ``rows`` of ``dim``."""
+        """Returns a new parameter: the slice of this one at indices ``rows`` of dim ``dim``."""
         assert self.parts is not None
         return _parameter(self.parts.shard(dim, rows), self.weight, self.refused)
 
@@ -163,7 +174,10 @@ class LowRankWeight(Tensor):
 def low_rank_parameter(
     shape: Sequence[int], weight: str, generator: torch.Generator, refused: set[str]
 ) -> LowRankWeight:
-    """Returns a random parameter of ``shape`` [.., O, I] with entries as large as in a dense parameter."""
+    """Returns a random low-rank parameter of ``shape`` [.., O, I], with entries as large as in a dense parameter.
+
+    ``weight``: the parameter's name; ``refused``: a set that collects the names of parameters that code reads in full.
+    """
     *experts, outputs, inputs = shape
     ones = (1,) * len(experts)
     # a stack is one matrix; all experts are on its longer edge
@@ -179,9 +193,10 @@ def low_rank_parameter(
 
 
 def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
-    """Returns the leaves that receive the gradient of ``parameter``: itself, or the zero factors of a low-rank weight.
+    """Returns the leaf tensors that receive the gradient of ``parameter``: itself, or the zero factors of a low-rank
+    weight.
 
-    A zero factor has the parameter's dims (size one for a dim multiplied by a vector) and a last dim.
+    A zero factor has the parameter's dims, size one for the dims of the other factor, and a last dim.
     """
     if isinstance(parameter, LowRankWeight) and parameter.parts is not None:
         return parameter.parts.zeros
@@ -189,7 +204,7 @@ def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Returns an id of the underlying memory, shared by a tensor and its views only."""
+    """Returns an id of the storage of ``tensor``: equal for a tensor and its views, different for all other tensors."""
     whole = tensor.factors.twin if isinstance(tensor, LowRankWeight) else tensor
     return int(whole.untyped_storage()._cdata)
 

@@ -24,7 +24,7 @@ from engine.parallel.tensor.global_tensor.rules.attention import multi_head_in_s
 
 @dataclass(frozen=True, slots=True)
 class MatmulRecord:
-    """Product of an activation with a parameter or a view of one."""
+    """Product of the activation ``x`` with a parameter or its view; ``weight`` and ``bias`` are parameter names."""
 
     weight: str
     bias: str | None
@@ -74,7 +74,11 @@ _NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm
 
 
 class MatmulTrace(TorchFunctionMode):
-    """Function mode that records the products in ``block``. ``cut_off``: parameters with detached products."""
+    """Torch function mode that records the products of activations with parameters of ``block`` in ``seen``.
+
+    ``cut_off``: names of parameters with products to detach from the graph. Inside the mode ReLUs leak, and norms do
+    not differentiate their statistics.
+    """
 
     def __init__(self, block: nn.Module, cut_off: Collection[str] = ()) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ TRIES = 24
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Chosen strategy of one parameter group of a block."""
+    """Chosen strategy of one parameter group of a block, with the reason."""
 
     group: CoupledParameters
     way: ShardingStrategy
@@ -70,7 +70,10 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Search of the cheapest correct strategy for the groups of ``block``; ``truth``: the reference of that block."""
+    """Search of the cheapest correct sharding strategy for each parameter group of ``block``.
+
+    ``truth``: outputs and gradients of the unsharded block, which every strategy must reproduce.
+    """
 
     block: nn.Module
     truth: BlockReference
@@ -80,7 +83,10 @@ class Search:
     """Strategies found for other blocks, which equal parameter groups of this block try first."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """Returns a strategy for each group on ``tp`` ranks, proven together in the block."""
+        """Returns a strategy for each of ``groups`` on ``tp`` ranks; all strategies together are correct in the block.
+
+        A group without a correct strategy is replicated.
+        """
         found = (self._at_once(groups, tp) or self._by_module(groups, tp)) if len(groups) > 1 else []
         return found or self._one_by_one(groups, tp)
 
@@ -225,7 +231,7 @@ _CONFIG = "config."
 
 
 class AttributeReads:
-    """Recorder of integer attributes that the code of a block reads."""
+    """Recorder of reads of the integer attributes ``numbers`` by the code of a block."""
 
     def __init__(self, numbers: Collection[Number]) -> None:
         self._numbers = frozenset(numbers)
@@ -234,8 +240,8 @@ class AttributeReads:
         self._watching = False
 
     def watch(self, block: nn.Module) -> None:
-        """Replaces the classes of the modules of a private copy of a block by subclasses that record attribute
-        reads.
+        """Makes the modules of ``block`` record attribute reads: each module with a watched attribute gets a subclass
+        of its class. ``block`` is a private copy.
         """
         if not self._watching:
             self._watching = True
@@ -277,16 +283,19 @@ def _asked(own: type, note: Callable[[str], None]) -> type:
 
 
 def enclosing_module(group: CoupledParameters) -> str:
-    """Returns the path of the innermost module that contains all sharded modules of the group; empty for the block."""
+    """Returns the path of the innermost module around all modules with sharded parameters of ``group``; "" for the
+    block.
+    """
     owners = {tuple(name.split(".")[:-1]) for name in group.cuts}
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))]
     return ".".join(shared[:-1] if owners == {tuple(shared)} else shared)
 
 
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
-    """Returns the group with parameter names relative to the module at ``path``.
+    """Returns ``group`` with parameter names relative to the module at ``path``, for a trial of this module alone.
 
-    Partial parameters outside the module are dropped: a trial of the module alone has complete gradients of the input.
+    Replicated parameters outside the module with partial gradients are dropped: in such a trial the gradients of the
+    module's inputs are complete.
     """
 
     def local(name: str) -> str:
@@ -304,15 +313,16 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
 
 
 def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
-    """Returns the strategy with names relative to the block around the module at ``path``."""
+    """Returns the strategy ``way``, found for the module at ``path`` alone, with names relative to the whole block."""
     styles = {f"{path}.{name}".rstrip("."): style for name, style in way.styles.items()}
     return way._replace(styles=styles, changes=tuple(f"{path}.{change}" for change in way.changes))
 
 
 def reference_inside(truth: BlockReference, path: str) -> BlockReference | None:
-    """Returns the reference of the module at ``path`` of the block of ``truth``.
+    """Returns the unsharded results of the module at ``path``, as the reference for trials of this module alone.
 
-    None: the block does not call the module exactly once, or the module cannot run on copies of its arguments.
+    ``truth``: the reference of the whole block. None: the block does not call the module exactly once, does not use its
+    outputs, or the module cannot run on copies of its arguments.
     """
     try:
         call = _observed(truth, path, truth.givens[-1])  # the shortest suffice: the block's proof runs all of them

@@ -26,7 +26,10 @@ from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
 class ShardingStrategy(NamedTuple):
-    """Sharding of one group: a style for each module or parameter, by its name in the block."""
+    """Sharding of one parameter group: ``styles`` has the style of each module or parameter, by its name in the block.
+
+    ``how``: name of the strategy, "local", "local+", "view" or "replicate".
+    """
 
     how: str
     styles: Mapping[str, str]
@@ -35,7 +38,11 @@ class ShardingStrategy(NamedTuple):
 
 
 def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrategy | None:
-    """Returns the strategy with plain local tensors; None if code outside linear layers multiplies by a parameter."""
+    """Returns the strategy "local", in which the block's code computes with plain tensors that have this rank's rows
+    only.
+
+    None: the strategy cannot shard the group, for example because code outside linear layers multiplies by a parameter.
+    """
     rows = (group.row, *group.beside)
     weights = (*group.columns, *rows)
     owners = {_owner(name) for name in weights}
@@ -60,11 +67,11 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrate
 
 
 def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = True) -> ShardingStrategy:
-    """Returns the strategy with all sharded parameters as global tensors of the full shape.
+    """Returns the strategy "view", in which all sharded parameters are global tensors of the full shape.
 
-    ``partial``: replicated parameters between columns and row have partial gradients. Otherwise each meeting with a
-    sharded tensor copies the replicated tensor, and backward sums the partial gradient there (a positional key common
-    to all heads).
+    ``partial``: True leaves the gradients of replicated parameters between column layers and row layer partial on each
+    rank. False copies a replicated tensor where it meets a sharded one, and backward sums its gradient there (example:
+    a positional key common to all heads).
     """
     styles = {name: "partial" for name in group.partial if partial}
     for name, cut in group.cuts.items():
@@ -112,14 +119,18 @@ def _called(block: nn.Module, layer: str) -> bool:
 
 
 class Number(NamedTuple):
-    """Integer attribute of a module of the block, or of the module's config."""
+    """Integer attribute of the module at path ``module`` of a block, or of its config as "config.NAME"."""
 
     module: str
     attribute: str
 
 
 def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) -> list[Number]:
-    """Returns the integer attributes of the group's modules that ``tp`` divides."""
+    """Returns the integer attributes that ``tp`` divides, or that divide ``tp``, of modules with parameters of
+    ``group``.
+
+    The modules around them count too; linear layers do not. Attributes that the module's methods read come first.
+    """
     paths: dict[str, None] = {}
     for name in group.cuts:
         parts = name.split(".")[:-1]
@@ -159,7 +170,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def with_numbers(way: ShardingStrategy, chosen: Sequence[Number]) -> ShardingStrategy:
-    """Returns the strategy with the attributes ``chosen`` divided by the number of ranks."""
+    """Returns the strategy "local+": ``way`` with the integer attributes ``chosen`` divided by the number of ranks."""
     changed = dict(way.styles)
     for module, attribute in chosen:
         before = changed.get(module)
@@ -171,8 +182,10 @@ STYLE = "vocabulary"
 
 
 def vocabulary_styles(model: nn.Module, called: Mapping[str, nn.Module], tp: int) -> dict[str, str]:
-    """Returns the style "vocabulary" for embeddings and heads of ``model``, by first name; ``called``: modules that the
-    forward calls.
+    """Returns the style "vocabulary" for each embedding and output head of ``model`` to shard by vocabulary, by module
+    name.
+
+    ``called``: the modules that the forward calls, by name; ``tp``: the number of ranks.
     """
     embeddings: dict[str, nn.Embedding] = {}
     for name, module in called.items():

@@ -20,7 +20,7 @@ TensorRule = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules of torch functions on global tensors, with a fallback."""
+    """Table of the rules by which torch functions run on global tensors, with a fallback for all other functions."""
 
     by_function: Mapping[Any, TensorRule]
     fallback: TensorRule
@@ -32,7 +32,7 @@ class Rules:
 
 
 class PlainGradient(Enum):
-    """Gradient of a plain tensor, which is equal on all ranks of the axis."""
+    """Kind of the gradient of a plain tensor; the tensor itself is equal on all ranks of the axis."""
 
     EQUAL = auto()
     """The gradient is equal on all ranks too: a sum follows where the tensor meets a shard (tensor parallelism)."""
@@ -41,7 +41,7 @@ class PlainGradient(Enum):
 
 
 class GlobalTensorContext:
-    """Context of all global tensors of a sharded model, or of one unit.
+    """State that all global tensors of a sharded model, or of one unit, share.
 
     ``sequence``: sums of products stay sharded along the dim before the last one (sequence parallelism). ``regather``:
     inputs that column layers gather are gathered again in backward.
@@ -68,11 +68,17 @@ class GlobalTensorContext:
         self._found: dict[Hashable, Any] = {}
 
     def sums_once(self, parameter: nn.Parameter) -> bool:
-        """Returns True if the gradient of ``parameter`` stays partial until the end of the step."""
+        """Returns True if the gradient of ``parameter`` stays partial and is summed over the ranks at the end of the
+        step.
+
+        False: the gradient is summed at each use.
+        """
         return self.planned is None or parameter in self.planned
 
     def clear(self) -> None:
-        """Drops the cached copies of entered tensors at the end of a block's forward."""
+        """Drops the cached copies of plain tensors that :meth:`entered` has made; called at the end of a block's
+        forward.
+        """
         self._entered.clear()
 
     def entered(self, key: Hashable, given: Tensor, enter: Callable[[Callable[[], None]], Tensor]) -> Tensor:
@@ -109,7 +115,9 @@ class GlobalTensorContext:
         return found  # type: ignore[no-any-return]
 
     def current(self, sets: Sets) -> Sets:
-        """Returns the sharding in this forward of a tensor that a trace has sharded as ``sets``."""
+        """Returns the sharding that a tensor has in this forward, if a trace has sharded it as ``sets``; here ``sets``
+        itself.
+        """
         return sets
 
     def found(self, key: Hashable) -> Any:
@@ -122,7 +130,9 @@ class GlobalTensorContext:
 
     @contextmanager
     def own_draws(self, device: torch.device) -> Iterator[None]:
-        """Draws different random numbers on each tensor rank inside the context, and equal ones after it."""
+        """Draws different random numbers on each tensor rank inside the context, and equal ones after it, on
+        ``device``.
+        """
         if self.axis.size == 1 or self.axis.dry:
             yield
             return

@@ -19,7 +19,7 @@ from engine.parallel.tensor.global_tensor.index_runs import Runs, indices_of, ru
 
 
 class FlexPart(NamedTuple):
-    """Part of a flex attention on one rank: int32 indices of its rows, heads and queries among all; None: all of
+    """Part of a flex attention call on one rank: int32 indices of its batch rows, heads and queries; None: all of
     them.
     """
 
@@ -33,7 +33,9 @@ class FlexPart(NamedTuple):
     def of(
         device: torch.device, rows: Runs | None = None, heads: Runs | None = None, queries: Runs | None = None
     ) -> "FlexPart":
-        """Returns the part with these places, on ``device``."""
+        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``, as tensors on ``device``; None: all
+        of them.
+        """
 
         def table(runs: Runs | None) -> Tensor | None:
             return None if runs is None else torch.as_tensor(indices_of(runs), dtype=torch.int32, device=device)
@@ -41,12 +43,17 @@ class FlexPart(NamedTuple):
         return FlexPart(table(rows), table(heads), table(queries), queries)
 
     def call(self, whole: FlexCall, mask: Any) -> FlexCall:
-        """Returns the call on the part; ``mask``: the part of its mask, or None."""
+        """Returns the call ``whole`` for this part only; its score function still reads indices of the full tensors.
+
+        ``mask``: this part of the block mask, or None.
+        """
         score = whole.score_mod
         return replace(whole, score_mod=None if score is None else self._through(score, scored=True), block_mask=mask)
 
     def mask(self, whole: Any) -> Any:
-        """Returns the part of a block mask; None if there is none."""
+        """Returns the block mask of this part, from the block mask ``whole`` of the full call; None if ``whole`` is
+        None.
+        """
         if whole is None:
             return None
         listed = [whole.kv_num_blocks, whole.kv_indices, whole.full_kv_num_blocks, whole.full_kv_indices]

@@ -30,7 +30,7 @@ Function = Callable[..., Any]
 
 
 class LocalOnlyError(EngineError):
-    """Refusal of code that needs the memory of a full tensor, where a rank has a shard."""
+    """Error for code that needs the memory of a full tensor where each rank stores only a shard."""
 
 
 class GlobalTensor(WrapperTensor):
@@ -118,7 +118,7 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Dtype of the shard; converting the parameter changes it."""
+        """Dtype of the shard; it follows a later conversion of the parameter."""
         return self.local.dtype
 
     @property
@@ -138,7 +138,7 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """The graph node of the shard."""
+        """Autograd node of the shard."""
         return self.local.grad_fn
 
     @property
@@ -172,7 +172,7 @@ class GlobalTensor(WrapperTensor):
 
 
 class Unrepeated(NamedTuple):
-    """Record of a tensor before its elements along ``dim`` were repeated, each one several times in a row."""
+    """Record that a tensor has the elements of ``source`` along ``dim``, each one repeated several times in a row."""
 
     source: GlobalTensor
     dim: int
@@ -186,7 +186,9 @@ class Unrepeated(NamedTuple):
         repeated.unrepeated = cls(source, dim, repeated.local, _version(repeated.local))
 
     def valid(self, repeated: GlobalTensor) -> bool:
-        """Returns True if nothing was written to ``repeated`` since."""
+        """Returns True if no code has written to ``repeated`` since the record was made, so that the record still
+        applies.
+        """
         return repeated.local is self.local and _version(self.local) == self.version
 
 
@@ -213,7 +215,7 @@ def has_views(args: Any, kwargs: Any) -> bool:
 
 
 def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
-    """Prepares a call with global tensors of both axes: wraps those over "tp" as global tensors over "cp".
+    """Prepares a call that may mix global tensors over "tp" and over "cp": wraps each one over "tp" as one over "cp".
 
     Returns the context over "cp" and the arguments; without a global tensor over "cp", ``context`` and the arguments
     unchanged. A global tensor over "tp" is equal on all context ranks, as a plain tensor is.
@@ -268,7 +270,7 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:
-    """Raises because code has reached a global tensor below ``__torch_function__``.
+    """Raises because code below ``__torch_function__``, such as an autograd Function or a kernel, got a global tensor.
 
     Raises:
         EngineError: always; the text names the code.

@@ -13,7 +13,7 @@ Runs = NDArray[np.int64]
 
 
 def runs_from(indices: NDArray[np.int64]) -> Runs:
-    """Returns the runs of sorted, distinct indices."""
+    """Returns the sorted, distinct ``indices`` as runs, an array [m, 2] of (first, last + 1)."""
     if not len(indices):
         return np.empty((0, 2), np.int64)
     borders = np.flatnonzero(np.diff(indices) != 1)
@@ -21,7 +21,7 @@ def runs_from(indices: NDArray[np.int64]) -> Runs:
 
 
 def one_run(start: int, stop: int) -> Runs:
-    """Returns the indices from ``start`` up to ``stop``."""
+    """Returns the indices from ``start`` up to, but without, ``stop``, as runs."""
     return np.array([(start, stop)] if start < stop else [], np.int64).reshape(-1, 2)
 
 
@@ -35,15 +35,15 @@ def indices_of(runs: Runs) -> NDArray[np.int64]:
 
 
 def run_length(runs: Runs) -> int:
-    """Returns the number of indices."""
+    """Returns the number of indices in ``runs``."""
     return int((runs[:, 1] - runs[:, 0]).sum())
 
 
 def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns (borders, sums): all ends of runs, ascending, and for each border the sum of the ``weights`` of the sets
-    that contain the indices after it.
+    """Returns (borders, sums): for each index, the sum of the ``weights`` of the ``sets`` that contain it.
 
-    Every index from one border up to the next is in the same sets.
+    ``borders``: all ends of runs, ascending; ``sums[i]`` applies to the indices from ``borders[i]`` up to the next
+    border.
     """
     points = np.concatenate([side for runs in sets for side in (runs[:, 0], runs[:, 1])])
     steps = np.concatenate(
@@ -56,7 +56,7 @@ def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDAr
 
 
 def meet(a: Runs, b: Runs) -> Runs:
-    """Returns the intersection of two sets of indices."""
+    """Returns the intersection of two sets of indices, as runs."""
     if len(a) == 1 or len(b) == 1:  # the usual case, without a sort
         one, other = (a, b) if len(a) == 1 else (b, a)
         cut = np.clip(other, one[0, 0], one[0, 1])
@@ -77,9 +77,9 @@ def join_runs(runs: Runs) -> Runs:
 
 
 def places_in(held: Runs, wanted: Runs) -> Runs | None:
-    """Returns the places of the indices ``wanted`` in a tensor that stores the indices ``held`` in ascending order.
+    """Returns the positions of the indices ``wanted`` in a shard that stores the indices ``held`` in ascending order.
 
-    None if some index is not in ``held``.
+    None: the shard lacks some index.
     """
     if not len(wanted):
         return wanted
@@ -94,6 +94,6 @@ def places_in(held: Runs, wanted: Runs) -> Runs | None:
 
 
 def as_slices(runs: Runs) -> list[slice]:
-    """Returns one slice for each run."""
+    """Returns ``runs`` as a list of slices, one for each run."""
     found: Any = runs.tolist()
     return [slice(start, stop) for start, stop in found]

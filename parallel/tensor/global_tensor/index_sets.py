@@ -41,9 +41,9 @@ class NoRuleError(Exception):
 
 
 class Index:
-    """Sharding of a dim of ``size`` indices: ``ranks[r]`` are the sorted indices on rank r.
+    """Sharding of a dim of ``size`` indices: ``ranks[r]`` are the sorted indices that rank r stores.
 
-    Together the ranks have every index.
+    Every index is on at least one rank.
     """
 
     def __init__(self, ranks: Iterable[Indices], size: int) -> None:
@@ -57,7 +57,9 @@ class Index:
 
     @classmethod
     def of_runs(cls, runs: Iterable[Runs], size: int) -> "Index":
-        """Returns the Index of the runs on each rank; the arrays of indices are made where they are read."""
+        """Returns the Index with these runs of indices on each rank; it makes arrays of all indices at their first read
+        only.
+        """
         made = cls.__new__(cls)
         made._describe(runs, size)
         return made
@@ -96,7 +98,7 @@ class Index:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Distinct values of ``holders``."""
+        """Distinct bit masks in :attr:`holders`."""
         _, masks = depth([one_run(0, self.size), *self.runs], [0, *(1 << rank for rank in range(len(self.runs)))])
         return tuple(np.unique(masks[:-1]).tolist())
 
@@ -117,25 +119,30 @@ class Index:
 
     @cached_property
     def blocks(self) -> bool:
-        """True if the Index is even and the concatenation of all ranks' shards is in order."""
+        """True if each rank stores one contiguous block, all blocks are equally large, and they are in rank order."""
         return self.even and len(join_runs(np.concatenate(self.runs))) == 1
 
     @cached_property
     def owned(self) -> "Index":
-        """Index set in which only the first holder of each index stores it."""
+        """Sharding in which each index remains only on the first rank that stores it."""
         masks = self.holders
         first = masks & -masks
         return Index((held[first[held] == 1 << rank] for rank, held in enumerate(self.ranks)), self.size)
 
     @classmethod
     def even_blocks(cls, size: int, ranks: int) -> "Index":
-        """Returns equal blocks in rank order; ``ranks`` divides ``size``."""
+        """Returns the sharding of ``size`` indices in equal contiguous blocks in rank order; ``ranks`` divides
+        ``size``.
+        """
         step = size // ranks
         return cls.of_runs((one_run(rank * step, (rank + 1) * step) for rank in range(ranks)), size)
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """Returns the Index of the ranges of a shard table's row; they cover the dim."""
+        """Returns the sharding over ``ranks`` ranks that the ``ranges`` of a shard-table row define.
+
+        None: every rank stores the full dim.
+        """
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
         return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)
@@ -145,7 +152,9 @@ Sets = tuple[Index | None, ...]
 
 
 def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
-    """Returns the index set of these ranks; None if every rank stores all indices.
+    """Returns the sharding of a dim of ``size`` in which rank r stores the indices ``ranks[r]``.
+
+    None: every rank stores all indices.
 
     Raises:
         NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
@@ -154,7 +163,13 @@ def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
 
 
 def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
-    """Returns the index set of the runs of these ranks, as :func:`index_of`."""
+    """Returns the sharding of a dim of ``size`` in which rank r stores the indices in the runs ``ranks[r]``.
+
+    None: every rank stores all indices.
+
+    Raises:
+        NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
+    """
     if all(run_length(held) == size for held in ranks):
         return None
     if size == 1:
@@ -163,7 +178,7 @@ def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
 
 
 def common(a: Index | None, b: Index | None) -> Index | None:
-    """Returns the intersection of both index sets on each rank.
+    """Returns the sharding in which each rank has the indices that it has in both ``a`` and ``b``; None: all indices.
 
     Raises:
         NoRuleError: some index would be on no rank.
@@ -184,13 +199,16 @@ def replaced(entries: Sequence[Entry], place: int, entry: Entry) -> tuple[Entry,
 
 
 def covers(sets: Iterable[Index | None]) -> bool:
-    """Returns True if every element (one index per dim) of a tensor with these ``sets`` is on some rank."""
+    """Returns True if every element of a tensor is on some rank; ``sets``: the sharding of each dim."""
     kinds = [index.kinds for index in sets if index is not None]
     return len(kinds) < 2 or all(_meet(masks) for masks in product(*kinds))
 
 
 def held_once(sets: Iterable[Index | None]) -> bool:
-    """Returns True if every element of a tensor with these ``sets`` is on exactly one rank."""
+    """Returns True if every element of a tensor is on exactly one rank; ``sets``: the sharding of each dim.
+
+    False if no dim is sharded.
+    """
     kinds = [index.kinds for index in sets if index is not None]
     return bool(kinds) and all(_meet(masks).bit_count() == 1 for masks in product(*kinds))
 
@@ -203,9 +221,9 @@ def _meet(masks: Iterable[int]) -> int:
 
 
 def positions(have: Index | None, want: Index | None, rank: int) -> Runs | None:
-    """Returns the places, in the shard of ``rank`` with sharding ``have``, of the indices that it has under ``want``.
+    """Returns where the shard of ``rank``, sharded as ``have``, stores the indices that the sharding ``want`` needs.
 
-    None if both shardings are equal.
+    The result is a set of positions as runs; None if both shardings are equal.
 
     Raises:
         NoRuleError: some index of ``want`` is not on the rank.

@@ -36,7 +36,10 @@ class Layout(NamedTuple):
 
 
 def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
-    """Returns the broadcast of all dims but the last ``tail`` (size 1 there), with the indices common to all operands.
+    """Returns the layout of a broadcast of operands with these ``layouts``: each rank has the indices common to all
+    operands.
+
+    The last ``tail`` dims do not take part; they have size 1 in the result.
 
     Raises:
         NoRuleError: some element would be on no rank.
@@ -68,7 +71,7 @@ def checked(shape: Shape, sets: Sets) -> Layout:
 
 
 def local_shape(layout: Layout, rank: int) -> Shape:
-    """Returns the shape of the shard on ``rank``."""
+    """Returns the shape of the shard on ``rank`` of a tensor with the full shape and sharding in ``layout``."""
     pairs = zip(layout.shape, layout.sets, strict=True)
     return tuple(size if index is None else index.counts[rank] for size, index in pairs)
 
@@ -93,7 +96,7 @@ def infer_size(numel: int, shape: Sequence[int]) -> Shape:
 
 
 def reshaped(layout: Layout, shape: Shape) -> Layout:
-    """Returns the layout after a reshape to ``shape``.
+    """Returns the layout of a tensor with ``layout`` after a reshape to the full shape ``shape``.
 
     Raises:
         NoRuleError: a rank's elements do not form a product of index sets in the new shape.
@@ -108,7 +111,10 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
 
 
 def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the shortest runs of neighbouring dims of both shapes with equal products."""
+    """Yields pairs (dims of ``old``, dims of ``new``) that a reshape between these shapes maps to each other.
+
+    Each pair has the shortest runs of neighbouring dims with equal products of sizes.
+    """
     i = j = 0
     while i < len(old) or j < len(new):
         left, right = list(range(i, min(i + 1, len(old)))), list(range(j, min(j + 1, len(new))))
@@ -185,8 +191,9 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
-    """Restricts the sharding ``index`` of a dim to the indices ``taken``; returns it with the old indices, and
-    renumbered from 0.
+    """Restricts the sharding ``index`` of a dim to the indices ``taken``; returns (old, new).
+
+    ``old`` has the old indices; ``new`` numbers them from 0, and is None if every rank stores all of them.
     """
     asked = runs_from(taken)
     held = [meet(own, asked) for own in index.runs]
@@ -196,7 +203,7 @@ def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
 
 
 def repeated(index: Index, times: int, interleaved: bool) -> Index:
-    """Returns the Index with every index repeated ``times`` times: a a b b if interleaved, otherwise a b a b."""
+    """Returns the sharding after each index is repeated ``times`` times: a a b b if interleaved, otherwise a b a b."""
     if interleaved:
         ranks = [(own[:, None] * times + np.arange(times)).ravel() for own in index.ranks]
     else:
@@ -205,7 +212,10 @@ def repeated(index: Index, times: int, interleaved: bool) -> Index:
 
 
 def concatenated(pieces: Sequence[tuple[int, Index | None]], ranks: int) -> Index | None:
-    """Returns the Index of a concatenation along a dim; each piece is (size, Index)."""
+    """Returns the sharding of a concatenation over ``ranks`` ranks; None if no piece is sharded.
+
+    ``pieces``: (size, sharding) of each operand along the concatenated dim.
+    """
     if all(index is None for _, index in pieces):
         return None
     starts = np.cumsum([0] + [size for size, _ in pieces])

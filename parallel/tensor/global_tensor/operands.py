@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Returns the full shape and index sets of a global or a plain tensor."""
+    """Returns the full shape of ``tensor`` and the sharding of each dim; a plain tensor is unsharded."""
     if type(tensor) is GlobalTensor:
         return Layout(tensor.full, tensor.sets)
     return Layout(tensor.shape, (None,) * tensor.ndim)
 
 
 class Joined(NamedTuple):
-    """Layout of a broadcast result, and the index sets that each operand needs."""
+    """Result of :func:`broadcast_operands`: the layout of the broadcast, and the sharding that each operand needs for
+    it.
+    """
 
     shape: Shape
     sets: Sets
@@ -44,7 +46,9 @@ class Joined(NamedTuple):
 
 
 def broadcast_operands(context: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
-    """Returns the broadcast of the operands, and the indices on each rank, without the last ``tail`` dims.
+    """Returns the layout of the broadcast of ``tensors``, with the sharding that each operand needs for it.
+
+    The last ``tail`` dims do not take part.
 
     Raises:
         NoRuleError: some element would be on no rank.
@@ -65,12 +69,15 @@ def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
 
 
 def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
-    """Slices an operand to the shard that a result sharded as ``sets`` needs; dims are aligned as in a broadcast."""
+    """Returns the shard of ``tensor`` that an operation needs for a result sharded as ``sets``.
+
+    Dims are aligned at the last one, as in a broadcast.
+    """
     return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
 
 def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
-    """Slices an operand, plain or global, to this rank's shard with the first dims sharded as ``wanted``."""
+    """Returns the shard of ``tensor``, plain or global, in which the first dims are sharded as ``wanted``."""
     if type(tensor) is not GlobalTensor:
         return cut_operand_as(context, tensor, wanted)
     local = tensor.local
@@ -81,7 +88,7 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 
 
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
-    """Slices a plain tensor to this rank's shard with the first dims sharded as ``wanted``.
+    """Returns the shard of ``plain``, a plain tensor, in which the first dims are sharded as ``wanted``.
 
     If the ranks' gradients are partial, they are summed: at the end of the step for a parameter, otherwise in backward.
     """
@@ -102,7 +109,10 @@ def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) 
 
 
 def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
-    """Returns a copy of a plain tensor with a gradient that is all-reduced over the tensor ranks; cached per tensor."""
+    """Returns a copy of ``plain`` for sharded computation; its gradient is all-reduced over the ranks.
+
+    The copy is cached, so that all uses of ``plain`` share one sum.
+    """
     return context.entered(id(plain), plain, lambda passed: copy_to(plain, context.axis, passed=passed))
 
 

@@ -51,7 +51,10 @@ class SequenceError(PlanError):
 
 
 def full(x: GlobalTensor, reason: str) -> Tensor:
-    """Gathers ``x`` into a plain tensor on every tensor rank; records ``reason``."""
+    """Gathers ``x`` into a plain tensor on every rank of its axis.
+
+    ``reason``: the name under which the context counts the gather.
+    """
     context = x.views
     context.note_gather(reason)
     if type(x.local) is GlobalTensor:
@@ -76,7 +79,7 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
 
 
 def gather_global(x: GlobalTensor) -> GlobalTensor:
-    """Returns ``x`` with all elements on every rank, gathered over "tp" once for all uses; gradients are summed."""
+    """Returns ``x`` with all elements on every rank of its axis, gathered once for all uses; gradients are summed."""
     context, local = x.views, x.local
     if type(local) is GlobalTensor:
         return GlobalTensor(_gather_nested(x, local), x.full, (None,) * x.ndim, context)
@@ -113,7 +116,10 @@ def _gather_nested(x: GlobalTensor, inner: GlobalTensor) -> Tensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """All-reduces ``local`` over the ranks of the axis, in place; nothing else may read ``local`` afterwards."""
+    """Returns the sum of ``local`` over the ranks of the context's axis; ``label``: label of the all-reduce.
+
+    The sum may overwrite ``local``, so no other code may read ``local`` afterwards.
+    """
     if type(local) is GlobalTensor:
         return GlobalTensor(add(context, local.local, label), local.full, local.sets, local.views)
     if context.plain is PlainGradient.PARTIAL:
@@ -122,7 +128,10 @@ def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
 
 
 def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
-    """Shards a plain tensor [B, S, H] along S, as ``add_rows`` does; returns other tensors unchanged."""
+    """Shards a plain tensor [B, S, H] along S, as :func:`add_rows` does under sequence parallelism.
+
+    Tensors with another number of dims, or with an S that the number of ranks does not divide, are returned unchanged.
+    """
     if context.axis.size == 1 or x.ndim != 3 or x.shape[-2] % context.axis.size:
         return x
     return cut_rows(context, slice_of(x, context.axis, x.ndim - 2, COLUMN_INPUTS), tuple(x.shape))
@@ -140,7 +149,8 @@ def add_rows(
 ) -> GlobalTensor | Tensor:
     """Sums a product's partial results over the ranks: an all-reduce, or with ``context.sequence`` a reduce-scatter.
 
-    The reduce-scatter shards the rows [.., S] along S. ``folded``: dims that were flattened into the first of two.
+    The reduce-scatter shards the rows [.., S] along S. ``folded``: sizes of the dims that were flattened into the first
+    dim of ``local``, if it has two dims.
 
     Raises:
         SequenceError: the number of ranks does not divide the rows.
@@ -175,7 +185,9 @@ def cut_rows(context: "GlobalTensorContext", local: Tensor, shape: tuple[int, ..
 
 
 def in_order(context: "GlobalTensorContext", joined: Tensor, dim: int, index: Index) -> Tensor:
-    """Sorts the shards of all ranks, ``joined`` along ``dim``, by their indices in ``index``."""
+    """Returns ``joined``, the shards of all ranks joined along ``dim``, with its rows sorted by their indices in
+    ``index``.
+    """
     if index.blocks:
         return joined
     return joined.index_select(dim, on_device(context, ("order", index, joined.device), index.order, joined.device))
@@ -215,7 +227,7 @@ def _aligned(sets: Sets, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def gradient_to_owner(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Returns ``x``; backward passes the gradient on the first rank of the axis only, and zeros on the others."""
+    """Returns ``x``; backward passes the gradient on the first rank of the axis only, and zeros on all other ranks."""
     owner: Tensor = _Owner.apply(x, axis.index == 0)  # type: ignore[no-untyped-call]
     return owner
 

@@ -22,22 +22,27 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class JoinedLayer(nn.Module):
-    """PEFT layer whose pairs compute between the collectives of the sharded layer inside: x, y as that layer's.
+    """PEFT layer that computes its low-rank pairs between the collectives of the sharded layer that it wraps.
 
-    Pairs add no collective: they multiply the region's copy of x, or add to the product before its sum.
+    Input and output are as for the wrapped layer. Pairs add no collective: they multiply the region's copy of x, or add
+    to the product before its sum.
     """
 
     base_layer: Any
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Enters the region, runs PEFT's own forward on this rank's shards, and leaves the region."""
+        """Runs PEFT's own forward on this rank's shards, between the input and output collectives of the wrapped
+        layer.
+        """
         base = self.base_layer
         left: Tensor = base.tensor_leave(super().forward(base.tensor_enter(x), *args, **kwargs))
         return left
 
 
 def join_adapter(around: nn.Module, layer: nn.Module, axis: TensorAxis, patches: ForwardPatches) -> None:
-    """Makes the PEFT layer ``around`` communicate in place of the sharded ``layer`` inside."""
+    """Makes the PEFT layer ``around`` run the collectives of the sharded ``layer`` that it wraps, so that its pairs
+    share them.
+    """
     with patches.changing(layer, PatchLayer.TENSOR, "leaves its collectives to the PEFT layer around it"):
         layer.tensor_joined = True  # type: ignore[assignment]
     with patches.changing(around, PatchLayer.TENSOR, "computes its pairs between the collectives of its layer"):
@@ -54,7 +59,7 @@ class AdapterDropout(nn.Module):
     """Number of the random stream shared by all tensor ranks; None: a different stream on each rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the dropout of the original class on the chosen random stream."""
+        """Applies the original dropout with a mask from the random stream that ``tensor_stream`` selects."""
         stream = self.tensor_region.drawing(x.device, self.tensor_stream) if self.training else nullcontext()
         with stream:
             dropped: Tensor = super().forward(x)
@@ -62,7 +67,10 @@ class AdapterDropout(nn.Module):
 
 
 def place_dropouts(parent: nn.Module, layer: nn.Module, stream: int | None, patches: ForwardPatches) -> None:
-    """Sets the random stream of each ``lora_dropout`` in ``parent``, the PEFT layer around the sharded ``layer``."""
+    """Sets the random stream of each ``lora_dropout`` in ``parent``, the PEFT layer around the sharded ``layer``.
+
+    ``stream``: number of a stream that is equal on all tensor ranks, None for a different stream on each rank.
+    """
     dropouts: Any = getattr(parent, "lora_dropout", None)
     for module in dropouts.values() if isinstance(dropouts, nn.ModuleDict) else ():
         if isinstance(module, _DropoutNd) and module.p > 0:

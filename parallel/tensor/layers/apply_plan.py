@@ -57,7 +57,10 @@ _CONFIG = "config."
 
 
 def local_shard(full: Tensor, cut: ParameterCut, index: int) -> Tensor:
-    """Returns the shard of ``full`` on tensor rank ``index``, a new contiguous tensor. Inverse: :func:`assemble`."""
+    """Returns the shard of ``full`` on tensor rank ``index`` under the sharding ``cut``, as a new contiguous tensor.
+
+    :func:`assemble` is the inverse.
+    """
     return local_rows(full, cut.dim, cut.ranges, index)
 
 
@@ -80,7 +83,8 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
 def apply_plan(
     model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str] = ()
 ) -> GlobalTensorContext:
-    """Shards ``model`` in place to this tensor rank, without communication.
+    """Shards ``model`` in place to this tensor rank, without communication, and returns the context of its global
+    tensors.
 
     Parameter objects and state-dict names stay, so ties, optimizers and hooks stay valid. The model may be on the meta
     device. ``already_cut``: names of parameters that contain their shard already.
@@ -94,8 +98,9 @@ def apply_plan(
 
 
 def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> GlobalTensorContext:
-    """Shards only the shapes of ``model``, as :func:`apply_plan`, for a run on shapes; ``patches`` restore the
-    weights.
+    """Gives ``model`` the shapes of this rank's shards, as :func:`apply_plan`, but without data, for a run on shapes.
+
+    The removal of ``patches`` restores the full weights. Returns the context of the model's global tensors.
     """
 
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
@@ -235,7 +240,11 @@ _CLASSES: Mapping[LayerKind, tuple[type[nn.Module], type[nn.Module], type[nn.Mod
 def shown_class(
     own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], context: GlobalTensorContext
 ) -> type:
-    """Returns a subclass of ``own``; its attributes named in ``cuts`` (sharding, full shape) read as global tensors."""
+    """Returns a subclass of ``own`` in which reads of the parameters in ``cuts`` return global tensors of the full
+    shape.
+
+    ``cuts``: (sharding, full shape) by parameter name.
+    """
     properties = {name: _shown(own, name, (cut, shape), context) for name, (cut, shape) in cuts.items()}
     return type(f"Shown{own.__name__}", (own,), properties)
 

@@ -42,14 +42,18 @@ class _Late:
 
 
 class LazyLMHead(nn.Module):
-    """Head that maps x [.., D] to lazy logits [.., V] if gradients are needed, otherwise to computed logits."""
+    """Language-model head that maps x [.., D] to logits [.., V], which the loss computes later, in chunks of tokens.
+
+    Such lazy logits are returned if gradients are needed; otherwise the logits are computed at once.
+    """
 
     tensor_late: _Late
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Saves x for the loss and returns lazy logits; a sharded head first applies f to x, as for its product.
+        """Returns lazy logits: a tensor that stores ``x_D`` until the loss computes the logits from it.
 
-        If context ranks share a sequence, x and the logits have this rank's positions.
+        A sharded head first applies Megatron-LM's f to ``x_D``: backward sums the gradient over "tp". If context ranks
+        share a sequence, ``x_D`` and the logits have this rank's positions.
         """
         logits: Tensor = run_on_positions(self._late, x_D)
         return logits
@@ -70,14 +74,14 @@ class LazyLMHead(nn.Module):
         return ShardedLogits.late(hidden, product_of(hidden, weight))
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """Computes the logits with the head's own forward."""
+        """Returns the logits of ``x_D``, computed at once by the head's own forward."""
         own: Any = super()
         logits: Tensor = own.multiply(x_D) if isinstance(self, HeadLayer) else own.forward(x_D)
         return logits
 
 
 class LateLinear(LazyLMHead, nn.Linear):
-    """Lazy head of a replicated plain ``nn.Linear``."""
+    """Lazy head made from a replicated plain ``nn.Linear``: its logits are computed in the loss."""
 
 
 def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, patches: ForwardPatches) -> None:

@@ -43,12 +43,14 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Returns True if ``module`` has the class of a sharded layer."""
+    """Returns True if the class of ``module`` derives from one of the engine's sharded layers."""
     return any(_ours(base) for base in type(module).__mro__)
 
 
 def has_plain_forward(module: nn.Module) -> bool:
-    """Returns True if forward is that of ``nn.Linear`` or Conv1D: a matrix product and nothing else."""
+    """Returns True if ``module`` uses the forward of ``nn.Linear`` or Hugging Face's ``Conv1D``: only a matrix
+    product.
+    """
     owner = next((base for base in type(module).__mro__ if "forward" in vars(base) and not _ours(base)), nn.Module)
     return owner is nn.Linear or owner.__name__ == "Conv1D"
 
@@ -58,7 +60,8 @@ def _ours(base: type) -> bool:
 
 
 def is_replaced(x: Tensor, kernels: Kernels) -> bool:
-    """Returns True if a layer's product with ``x`` runs through ``kernels.ops.linear``, not the layer's own forward.
+    """Returns True if a layer's product with ``x`` runs through ``kernels.ops.linear`` in place of the layer's own
+    forward.
 
     Reference kernels use the layer's own forward, unless weight gradients are added to main gradients.
     """
@@ -92,15 +95,21 @@ class ColumnLayer(nn.Module):
         return self.tensor_leave(self.tensor_region.enter(self, x_I).multiply(self))
 
     def tensor_enter(self, x_I: Tensor) -> Tensor:
-        """Returns the region's shared copy of x."""
+        """Returns the copy of ``x_I`` that all column layers of the parallel region share; backward sums its gradient
+        over "tp".
+        """
         return self.tensor_region.enter(self, x_I).copy
 
     def tensor_leave(self, y_P: Tensor) -> Tensor:
-        """Returns the output of the layer, given this rank's columns."""
+        """Returns the layer's output, given this rank's columns: ``y_P`` unchanged, because the output stays
+        sharded.
+        """
         return y_P
 
     def multiply(self, x_I: Tensor) -> Tensor:
-        """Returns the layer's product with x, followed by the fused activation."""
+        """Returns the layer's product with ``x_I``, followed by the fused activation if there is one; communicates
+        nothing.
+        """
         kernels = self.tensor_region.axis.kernels
         if self.tensor_plain and is_replaced(x_I, kernels):
             return fused_forward(self, x_I, self.tensor_activation or "none", kernels)
@@ -120,17 +129,17 @@ class RowLayer(nn.Module):
     """True if a PEFT layer around this one sums its product with those of its pairs."""
 
     def forward(self, x_P: Tensor) -> Tensor:
-        """Multiplies, sums over "tp", closes the region and adds the bias."""
+        """Returns this rank's product, summed over "tp", plus the bias; closes the parallel region."""
         if self.tensor_joined:
             return self.multiply(x_P)
         return self._after_sum(self.tensor_region.product(self, x_P))
 
     def tensor_enter(self, x_P: Tensor) -> Tensor:
-        """Returns x: this rank's features."""
+        """Returns ``x_P``, this rank's features, unchanged."""
         return x_P
 
     def tensor_leave(self, y_O: Tensor) -> Tensor:
-        """Sums the partial product over "tp", closes the region and adds the bias."""
+        """Returns the partial products ``y_O``, summed over "tp", plus the bias; closes the parallel region."""
         return self._after_sum(self.tensor_region.combine(y_O))
 
     def _after_sum(self, y_O: Tensor) -> Tensor:
@@ -138,7 +147,7 @@ class RowLayer(nn.Module):
         return plus_bias(y_O, self._parameters["bias"])
 
     def multiply(self, x_P: Tensor) -> Tensor:
-        """Returns this rank's partial product, without the bias."""
+        """Returns this rank's partial product with ``x_P``, before the sum over "tp" and without the bias."""
         weight: Any = self.weight
         kernels = self.tensor_region.axis.kernels
         if self.tensor_product != "own" and is_replaced(x_P, kernels):
@@ -180,7 +189,10 @@ class ColumnLinear(ColumnLayer, nn.Linear):
 
 
 class RowLinear(RowLayer, nn.Linear):
-    """``nn.Linear`` sharded by inputs: ``in_features / size`` of them on each rank; see :class:`ColumnLinear`.
+    """``nn.Linear`` sharded by inputs: ``in_features / size`` of them on each rank; arguments are full sizes.
+
+    Weights are drawn as for the full layer. ``region``: the parallel region of the column layers that compute the
+    input.
 
     Raises:
         PlanError: the number of ranks does not divide ``in_features``.
@@ -201,7 +213,9 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 
 def prepare_column(module: nn.Module, region: Region) -> None:
-    """Sets region and local sizes in a column layer with a sharded weight."""
+    """Adds the column layer ``module`` to ``region`` and sets the layer's output size to the number of columns on this
+    rank.
+    """
     plain = has_plain_forward(module)
     region.add(module, plain)
     module.tensor_region, module.tensor_plain = region, plain  # type: ignore[assignment]
@@ -213,7 +227,7 @@ def prepare_column(module: nn.Module, region: Region) -> None:
 
 
 def prepare_row(module: nn.Module, region: Region) -> None:
-    """Sets region and local sizes in a row layer with a sharded weight."""
+    """Sets the parallel region of the row layer ``module``, and its input size: the number of features on this rank."""
     module.tensor_region = region  # type: ignore[assignment]
     weight: Any = module.weight
     plain = has_plain_forward(module)
@@ -226,14 +240,16 @@ def prepare_row(module: nn.Module, region: Region) -> None:
 
 
 def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
-    """Replaces the weight by the shard of rank ``index`` along ``dim``, and the bias as well if ``dim`` is 0."""
+    """Replaces the weight of ``module`` by the shard of rank ``index`` along ``dim``; with ``dim`` 0 also the bias."""
     for name, parameter in module.named_parameters(recurse=False):
         if name == "weight" or dim == 0:
             parameter.data = local_rows(parameter.data, dim, ranges, index)
 
 
 def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) -> Tensor:
-    """Returns the ``ranges`` of rank ``index`` in ``full``, in order, as a new contiguous tensor."""
+    """Returns the rows of ``full`` along ``dim`` that rank ``index`` stores, in the order of ``ranges``; a contiguous
+    copy.
+    """
     return torch.cat([full.narrow(dim, r.start, r.stop - r.start) for r in ranges if index in r.holders], dim)
 
 
@@ -246,14 +262,16 @@ class GatheredColumnLayer(ColumnLayer):
     tensor_widths: tuple[int, ...]
 
     def tensor_leave(self, y_P: Tensor) -> Tensor:
-        """Gathers the columns of all ranks and closes the region."""
+        """Returns the columns of all ranks, gathered over "tp" from ``y_P`` of each; closes the parallel region."""
         y_O = gather_last(y_P, self.tensor_widths, self.tensor_region.axis, COLUMN_OUTPUTS)
         self.tensor_region.leave(y_O.device)
         return y_O
 
 
 class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
-    """``nn.Linear`` sharded by outputs that gathers them; see :class:`ColumnLinear`.
+    """``nn.Linear`` sharded by outputs that gathers them, so that every rank returns all ``out_features``.
+
+    The arguments are full sizes; weights are drawn as for the full layer.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.
@@ -271,10 +289,10 @@ def prepare_gathered(module: nn.Module, widths: tuple[int, ...]) -> None:
 
 
 class ExpertsLayer(nn.Module):
-    """Module with sharded experts and a forward with partial sums; inputs and outputs are equal on all ranks.
+    """Module with sharded parameters, such as fused MoE experts, and a forward that returns partial sums.
 
-    Forward sums every float output over "tp" (label "row outputs"), backward the gradients of the float inputs (label
-    "column inputs").
+    Inputs and outputs are equal on all ranks. Forward sums every float output over "tp" (label "row outputs"), backward
+    the gradients of the float inputs (label "column inputs").
     """
 
     tensor_region: Region
@@ -282,7 +300,9 @@ class ExpertsLayer(nn.Module):
     """True: the forward runs within :meth:`tensor_summed`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Applies f to all float inputs, runs the module's own forward and sums its float outputs over "tp"."""
+        """Runs the module's own forward on this rank's shards and returns its outputs with float tensors summed over
+        "tp".
+        """
         if self.tensor_inside:
             return self.tensor_forward(*args, **kwargs)
         return self.tensor_summed(self.tensor_forward, args, kwargs)
@@ -293,7 +313,10 @@ class ExpertsLayer(nn.Module):
         return super().forward
 
     def tensor_summed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Applies f to all float inputs, calls ``run`` and sums its float outputs over "tp"."""
+        """Calls ``run(*args, **kwargs)`` and returns its result with all float tensors summed over "tp".
+
+        Backward sums the gradients of the float arguments.
+        """
         region = self.tensor_region
         device = next(self.parameters()).device
 
@@ -313,6 +336,6 @@ def _is_float(leaf: Any) -> bool:
 
 
 def prepare_experts(module: nn.Module, region: Region) -> None:
-    """Sets the region of a module that computes with sharded experts."""
+    """Sets the parallel region of ``module``, which computes with the shards of its experts."""
     region.add(module, plain=False)
     module.tensor_region = region  # type: ignore[assignment]

@@ -29,10 +29,11 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Region:
-    """Shared copies of the input and random streams of one parallel region.
+    """Parallel region from column layers to their row layer: shared copies of the input, and random streams for
+    dropout.
 
-    ``context``: the rules of the model's global tensors. With ``context.sequence`` activations outside are sharded
-    along the sequence: the input is gathered, and the output is reduce-scattered.
+    ``context``: the rules of the model's global tensors. With ``context.sequence`` activations outside the region are
+    sharded along the sequence: the input is gathered, and the output is reduce-scattered.
     """
 
     def __init__(self, axis: TensorAxis, context: GlobalTensorContext | None = None) -> None:
@@ -60,7 +61,7 @@ class Region:
         """Returns the copy of ``x`` that column layers of this region share: one for each input tensor.
 
         A second call by the same ``layer`` begins a new forward of the region, because recomputation may stop before
-        the row layer. ``again``: this is another input of the layer in the same forward.
+        the row layer. ``again``: True if ``x`` is one more input of ``layer`` in the same forward.
         """
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)
@@ -73,7 +74,9 @@ class Region:
         return shared
 
     def product(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
-        """Returns the product of a row layer with its shard of features, summed over "tp" by :meth:`combine`."""
+        """Returns the product of the row layer ``layer`` with ``x``, this rank's features, summed over "tp" as by
+        :meth:`combine`.
+        """
         own: Any = layer
         if self._context.sequence and x.ndim > 2 and own.tensor_product != "own" and has_own_weights(layer):
             rows, rest = divmod(x.shape[-2], self.axis.size)
@@ -108,7 +111,9 @@ class Region:
         )
 
     def leave(self, device: torch.device) -> None:
-        """Closes the region after the row layer's sum: all ranks draw the same random numbers from now on."""
+        """Closes the region after the row layer's sum; from then on all ranks draw the same random numbers on
+        ``device``.
+        """
         self._close()
         if self._drawn is not None:
             draw_alike(device, self._drawn)
@@ -116,7 +121,8 @@ class Region:
 
     @contextmanager
     def drawing(self, device: torch.device, stream: int | None) -> Iterator[None]:
-        """Draws the random numbers of ``stream``, equal on all tensor ranks, inside the context.
+        """Seeds the generators of ``device`` inside the context with random stream number ``stream``, equal on all
+        tensor ranks.
 
         ``stream`` None: each rank draws different numbers.
         """

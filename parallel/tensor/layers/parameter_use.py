@@ -34,10 +34,10 @@ _KINDS = 1024
 
 
 class ParameterUseCheck:
-    """Check of parameters against the tensor plan, in the first forward of each input signature.
+    """Check that a forward uses parameters, adapters and sharded layers as the tensor plan assumes.
 
-    ``plan``: None without tensor parallelism. ``followed``: the forward was traced, so no layer of the plan runs inside
-    a transform of torch.func.
+    It runs in the first forward of each input signature. ``plan``: None without tensor parallelism. ``followed``: True
+    if the forward was traced, so that no layer of the plan runs inside a transform of torch.func.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None, followed: bool) -> None:
@@ -68,12 +68,13 @@ class ParameterUseCheck:
             )
 
     def watch(self, microbatch: Any, run: Callable[[], Any]) -> Any:
-        """Runs ``run`` under the check and returns its result; all tensor ranks raise the same error.
+        """Calls ``run`` under the check and returns its result; all tensor ranks raise the same error.
+
+        ``microbatch``: the inputs of the forward; the check runs once for each combination of their shapes and dtypes.
 
         Raises:
             PlanError: an adapter was switched on after the plan was made; or a sharded layer runs inside a transform of
-                torch.func; or the inputs apply a parameter to full activations that met only sharded ones in the
-                example.
+                torch.func; or a parameter is applied to full activations that the plan has seen on sharded ones only.
         """
         if self._adapted:
             self._check_adapters()
@@ -153,7 +154,7 @@ class OutsideReads(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records operations of this thread inside the context."""
+        """Records the operations of this thread inside the context in ``names`` and ``plain``."""
         handles: list[RemovableHandle] = []
         for layer in self._layers:
             own = frozenset(id(parameter) for parameter in layer.parameters())
@@ -182,7 +183,10 @@ class OutsideReads(TorchFunctionMode):
 
 
 class PlainReads(TorchFunctionMode):
-    """Recorder of ``parameters`` used together with plain tensors only, in a forward of the sharded model."""
+    """Recorder of the ``parameters`` that an operation without global tensors reads, in a forward of the sharded model.
+
+    ``names``: the names of these parameters, in the order of their first read.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()

@@ -21,7 +21,9 @@ LABEL = "replicated gradients"
 
 
 class PartialSums:
-    """All-reduce of partial gradients over "tp", in place; every tensor rank passes the same parameters."""
+    """Sum over "tp", in place, of gradients of which each tensor rank has a part. Every rank passes the same
+    parameters.
+    """
 
     def __init__(self, table: ShardTable, comm: Comm) -> None:
         self._rows = {row.name: row for row in table if row.partial}

@@ -40,7 +40,7 @@ from engine.parallel.trace.model_trace import FreeTensor, FromValue, Glue, Model
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Collective of a forward or backward, with label and bytes."""
+    """Collective that a forward or backward runs over ``axis``, with its operation, label and bytes."""
 
     module: str
     """Innermost running module; outside all modules, the last one that ran."""
@@ -51,11 +51,11 @@ class Sent:
 
 
 class CollectiveRecorder:
-    """Recorder of the collectives over dry ``axes``, in runs of a model on shapes.
+    """Recorder of the collectives over the dry ``axes``, which communicate nothing, in runs of a model on shapes.
 
-    ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops at the last tensor that
-    backward needs, so a collective is repeated only if a tensor is saved after it. ``partly``: modules recomputed
-    except for saved operators, among them the sums over "tp"; collectives over other axes are repeated.
+    ``recomputed``: modules with recomputed activations, by name. Recomputation stops at the last tensor that backward
+    needs, so a collective is repeated only if a tensor is saved after it. ``partly``: modules recomputed except for
+    saved operators, among them the sums over "tp"; collectives over other axes are repeated.
     """
 
     def __init__(
@@ -83,7 +83,9 @@ class CollectiveRecorder:
         return tuple(self._sent)
 
     def cut(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model has the shapes of one rank."""
+        """Returns the context of a run, in which the model has the shapes of one rank; in this class its shapes do not
+        change.
+        """
         return nullcontext()
 
     def _watching(self) -> AbstractContextManager[object]:
@@ -110,7 +112,7 @@ class CollectiveRecorder:
                 self._running.clear()
 
     def keep_reached(self, loss: Tensor) -> None:
-        """Discards backward collectives that no gradient of ``loss`` reaches, for example after ``detach``."""
+        """Discards recorded backward collectives that no gradient of ``loss`` reaches, for example after ``detach``."""
         reached = _nodes_before(loss.grad_fn)
         kept = [sent for sent, node in zip(self._sent, self._nodes, strict=True) if node is None or node in reached]
         self._sent, self._nodes = kept, [None] * len(kept)
@@ -146,7 +148,11 @@ class CollectiveRecorder:
 
 
 class TrafficRecorder(CollectiveRecorder):
-    """Recorder of the collectives of a model that ``plan`` shards over ``tp`` ranks."""
+    """Recorder of the collectives of ``model`` under ``plan`` on ``tp`` tensor ranks.
+
+    ``wire``: encoding of activations in transfers, None for none; ``others``: dry axes other than "tp"; ``recomputed``:
+    modules with recomputed activations; ``partly``: modules recomputed except for saved operators.
+    """
 
     def __init__(
         self,
@@ -218,7 +224,7 @@ def _nodes_before(last: Node | None) -> set[Node]:
 
 
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, rank: int = 0) -> dict[int, Tally]:
-    """Returns one rank's traffic of one microbatch, forward and backward, by index of the traced call.
+    """Returns the traffic of one rank in forward and backward of one microbatch, by index into ``timeline.calls``.
 
     ``rank``: index of the rank on axes over which ranks send different numbers of rows.
     """
@@ -250,7 +256,10 @@ class LogitUse:
 
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
-    """Returns the traffic of the logits after the head: a vocabulary-parallel loss, or a gather of the full logits."""
+    """Returns the traffic of one of ``tp`` ranks for the logits after the head, as :func:`find_logit_use` has found it.
+
+    The logits pass a vocabulary-parallel loss or are gathered in full.
+    """
     return Tally([_traffic(DryAxis(tp), sent) for sent in use.sent])
 
 
@@ -260,7 +269,10 @@ def _traffic(axis: TensorAxis, sent: Expected | ExpectedRows, rank: int = 0) -> 
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
-    """Replays the operations of ``timeline`` on the outputs of the heads of ``plan``, and records their traffic."""
+    """Returns the traffic of one of ``tp`` ranks for the logits that the heads of ``plan`` return.
+
+    It replays the traced operations on the logits on meta tensors. ``timeline``: the trace of the model with its loss.
+    """
     told: list[Expected] = []
     axis = DryAxis(tp, lambda what, _: told.append(what))
     logits = {number: _wrap(timeline, number, size, axis) for number, size in _made_by_heads(plan, timeline)}

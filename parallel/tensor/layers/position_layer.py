@@ -14,19 +14,20 @@ from engine.parallel.trace.torch_function import map_leaves
 
 
 class PositionLayer(nn.Module):
-    """First base of a layer sharded over "tp" in a model with sequences sharded over "cp".
+    """Mixin for a layer sharded over "tp" in a model with sequences sharded over "cp": it computes this rank's
+    positions.
 
     Arguments and results are global tensors over "cp"; the layer computes with their shards, which may be global
-    tensors over "tp". Communicates over "cp" only if features are sharded over it: they are gathered.
+    tensors over "tp". Features that are sharded over "cp" are gathered first; no other argument communicates over "cp".
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer on this rank's positions."""
+        """Runs the layer on this rank's positions of the sequences."""
         return run_on_positions(super().forward, *args, **kwargs)
 
 
 def run_on_positions(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs ``forward``, which computes each position by itself, on this rank's positions of its arguments.
+    """Runs ``forward``, which computes each position independently, on this rank's positions of its arguments.
 
     The results are global tensors with the positions of the first floating argument.
     """
@@ -40,7 +41,7 @@ def run_on_positions(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def layer_input(x: Tensor) -> Tensor:
-    """Returns ``x``; a mode of torch functions may return a batch tensor as a global tensor over "cp" instead."""
+    """Returns ``x``, unless a torch function mode is active and returns a global tensor over "cp" for this call."""
     if has_torch_function_unary(x):
         entered: Tensor = handle_torch_function(layer_input, (x,), x)
         return entered

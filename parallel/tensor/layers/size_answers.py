@@ -24,9 +24,10 @@ _WHOLE, _RUNNING = "_whole_values", "_running_modules"
 
 
 class WholeSizeAnswers:
-    """Full sizes of layers and parameters of ``model``, read before sharding and installed after it.
+    """Installer of full sizes: code outside sharded blocks reads full shapes and attributes from layers of ``model``.
 
-    Parameters of other classes than ``nn.Parameter`` return sizes of shards. ``plan`` None: no sharding.
+    The constructor reads the sizes before sharding; :meth:`install` runs after it. Parameters of other classes than
+    ``nn.Parameter`` return sizes of shards. ``plan`` None: no sharding.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:
@@ -45,8 +46,9 @@ class WholeSizeAnswers:
         self._homes = [name for name in dict.fromkeys(_homes(self._modules, plan)) if _has_code(self._modules[name])]
 
     def install(self, model: nn.Module, patches: ForwardPatches, passed: Collection[str] = ()) -> None:
-        """Makes ``model`` return full sizes to code outside blocks; ``passed``: names of parameters that return shard
-        sizes.
+        """Makes sharded layers and parameters of ``model`` return full sizes to code outside blocks.
+
+        ``passed``: names of parameters that return sizes of shards everywhere.
         """
         running, classes = RunningModules(), dict[tuple[type, tuple[str, ...]], type]()
         for name, parameter in self._parameters.items():

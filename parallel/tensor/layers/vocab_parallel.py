@@ -86,11 +86,13 @@ class HeadLayer(nn.Module):
         return self.tensor_leave(share_input(*self.entrance(x_D), plain).multiply(self))
 
     def tensor_enter(self, x_D: Tensor) -> Tensor:
-        """Returns f(x), full on every rank."""
+        """Returns ``x_D`` for the product, full on every rank; backward sums its gradient over "tp"."""
         return enter_region(*self.entrance(x_D))
 
     def tensor_leave(self, logits_W: Tensor) -> Tensor:
-        """Returns this rank's columns of the logits as sharded logits."""
+        """Returns ``logits_W``, this rank's columns, as sharded logits; in a dry run a plain tensor of the full
+        shape.
+        """
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
         if axis.dry:
@@ -98,7 +100,9 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """Returns this rank's x, possibly a shard of the sequence, with the operation that gathers it."""
+        """Returns this rank's part of ``x_D``, possibly a shard of the sequence, and the operation that gathers it over
+        "tp".
+        """
         dim = None
         if type(x_D) is GlobalTensor:
             dim = stream_dim(x_D)
@@ -106,7 +110,7 @@ class HeadLayer(nn.Module):
         return x_D, Entrance(self.tensor_vocabulary.axis, self.tensor_owned, dim=dim)
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """Returns the layer's product with x: this rank's columns of the logits."""
+        """Returns the layer's product with ``x_D``: this rank's columns of the logits."""
         kernels = self.tensor_vocabulary.axis.kernels
         if self.tensor_owned and is_replaced(x_D, kernels):
             return fused_forward(self, x_D, "none", kernels)
@@ -140,7 +144,9 @@ class VocabularyHead(HeadLayer, nn.Linear):
 
 
 def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
-    """Sets vocabulary and local sizes in an embedding with a sharded table."""
+    """Sets the vocabulary, the local number of rows and the local padding index of an embedding with a sharded
+    table.
+    """
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_context = context or global_context(vocabulary.axis)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
@@ -151,7 +157,7 @@ def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: Global
 
 
 def prepare_head(module: nn.Module, vocabulary: Vocabulary) -> None:
-    """Sets vocabulary and local sizes in a head with a sharded weight."""
+    """Sets the vocabulary and the local output size of the head ``module``, which has a sharded weight."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_owned = has_plain_forward(module)  # type: ignore[assignment]
     if is_conv1d(module):

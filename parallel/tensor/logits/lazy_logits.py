@@ -67,17 +67,20 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of ``func`` on lazy logits without computing them; ``NotImplemented`` if it needs them."""
+    """Returns the result of ``func`` on lazy logits, with hidden states ``x``, without computing the logits.
+
+    ``NotImplemented``: ``func`` needs the computed logits. ``args`` and ``kwargs``: its other arguments.
+    """
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
 
 
 class LogitsSource(Protocol):
-    """Interface of logits from which other lazy logits derive."""
+    """Interface of logits from which other lazy logits derive, for example by a view."""
 
     @property
     def part(self) -> LogitShard:
-        """This rank's shard; a read computes lazy logits."""
+        """This rank's shard of the logits; a read computes logits that are still lazy."""
 
     @property
     def waits(self) -> bool:
@@ -86,7 +89,7 @@ class LogitsSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyLogits:
-    """Hidden states, with the function that computes logits from them."""
+    """Logits that are not computed yet: hidden states, with the function that computes logits from them."""
 
     part: LogitShard
     """Shard of the hidden states, with the head's product."""

@@ -63,14 +63,14 @@ class SoftmaxParts(NamedTuple):
 
 @dataclass(slots=True)
 class SharedSoftmax:
-    """Cache of the softmax of some logits, filled by the first loss and reused by others."""
+    """Cache of the softmax statistics of some logits, filled by the first loss and reused by others."""
 
     parts: SoftmaxParts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateProduct:
-    """Linear head that computes logits from hidden states [.., H] at the first read."""
+    """Linear head from which lazy logits are computed at their first read, for hidden states [.., H]."""
 
     weight: Tensor
     """Rows of the head's weight on this rank, [W, H]."""
@@ -80,14 +80,16 @@ class LateProduct:
     kernels: Kernels
 
     def detached(self) -> "LateProduct":
-        """Returns the same head without gradients."""
+        """Returns the same head with weight and bias detached from the graph."""
         bias = None if self.bias is None else self.bias.detach()
         return LateProduct(self.weight.detach(), bias, self.dtype, self.kernels)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitShard:
-    """This rank's shard of logits, or the hidden states of lazy logits, with the vocabulary's dim."""
+    """This rank's shard of logits, or the hidden states of lazy (not yet computed) logits; ``dim`` is the vocabulary
+    dim.
+    """
 
     local: Tensor
     """Shard of this rank; for lazy logits the hidden states, with the hidden size in dim ``dim``."""
@@ -131,16 +133,17 @@ class LogitShard:
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """Returns a copy with the tensor ``local``, whose vocabulary is along ``dim``.
+        """Returns a shard of the same vocabulary that stores the tensor ``local``.
 
-        ``same``: values and order of tokens are unchanged, so the softmax is shared.
+        ``dim``: vocabulary dim of ``local``, None for the dim of this shard. ``same``: True if values and order of
+        tokens are unchanged, so that both shards use one cache of the softmax.
         """
         dim = self.dim if dim is None else dim
         softmax = self.softmax if same else SharedSoftmax()
         return LogitShard(local, self.vocabulary, dim, softmax, self.product)
 
     def detached(self) -> "LogitShard":
-        """Returns the same shard without gradients."""
+        """Returns the same shard detached from the graph."""
         product = None if self.product is None else self.product.detached()
         return LogitShard(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 
@@ -155,7 +158,7 @@ OPERANDS = "logit operands"
 
 
 def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
-    """Returns ``x``, full, for use with this rank's columns; backward sums the gradient over "tp"."""
+    """Returns ``x``, equal on all ranks, as an operand of this rank's columns; backward sums its gradient over "tp"."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     shared: Tensor = _Share.apply(x, axis, label)  # type: ignore[no-untyped-call]
@@ -164,8 +167,10 @@ def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
 
 
 def cut_operand(x: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
-    """Returns this rank's columns of a full ``x`` with the vocabulary in ``dim``; backward gathers the gradient over
-    "tp"."""
+    """Returns this rank's columns of ``x``, a full tensor with the vocabulary in dim ``dim``.
+
+    Backward gathers the gradient over "tp".
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x.narrow(dim, vocabulary.start, vocabulary.width)
     widest = max(vocabulary.widths) * len(vocabulary.widths)

@@ -64,7 +64,11 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Terms(NamedTuple):
-    """Per-token softmax terms of a loss, [N] each, in fp32 or wider, equal on all ranks, with gradients."""
+    """Softmax terms of a loss for N tokens: tensors [N] in fp32 or wider, equal on all ranks, with gradients.
+
+    ``log_sum``: log of the sum of exp(x - max x); ``picked``: x - max x at the target; ``weighted``: weighted sum of x
+    - max x over the vocabulary. None: the loss does not need the term.
+    """
 
     log_sum: Tensor
     picked: Tensor | None
@@ -72,7 +76,9 @@ class Terms(NamedTuple):
 
 
 def softmax_terms(logits: LogitShard, question: Question) -> Terms:
-    """Computes the softmax terms selected by ``question``; cached terms of ``logits`` need no communication."""
+    """Returns the softmax terms that ``question`` selects, summed over "tp"; terms cached in ``logits`` are not sent
+    again.
+    """
     vocabulary, shared = logits.vocabulary, logits.softmax
     question = question._replace(start=vocabulary.start)
     if logits.product is not None:
@@ -202,7 +208,11 @@ class OverAxis:
 
 
 def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question) -> LinearTerms:
-    """Computes the terms of all tokens from hidden states, in chunks; caches the softmax for other losses."""
+    """Returns the softmax terms that ``question`` selects for lazy logits, computed from ``hidden`` in chunks of
+    tokens.
+
+    ``product``: the head. The softmax is cached in ``hidden`` for other losses.
+    """
     shared, axis = hidden.softmax, hidden.vocabulary.axis
     known = None if shared.parts is None else Softmax(*shared.parts[:2])
     conditions = Conditions(product.kernels, None if axis.size == 1 else OverAxis(axis), known)
@@ -213,8 +223,9 @@ def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question
 
 
 def summed_loss(logits: LogitShard, target_N: Tensor, form: CrossEntropy) -> Tensor | None:
-    """Returns the reduced cross-entropy of lazy logits on an unsharded vocabulary, by the fused operator; otherwise
-    None.
+    """Returns the reduced cross-entropy of lazy logits, computed by the fused operator for head and loss.
+
+    None: the logits are not lazy, the vocabulary is sharded, or the reduction is "none".
     """
     product = logits.product
     if product is None or logits.vocabulary.axis.size > 1 or form.reduction == "none":
@@ -278,7 +289,12 @@ class _Options:
 
 
 def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes ``functional.cross_entropy`` for labels [N] of [N, V], or [B, ...] of [B, V, ...]."""
+    """Computes ``functional.cross_entropy`` from this rank's columns: labels [N] for [N, V], or [B, ...] for [B, V,
+    ...].
+
+    ``args`` and ``kwargs`` are torch's arguments. Returns ``NotImplemented`` for arguments that need the full
+    vocabulary.
+    """
     given = _Options(*args, **kwargs)
     if not given.understood:
         return NotImplemented
@@ -303,7 +319,11 @@ def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes ``functional.nll_loss`` of log-probabilities."""
+    """Computes ``functional.nll_loss`` from this rank's columns of the log-probabilities.
+
+    ``args`` and ``kwargs`` are torch's arguments. Returns ``NotImplemented`` for arguments that need the full
+    vocabulary.
+    """
     given = _Options(*args, **kwargs)
     if not given.understood:
         return NotImplemented
@@ -315,7 +335,10 @@ def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:
-    """Computes ``torch.logsumexp`` over the vocabulary: [.., V] -> [..]."""
+    """Computes ``torch.logsumexp`` over the sharded vocabulary: [.., V] -> [..].
+
+    Returns ``NotImplemented`` for other dims and for ``out``.
+    """
     dims = dim if isinstance(dim, tuple | list) else (dim,)
     if not isinstance(input, LogitShard) or not _is_vocabulary(input, dims) or out is not None:
         return NotImplemented
@@ -330,7 +353,10 @@ def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = Fa
 def log_softmax(
     func: Callable[..., Any], input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None, **kwargs: Any
 ) -> Any:
-    """Computes ``log_softmax`` over the vocabulary. Backward sums one scalar per token over "tp"."""
+    """Computes ``log_softmax`` over the sharded vocabulary; the result is sharded too.
+
+    Backward sums one scalar per token over "tp". Returns ``NotImplemented`` for other dims.
+    """
     if isinstance(_stacklevel, torch.dtype):  # in torch.log_softmax the third argument is the dtype
         dtype = _stacklevel
     if not isinstance(input, LogitShard) or not _is_vocabulary(input, (dim,)) or kwargs:
@@ -347,7 +373,9 @@ def log_softmax(
 
 
 def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
-    """Computes ``torch.gather`` along the vocabulary: returns a plain tensor with the shape of ``index``.
+    """Computes ``torch.gather`` along the sharded vocabulary; returns a plain tensor with the shape of ``index``.
+
+    Returns ``NotImplemented`` for other dims.
 
     Raises:
         EngineError: an index is outside the vocabulary. A GPU does not check.

@@ -149,7 +149,7 @@ def _along(func: Callable[..., Any], x: Any, dim: int, *args: Any, **kwargs: Any
 
 
 def is_view(func: Callable[..., Any], x: LogitShard) -> bool:
-    """Returns True if the memory of ``x`` is that of another tensor, such as the source of a slice."""
+    """Implements ``Tensor._is_view``: returns True if the shard ``x`` is a view of another tensor."""
     return x.local._is_view()
 
 
@@ -199,7 +199,10 @@ SHAPES = tuple(func for func, rule in LOGIT_RULES.items() if rule in (_flatten, 
 
 
 def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs the rule of ``func`` on logit shards; returns ``NotImplemented`` if there is none."""
+    """Runs the rule of ``func`` on arguments with logit shards in place of sharded logits.
+
+    Returns ``NotImplemented`` if ``func`` has no rule, or if the rule needs the full vocabulary.
+    """
     rule = LOGIT_RULES.get(func)
     leaves = pytree.tree_leaves(args) if rule is _index else (*args, *kwargs.values())
     if rule is None or not any(isinstance(leaf, LogitShard) for leaf in leaves):

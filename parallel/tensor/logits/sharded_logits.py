@@ -57,7 +57,7 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def late(hidden: LogitShard, compute: Callable[[], LogitShard]) -> "ShardedLogits":
-        """Returns lazy logits of the ``hidden`` states; ``compute`` returns the computed shard."""
+        """Returns lazy logits of the ``hidden`` states; ``compute`` returns the computed shard of the logits."""
         return _wait(LazyLogits(hidden, compute))
 
     @property
@@ -91,7 +91,7 @@ class ShardedLogits(Tensor):
 
     @property
     def alone(self) -> bool:
-        """True if the vocabulary is on this rank in full."""
+        """True if this rank has the full vocabulary, because the tensor axis has one rank."""
         return self.vocabulary.axis.size == 1
 
     @property
@@ -100,7 +100,10 @@ class ShardedLogits(Tensor):
         return self._full is not None
 
     def full(self, reason: str = "full") -> Tensor:
-        """Returns the full tensor, plain, with gradients: one all-gather over "tp", label "logits"."""
+        """Returns the full logits as a plain tensor, with gradients: one all-gather over "tp", label "logits".
+
+        ``reason``: name of the function that needs them, for the report.
+        """
         part, vocabulary = self.part, self.vocabulary
         local, dim = part.local, part.dim
         if self.alone:

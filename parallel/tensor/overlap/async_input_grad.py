@@ -53,7 +53,11 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Settings of f, which brings a tensor to its column layers; ``owned`` and ``passed`` as in :func:`copy_to`."""
+    """Settings of the operation that brings a tensor to the column layers of a region (f of Megatron-LM).
+
+    ``owned``: no other code reads the gradient of the result, so it may be summed in place; ``passed``: function called
+    after the sum of the gradient.
+    """
 
     axis: TensorAxis
     owned: bool
@@ -72,7 +76,10 @@ class Shared:
         self._products = products
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """Returns the product of ``layer`` with the shared copy; defers the weight gradient if possible."""
+        """Returns the product of ``layer`` with the shared copy.
+
+        If possible, backward computes the weight gradient during the sum of the input gradient.
+        """
         for product in self._products:
             if product.layer is layer and product.fits(self.copy):
                 return product.multiply(self.copy)
@@ -82,7 +89,11 @@ class Shared:
 
 
 def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
-    """Returns f(``x``) as a copy shared by the plain linear ``layers``."""
+    """Brings ``x`` to its column layers by the settings ``entrance`` and returns the copy that they share.
+
+    Backward sums the input gradient over "tp". For a large ``x`` the weight gradients of ``layers``, plain linear
+    layers, are computed during this sum.
+    """
     axis = entrance.axis
     # regather needs the deferred products on every device: only they can restore x for the weight gradients
     again = _Again(entrance) if entrance.regather and entrance.dim is not None else None
@@ -105,7 +116,11 @@ def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> S
 
 
 def enter_region(x: Tensor, entrance: Entrance) -> Tensor:
-    """Returns f(``x``) without deferred weight gradients."""
+    """Returns ``x`` for column layers by the settings ``entrance``: unchanged, or gathered over "tp" along its sharded
+    dim.
+
+    Backward sums the gradient over "tp", or reduce-scatters it; weight gradients are not deferred.
+    """
     if entrance.dim is None:
         return copy_to(x, entrance.axis, entrance.owned, entrance.passed)
     return gather_to(x, entrance.axis, entrance.dim, COLUMN_INPUTS, entrance.owned, entrance.passed)
@@ -121,7 +136,10 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 
 
 def has_own_weights(layer: nn.Module) -> bool:
-    """Returns True if the layer multiplies by unchanged parameters with gradients that may be computed later."""
+    """Returns True if the gradients of weight and bias of ``layer`` may be computed later than the input gradient.
+
+    False: a parameter is frozen, parametrized or has hooks, or the layer's product has been replaced.
+    """
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():
         return False  # a split backward has replaced the product, or torch.nn.utils.parametrize computes the weight

@@ -52,7 +52,11 @@ MOST_PIECES = 4
 
 @dataclass(frozen=True, slots=True)
 class Pieced:
-    """Settings of a product in chunks; ``label`` of its collectives: "column inputs" or "row outputs"."""
+    """Settings of a matrix product that communicates over ``axis`` in chunks.
+
+    ``label``: label of its collectives, "column inputs" or "row outputs". ``regather``: True to gather the input again
+    in backward instead of saving it.
+    """
 
     axis: TensorAxis
     label: str
@@ -70,22 +74,24 @@ class Pieced:
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
     def route(self, part: Tensor) -> Route:
-        """Returns (axis, label, number of chunks) for this rank's rows ``part``."""
+        """Returns axis, label and number of chunks for the communication of this rank's rows ``part``."""
         pieces = choose_pieces(part.shape[-2], part.numel() * part.element_size(), part.device.type, self.axis)
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Returns the weight as a view [I, O]."""
+        """Returns ``weight`` as a view [I, O]."""
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:
-        """Returns the weight as [O, I], the operand of the input gradient dx = dy W."""
+        """Returns ``weight`` as [O, I] in the dtype of ``dy``, the right operand of the input gradient dx = dy W."""
         return self.matrix(weight.to(dy.dtype)).t()
 
 
 def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
-    """Returns the largest number of chunks, up to ``MOST_PIECES``, that divides ``rows`` with chunks of at least the
-    bytes in ``axis.overlap``.
+    """Returns the number of chunks for ``rows`` rows of together ``size`` bytes on this rank.
+
+    It is the largest number up to ``MOST_PIECES`` that divides ``rows`` into chunks of at least the bytes in
+    ``axis.overlap``; 1 on devices without overlap.
     """
     devices, least = axis.overlap
     if device not in devices or axis.dry or axis.size == 1:
@@ -94,10 +100,11 @@ def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
 
 
 def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> tuple[Tensor, Tensor | None]:
-    """Maps x [.., S/T, I] to (x W' + b [.., S, O], the gathered x [.., S, I] for layers that share it).
+    """Gathers ``x`` [.., S/T, I] over "tp" in chunks during its product; returns (x W' + b [.., S, O], gathered x [..,
+    S, I]).
 
-    Backward adds the gradients of both results and reduce-scatters the sum. With ``regather`` the second result is
-    None.
+    The gathered x is for layers with the same input; with ``regather`` it is None. Backward adds the gradients of both
+    results and reduce-scatters the sum.
 
     Raises:
         EngineError: ``pieces`` does not divide the rows.
@@ -113,7 +120,9 @@ def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Piec
 
 
 def multiply_scatter(x: Tensor, weight: Tensor, pieced: Pieced) -> Tensor:
-    """Maps x [.., S, P] to this rank's rows [.., S/T, O] of the sum of x W' over the ranks; the caller adds the bias.
+    """Multiplies ``x`` [.., S, P] in chunks and reduce-scatters the product over "tp".
+
+    Returns this rank's rows [.., S/T, O] of the sum of x W' over the ranks; the caller adds the bias.
 
     Raises:
         EngineError: the number of ranks does not divide the rows, or ``pieces`` does not divide a rank's rows.
@@ -218,7 +227,10 @@ def _computed_in(x: Tensor) -> torch.dtype:
 
 
 class SharedInPieces(Shared):
-    """Input that the first plain product gathers in chunks; the other layers share the gathered rows."""
+    """Input of several column layers, sharded along the sequence.
+
+    The first plain layer gathers it in chunks during its product; the other layers share the gathered rows.
+    """
 
     def __init__(self, part: Tensor, axis: TensorAxis, plain: list[nn.Module]) -> None:
         self._part, self._axis, self._plain = part, axis, plain
@@ -232,7 +244,7 @@ class SharedInPieces(Shared):
         return self._whole
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """Returns the product of ``layer`` with the gathered rows."""
+        """Returns the product of ``layer`` with the gathered rows, which the first plain layer gathers in chunks."""
         if self._whole is None and any(layer is other for other in self._plain) and has_own_weights(layer):
             weight, bias = layer._parameters["weight"], layer._parameters["bias"]
             assert weight is not None
@@ -245,9 +257,10 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Returns True if ``rows`` rows of ``part``'s bytes are communicated in chunks or tiles during the product.
+    """Returns True if a product communicates in chunks, or in tiles of one kernel, instead of all rows at once.
 
-    Always False with encoded activations, because chunks would split the blocks of the encoding.
+    ``rows``: number of rows of a rank; ``part``: rows of a rank, for bytes and dtype. Always False with encoded
+    activations, because chunks would split the blocks of the encoding.
     """
     if axis.wire is not None:
         return False
@@ -268,8 +281,10 @@ def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
 
 
 def scatter_product(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
-    """Maps x [.., S, P] to this rank's rows [.., S/T, O] of the layer's product, reduce-scattered over "tp", without
+    """Returns the product of the row layer ``layer`` with ``x`` [.., S, P], reduce-scattered over "tp", without the
     bias.
+
+    The result [.., S/T, O] has this rank's rows of the sum over the ranks.
     """
     weight = layer._parameters["weight"]
     assert weight is not None

@@ -41,14 +41,18 @@ _ALIGNED = 16
 
 
 def fuses(axis: TensorAxis) -> bool:
-    """Returns True if kernels of products on this axis communicate; False in a dry run and in recomputation from stored
-    results.
+    """Returns True if kernels of products may communicate over ``axis``, through its symmetric memory.
+
+    False in a dry run and in recomputation from stored results.
     """
     return axis.symmetric is not None and not axis.dry and axis.repeats is None
 
 
 def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
-    """Returns True if the kernel of this product communicates; depends on sizes and axis only."""
+    """Returns True if the kernel of a product of these ``sizes`` communicates by itself, without collectives.
+
+    If the axis has measurements, they must have found this faster. The result is equal on all ranks.
+    """
     row = measured_row(axis, operation, sizes, dtype)
     return fuses(axis) and (axis.measured is None or (row is not None and row.fuses))
 
@@ -56,12 +60,16 @@ def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, 
 def measured_row(
     axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype
 ) -> OverlapChoice | None:
-    """Returns the measured choice for a product of these sizes; None if there is none."""
+    """Returns the measured choice between kernel and collectives for a product of these ``sizes``; None if not
+    measured.
+    """
     return None if axis.measured is None else axis.measured.find(operation, sizes, dtype)
 
 
 def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
-    """Returns the fastest measured tile, or the default tile of ``dtype``."""
+    """Returns the fastest tile in ``row``, the measured choice; without a measured tile the default tile of
+    ``dtype``.
+    """
     from engine.kernels.gpu.launch_shapes import Tile
     from engine.kernels.gpu.overlap.launches import tile_of
 
@@ -69,7 +77,10 @@ def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
 
 
 def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """Implements :class:`GatherProduct` in one kernel."""
+    """Gathers ``part`` along the sequence and multiplies it, in one kernel that also communicates.
+
+    It implements :class:`GatherProduct`, and runs with collectives if the product does not fit the kernel.
+    """
     buffer, axis = route.axis.symmetric, route.axis
     rows_BLK = part.contiguous().view(-1, *part.shape[-2:])
     sizes = ProductSizes(axis.size * rows_BLK.shape[:2].numel(), *matrix.shape[::-1])
@@ -100,7 +111,10 @@ def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: R
 def scatter_in_kernel(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """Implements :class:`ProductScatter` in two kernels; the second kernel sums."""
+    """Multiplies ``whole`` and reduce-scatters the product, in two kernels that also communicate; the second one sums.
+
+    It implements :class:`ProductScatter`, and runs with collectives if the product does not fit the kernels.
+    """
     buffer, axis = route.axis.symmetric, route.axis
     rows, columns = whole.shape[-2] // axis.size, matrix.shape[-1]
     whole_BWLK = whole.to(matrix.dtype).contiguous().view(-1, axis.size, rows, whole.shape[-1])
@@ -140,10 +154,9 @@ def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
 def fits(
     buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int, row: OverlapChoice | None = None
 ) -> bool:
-    """Returns True if the kernels can multiply these rows by ``matrix`` [K, N] and send ``size`` bytes to each rank;
-    equal on all ranks.
+    """Returns True if the kernels can multiply ``rows_BLK`` by ``matrix`` [K, N] and send ``size`` bytes to each rank.
 
-    Logs the reason for a refusal once.
+    The result is equal on all ranks. Logs the reason for a refusal once.
     """
     reason = _obstacle(buffer, rows_BLK, matrix, size, row)
     if reason:
@@ -167,7 +180,7 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
 
 
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
-    """Returns the function that completes a kernel call: on CPUs it checks that all data arrived.
+    """Returns a function that completes a kernel call on ``device``: on a CPU it checks that all data has arrived.
 
     A GPU is checked once a step (:meth:`Comm.check_kernels`), because each check makes the host wait for the GPU.
     """
@@ -187,6 +200,7 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
     """Copies ``part_BLK``, contiguous, to all tensor ranks during the context, with a signal per ``tile_rows`` rows.
 
     A product launched inside the context waits for the rows (``launch_gather_product`` with half "multiply").
+    ``epoch``: number of the call on the symmetric memory.
     """
     rank, ranks = buffer.mailbox.rank, buffer.mailbox.ranks
     numbers = signal_numbers(part_BLK, buffer, epoch, tile_rows)
@@ -201,15 +215,18 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
 
 
 def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
-    """Returns the signals of one sequence's tiles, int32 [tiles]; keep them allocated until :func:`leave_rows` has
-    copied them.
+    """Returns the signals for the tiles of one sequence, int32 [tiles]: each one is ``epoch``, the number of the call.
+
+    They must stay allocated until :func:`leave_rows` has copied them.
     """
     tiles = -(-part_BLK.shape[1] // tile_rows)
     return torch.full((tiles,), epoch, dtype=torch.int32, device=buffer.mailbox.status.device)
 
 
 def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call: tuple[int, int, int]) -> None:
-    """Copies rows and their signals to one rank on the current stream. The rows may be in pinned host memory.
+    """Copies ``part_BLK`` and its signals ``numbers`` to one rank's symmetric memory on the current stream.
+
+    The rows may be in pinned host memory.
 
     Args:
         call: (destination rank, epoch, rows of a tile).
@@ -227,6 +244,8 @@ def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call:
 
 
 def rows_of_a_copy(part_BLK: Tensor, tile_rows: int) -> int:
-    """Returns the smallest multiple of ``tile_rows`` rows with at least ``COPIED_BYTES`` bytes."""
+    """Returns the number of rows in one copy: the smallest multiple of ``tile_rows`` with at least ``COPIED_BYTES``
+    bytes.
+    """
     tile_bytes = tile_rows * part_BLK.shape[-1] * part_BLK.element_size()
     return tile_rows * -(-COPIED_BYTES // tile_bytes)

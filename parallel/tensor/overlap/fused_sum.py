@@ -58,7 +58,10 @@ def sums_in_kernel(layer: nn.Module, x: Tensor, axis: TensorAxis) -> bool:
 
 
 def multiply_and_sum(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
-    """Maps x [.., P] to y [.., O], the sum of x W' over the ranks, without the bias."""
+    """Returns y [.., O], the sum over the ranks of the product of ``layer`` with ``x`` [.., P], without the bias.
+
+    The kernels of the product also send and sum.
+    """
     weight = layer._parameters["weight"]
     y: Tensor = _MultiplyAndSum.apply(x, weight, axis, is_conv1d(layer))  # type: ignore[no-untyped-call]
     return y
@@ -105,8 +108,10 @@ def _next_call(buffer: SymmetricBuffer, tile: "Tile") -> "KernelCall":
 def sum_in_turns(
     x_MP: Tensor, matrix_PO: Tensor, next_call: "Callable[[], KernelCall]"
 ) -> Generator[None, None, Tensor]:
-    """Computes the sum over ranks of ``x_MP @ matrix_PO``, [M, O]; yields before each launch that waits for other
-    ranks.
+    """Computes the sum over the ranks of ``x_MP @ matrix_PO``, [M, O], as a generator that returns it.
+
+    It yields before each launch that waits for other ranks. ``next_call``: returns the settings of the next kernel
+    call.
     """
     from engine.kernels.gpu.overlap.launches import (
         launch_collect_slots,
@@ -138,7 +143,7 @@ def sum_in_turns(
 
 
 def last_turn(turns: Generator[None, None, Tensor]) -> Tensor:
-    """Runs all remaining launches of one rank; returns their result."""
+    """Runs the generator ``turns`` of :func:`sum_in_turns` to its end and returns the sum."""
     while True:
         try:
             next(turns)

@@ -26,7 +26,7 @@ class Route:
 
 
 class GatherProduct(Protocol):
-    """Interface: product of rows that are all-gathered along the sequence."""
+    """Interface of functions that all-gather rows along the sequence and multiply them by a matrix."""
 
     def __call__(self, part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
         """Returns (rows of all ranks times ``matrix`` [I, O] plus ``bias``, in the matrix's dtype; the gathered
@@ -34,7 +34,7 @@ class GatherProduct(Protocol):
 
 
 class ProductScatter(Protocol):
-    """Interface: product of rows that is reduce-scattered along the sequence."""
+    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence."""
 
     def __call__(
         self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
@@ -44,7 +44,9 @@ class ProductScatter(Protocol):
 
 
 def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """Implements :class:`GatherProduct` with collectives of the axis."""
+    """Gathers ``part`` along the sequence and multiplies it: implements :class:`GatherProduct` with collectives of the
+    axis.
+    """
     axis, label = route.axis, route.label
     if route.pieces == 1:
         whole = join_parts(axis.all_gather(part.contiguous(), label), part.ndim - 2)
@@ -66,7 +68,9 @@ def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Rou
 def product_scatter(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """Implements :class:`ProductScatter` with collectives of the axis."""
+    """Multiplies ``whole`` and reduce-scatters the product: implements :class:`ProductScatter` with collectives of the
+    axis.
+    """
     sent: list[tuple[Tensor, Pending]] = []
     for index in range(route.pieces):
         rows = _product(_piece(whole, index, route), matrix, None, route).to(dtype)
@@ -95,7 +99,7 @@ def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) ->
 
 
 class Moves(NamedTuple):
-    """Pair of implementations: gather-product and product-scatter."""
+    """Implementation of both products with communication: gather, then multiply; and multiply, then reduce-scatter."""
 
     gather: GatherProduct
     scatter: ProductScatter

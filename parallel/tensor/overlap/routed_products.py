@@ -33,7 +33,9 @@ AllToAll = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRoute:
-    """Destination rank of each row in a call, and the symmetric memory through which kernels send them."""
+    """Destination rank of each row in a call of this module, and the symmetric memory through which kernels send the
+    rows.
+    """
 
     rows: ExpertRows
     buffer: SymmetricBuffer
@@ -69,13 +71,20 @@ def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
 
 
 def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Computes :func:`dispatch_product` by an all-to-all, then one product per expert."""
+    """Sends ``tokens`` to the ranks of their experts by the all-to-all ``exchange``, then makes one product per expert.
+
+    It is the reference implementation of :func:`dispatch_product`.
+    """
     received = rows.by_expert(exchange(rows.to_owners(tokens)))
     return grouped_product_reference(received, weight, rows.sizes.cumsum(0))
 
 
 def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Computes :func:`product_return` by one product per expert, then an all-to-all."""
+    """Multiplies the rows ``whole`` by their experts, one product per expert, and returns the products to the source
+    ranks.
+
+    ``exchange``: the all-to-all. It is the reference implementation of :func:`product_return`.
+    """
     product = grouped_product_reference(whole, weight, rows.sizes.cumsum(0))
     return torch.cat(exchange(rows.by_rank(product)))
 

@@ -31,12 +31,14 @@ def join_pairs(
     parameters: Mapping[str, ParameterCut],
     first_name: Callable[[nn.Parameter], str],
 ) -> tuple[dict[str, LayerCut], frozenset[str]]:
-    """Moves pairs into the regions of their layers.
+    """Moves the low-rank pairs of PEFT layers into the parallel regions of the sharded layers that they adapt.
 
-    ``first_name``: the name of a parameter in ``parameters``.
+    ``modules``, ``layers`` and ``parameters`` are keyed by name; ``first_name`` returns the name of a parameter in
+    ``parameters``.
 
     Returns:
-        The layers without the sharded halves of pairs, and the whole halves, whose gradients become partial.
+        (layers, names): the layers without the sharded halves of moved pairs, and the names of the replicated halves'
+        parameters, which get partial gradients.
     """
     found, partial = dict(layers), set[str]()
     for name, cut in layers.items():

@@ -20,7 +20,7 @@ from engine.parallel.shard_table import Range
 
 @dataclass(frozen=True, slots=True)
 class Divisibility:
-    """Size that must divide among the tensor ranks, with the noun for messages."""
+    """Size ``count`` that must divide among the tensor ranks, such as a number of heads; error texts use ``noun``."""
 
     owner: str
     noun: str
@@ -31,22 +31,22 @@ class Divisibility:
     """
 
     def allows(self, tp: int) -> bool:
-        """Returns True if ``tp`` ranks can divide this size."""
+        """Returns True if this size can be divided among ``tp`` ranks."""
         if self.rule == "rows":
             return self.count >= tp
         return self.count % tp == 0 or (self.rule == "share" and tp % self.count == 0)
 
     def complaint(self, tp: int) -> str:
-        """Returns the clause of an error that explains why ``tp`` ranks cannot divide this size."""
+        """Returns the clause of an error that explains why this size cannot be divided among ``tp`` ranks."""
         verb = {"divide": "does not divide", "share": "neither divides nor is a multiple of", "rows": "is more than"}
         return f"tensor = {tp} {verb[self.rule]} the {self.count} {self.noun} of {self.owner}"
 
 
 def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
-    """Refuses a number of tensor ranks that one of the sizes does not allow.
+    """Raises if ``tp`` tensor ranks do not suit one of the sizes in ``fits``.
 
     Raises:
-        PlanError: a size does not divide; the message names the first one, and every tensor size that all allow.
+        PlanError: the message names the first such size, and every number of ranks that suits all sizes.
     """
     wrong = next((fit for fit in fits if not fit.allows(tp)), None)
     if wrong is None:
@@ -58,10 +58,10 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
 
 
 def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
-    """Returns the row ranges of each rank: ``size`` rows in ``parts`` equal parts, each sharded evenly in whole
-    ``unit``s (heads).
+    """Returns the ranges of a dim of ``size`` rows, each with the ranks that store it.
 
-    With fewer units than ranks, several consecutive ranks store each unit. The caller checks divisibility.
+    The dim has ``parts`` equal parts, and each part is divided evenly among ``tp`` ranks in units of ``unit`` rows
+    (heads). With fewer units than ranks, several consecutive ranks store each unit. The caller checks divisibility.
     """
     width = size // parts
     units = width // unit
@@ -81,12 +81,14 @@ def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
 
 
 def held(ranges: tuple[Range, ...], index: int) -> int:
-    """Returns the number of rows on tensor rank ``index``."""
+    """Returns the number of rows that tensor rank ``index`` stores."""
     return sum(part.stop - part.start for part in ranges if index in part.holders)
 
 
 def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ...]:
-    """Converts ``runs``, the runs [start, stop) of rows on each rank, to the ranges of the dim with their ranks."""
+    """Converts ``runs``, the runs [start, stop) of rows on each rank, to ranges of rows with the ranks that store each
+    range.
+    """
     edges = [
         (row, rank, step)
         for rank, own in enumerate(runs)
@@ -104,8 +106,9 @@ def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ..
 
 
 def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
-    """Converts ``ranges`` of rows with their ranks to runs [start, stop) of rows on each of ``tp`` ranks; joins
-    neighbouring runs. Inverse of :func:`ranges_of_runs`.
+    """Converts ``ranges`` of rows to the runs [start, stop) of rows on each of ``tp`` ranks; joins neighbouring runs.
+
+    This is the inverse of :func:`ranges_of_runs`.
     """
     found: list[list[tuple[int, int]]] = [[] for _ in range(tp)]
     for part in sorted(ranges, key=lambda part: part.start):
@@ -119,5 +122,5 @@ def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
 
 
 def rows_of_rank(ranges: Sequence[Range], index: int) -> list[int]:
-    """Returns the rows on rank ``index``, ascending."""
+    """Returns the indices of all rows that rank ``index`` stores, ascending."""
     return [row for part in ranges if index in part.holders for row in range(part.start, part.stop)]

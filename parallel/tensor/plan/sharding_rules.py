@@ -47,7 +47,7 @@ class _Target(NamedTuple):
 def cut_model(
     model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
 ) -> TensorPlan:
-    """Makes the plan of ``styles`` (by first name of each module) for ``tp`` tensor ranks.
+    """Returns the tensor plan for ``tp`` ranks that ``styles`` define, by first name of each module or parameter.
 
     ``source``: origin of the styles, for the report. ``sequence``: sequence parallelism.
 
@@ -293,7 +293,9 @@ def _passes_on(owner: str, layers: Iterable[str]) -> bool:
 
 
 def head_width(module: nn.Module | None) -> int | None:
-    """Returns the rows of one head of the layers in ``module``, from the attribute ``head_dim`` or ``head_width``."""
+    """Returns the width of one attention head of ``module``, its attribute ``head_dim`` or ``head_width``; None without
+    both.
+    """
     widths = (getattr(module, attribute, None) for attribute in ("head_dim", "head_width"))
     return next((width for width in widths if isinstance(width, int) and width > 0), None)
 
@@ -335,7 +337,10 @@ def _number(name: str, module: nn.Module, attribute: str) -> int:
 
 
 def find_regions(kinds: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the name of the enclosing region of each column and row layer, by layer name; omits other layers.
+    """Returns the name of the parallel region of each column and row layer, by layer name.
+
+    The region is the innermost module around a layer that also contains a layer of the other kind. ``kinds``: kind of
+    each sharded layer by name. Layers of other kinds have no region.
 
     Raises:
         PlanError: a region without column layers or without a row layer.
@@ -393,8 +398,9 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
     ``plan.styles`` defines the language. ``sequence``: sequence parallelism.
 
     Raises:
-        ConfigError: the file contains no such mapping.
-        PlanError: the plan does not fit the model, or the model does not fit ``tp``; the sizes that fit are named.
+        ConfigError: the file contains no mapping of name patterns to styles.
+        PlanError: the plan does not fit the model, or the model does not fit ``tp``; the message lists the sizes that
+            fit.
     """
     source, patterns = read_setting(setting)
     plan = cut_model(model, match_styles(model, patterns), tp, source, sequence)

@@ -75,10 +75,10 @@ class Style:
 
 
 def parse_style(text: str) -> Style:
-    """Parses ``text``, one style of a plan.
+    """Parses ``text``, one style of a tensor plan such as "column head:64".
 
     Raises:
-        PlanError: the style is not in the language of this module.
+        PlanError: ``text`` is no valid style.
     """
     style = Style(text)
     for word in text.split():
@@ -99,7 +99,7 @@ def parse_style(text: str) -> Style:
 
 
 def write_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """Formats explicit rows of each rank as a ``rows:`` word of a style."""
+    """Returns the ``rows:`` word of a style for ``rows``, the runs [start, stop) of rows on each rank."""
     return "rows:" + "/".join("+".join(f"{start}-{stop}" for start, stop in runs) for runs in rows)
 
 
@@ -182,7 +182,7 @@ def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
     """Returns (source of the plan for reports, styles by name pattern); reads the file if ``setting`` is a path.
 
     Raises:
-        ConfigError: the file contains no such mapping.
+        ConfigError: the file contains no mapping of name patterns to styles.
     """
     return ("parallel.tensor_plan", setting) if not isinstance(setting, str) else (setting, _read_file(setting))
 

@@ -22,13 +22,13 @@ class ParameterCut:
     """Ranges that cover the dim once; a range on several ranks has a partial gradient on each of them."""
 
     def widths(self, tp: int) -> tuple[int, ...]:
-        """Returns the number of rows on each of ``tp`` ranks."""
+        """Returns the number of rows along ``dim`` on each of ``tp`` ranks."""
         return tuple(held(self.ranges, index) for index in range(tp))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """Kind of a sharded layer, with its parallel region."""
+    """Entry of a tensor plan for one sharded layer: its kind and its parallel region."""
 
     name: str
     kind: LayerKind
@@ -50,7 +50,7 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Row of a plan's table: the decision about a group of layers, with its reason."""
+    """Row of the table that explains a searched plan: the decision about a group of layers, with its reason."""
 
     pattern: str
     style: str
@@ -63,8 +63,9 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Sharding of a model over the tensor ranks; :func:`engine.parallel.tensor.layers.apply_plan.apply_plan` applies
-    it."""
+    """Sharding of a model over the tensor ranks, as data; ``layers.apply_plan.apply_plan`` applies the plan to the
+    model.
+    """
 
     layers: Mapping[str, LayerCut]
     """Sharded layers by module name."""
@@ -115,8 +116,10 @@ class TensorPlan:
         )
 
     def with_summed(self, modules: Collection[str]) -> "TensorPlan":
-        """Returns the plan with modules whose own code computes with the shards of their parameters, and whose outputs
-        are summed."""
+        """Returns the plan in which ``modules`` run their own code on the shards of their parameters.
+
+        Their outputs are summed over "tp", as for the style "experts".
+        """
         plain = self.without(modules)
         return replace(
             plain,
@@ -138,5 +141,9 @@ class TensorPlan:
 
     @property
     def follows_activations(self) -> bool:
-        """True if global tensors may pass between modules, so that only a trace shows the parameters they meet."""
+        """True if global tensors may pass between modules, under sequence parallelism or through parameters of the
+        style "view".
+
+        Only a trace then shows the parameters that they meet.
+        """
         return self.sequence or bool(self.shown)

@@ -27,14 +27,14 @@ _ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causa
 
 
 def attention_arguments(args: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-    """Returns query, key, value, mask and the other options of a call of ``F.scaled_dot_product_attention``."""
+    """Returns (query, key, value, mask, other options) from the arguments of ``F.scaled_dot_product_attention``."""
     named = dict(zip(_ATTENTION_NAMES, args, strict=False)) | dict(options)
     query, key, value, mask = (named.pop(name, None) for name in _ATTENTION_NAMES[:4])
     return query, key, value, mask, named
 
 
 def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs ``F.scaled_dot_product_attention`` on shards of batch dims or heads.
+    """Runs ``F.scaled_dot_product_attention`` on this rank's shards of batch dims or heads.
 
     Raises:
         NoRuleError: positions or the head size are sharded.
@@ -79,7 +79,11 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
 
 
 def matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
-    """Returns the shards if every rank has exactly the key heads of its query heads; otherwise None."""
+    """Returns this rank's shards of (query, key, value) if every rank stores exactly the key heads that its query heads
+    use.
+
+    None: the shards do not match so. ``times``: number of query heads per key head.
+    """
     if any(type(tensor) is not GlobalTensor for tensor in tensors):
         return None
     query, key, value = tensors
@@ -176,11 +180,11 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
 
 
 def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
-    """Applies rotary embeddings to this rank's heads; a plain q or k stays plain.
+    """Applies rotary embeddings to this rank's heads of ``q`` and ``k``; a plain ``q`` or ``k`` stays plain.
 
-    q and k may be sharded differently along heads, but must be sharded equally along batch and positions, with plain
-    angles that require no gradient. In other cases the reference implementation runs, step by step, under the rules of
-    its functions.
+    ``angles_and_form``: cos, sin, form and kernels of the operator. ``q`` and ``k`` may be sharded differently along
+    heads, but must be sharded equally along batch and positions, with plain angles that require no gradient. In other
+    cases the reference implementation runs, step by step, under the rules of its functions.
     """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim

@@ -45,7 +45,7 @@ def dropout(
     training: bool | None = None,
     inplace: bool = False,
 ) -> Any:
-    """Runs ``F.dropout`` and ``F.alpha_dropout``; :func:`dropout_` has the signatures of ``torch``."""
+    """Runs ``F.dropout`` or ``F.alpha_dropout`` on the shard of ``input``."""
     if training is None:
         training = func.__name__ == "dropout"  # the default of F.dropout; F.alpha_dropout's default is False
     return drop(context, func, input, (p, training), inplace)
@@ -59,14 +59,18 @@ def dropout_(
     training: bool | None = None,
     train: bool = False,
 ) -> Any:
-    """Runs ``torch.dropout`` and ``torch.alpha_dropout``, which have no ``inplace`` and no defaults."""
+    """Runs ``torch.dropout`` or ``torch.alpha_dropout`` on the shard of ``input``; they have no ``inplace`` and no
+    defaults.
+    """
     return drop(context, func, input, (p, train if training is None else training), None)
 
 
 def drop(
     context: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
 ) -> Any:
-    """Runs dropout ``func(input, probability, training)``; ``how`` is (probability, training).
+    """Runs the dropout function ``func`` on the shard of ``input``; ``how`` is (probability, training).
+
+    ``inplace``: None if ``func`` has no such argument.
 
     Raises:
         NoRuleError: some elements are on several ranks but not on all, and the function does not multiply by a mask.
@@ -86,7 +90,9 @@ def drop(
 
 
 def draws_alone(sets: Sets, p: float) -> bool:
-    """Returns True if each rank draws its own numbers for its shard; False if all ranks draw equal numbers, or none.
+    """Returns True if each rank draws its own dropout mask, with probability ``p``, for a tensor sharded as ``sets``.
+
+    False: all ranks draw equal numbers, or none.
 
     Raises:
         NoRuleError: some elements are on several ranks but not on all.
@@ -99,7 +105,7 @@ def draws_alone(sets: Sets, p: float) -> bool:
 
 
 def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Broadcasts the operands and runs the elementwise ``func`` on shards; forward communicates nothing."""
+    """Runs the elementwise function ``func`` on the shards of its broadcast operands; forward communicates nothing."""
     if not kwargs:
         first: Any = args[0]
         other: Any = args[1] if len(args) == 2 else None
@@ -156,7 +162,7 @@ def check_memory(target: GlobalTensor, name: str) -> None:
 
 
 def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Converts ``given`` to a dtype or device, or to the dtype of another tensor."""
+    """Converts ``given`` to a dtype or device, or to the dtype of another tensor; only the shard is converted."""
     args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
     kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
     if type(given) is GlobalTensor:
@@ -165,8 +171,10 @@ def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args:
 
 
 def where(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Rule of ``torch.where`` with three arguments; the form with one has no rule, because its shape depends on
-    data.
+    """Runs ``torch.where`` with three arguments on shards.
+
+    Raises:
+        NoRuleError: one argument only, so that the shape of the result depends on data.
     """
     if len(args) + len(kwargs) == 1:
         raise NoRuleError("where with one argument returns positions, which depend on the content of all shards.")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def flex_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
-    """Runs flex attention [B, heads, S, D] on this rank's rows and heads.
+    """Runs flex attention on this rank's batch rows and heads of ``q``, ``k`` and ``v`` [B, heads, S, D].
 
     Raises:
         NoRuleError: positions or the head size are sharded.
@@ -48,7 +48,11 @@ def _part(context: "GlobalTensorContext", sets: Sets, device: torch.device) -> F
 
 
 def on_ranks(context: "GlobalTensorContext", made: Any, shape: Shape, sets: Sets) -> Any:
-    """Returns the results of flex attention as global tensors; log-sum-exps and maxima lack the last dim."""
+    """Wraps ``made``, this rank's results of flex attention, as global tensors with full shape ``shape``, sharded as
+    ``sets``.
+
+    Log-sum-exps and maxima lack the last dim.
+    """
 
     def wrapped(one: Tensor) -> GlobalTensor:
         return GlobalTensor(one, tuple(shape[: one.ndim]), sets[: one.ndim], context)

@@ -54,7 +54,9 @@ def multiply_parts(
     run: Callable[..., Tensor],
     bias: Tensor | None = None,
 ) -> GlobalTensor | Tensor:
-    """Runs ``run`` on the shards of ``tensors`` and sums over "tp" if necessary. ``bias`` has the result's last dim.
+    """Runs ``run`` on the shards of ``tensors`` and sums the result over the ranks if the product needs it.
+
+    ``product``: letters of the operands' dims. ``bias`` has the result's last dim.
 
     Raises:
         NoRuleError: the operands cannot be sharded for this product.
@@ -163,7 +165,7 @@ def _sum_once(cut: dict[str, Index | None], out: str) -> None:
 
 
 def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
-    """Runs ``functional.linear``: ``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
+    """Runs ``functional.linear`` on shards: ``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
     rows = "abcdefgh"[: input.ndim - 1]
     columns = "O" if weight.ndim == 2 else ""
     product = EinsumSpec((rows + "I", columns + "I"), rows + columns)
@@ -173,7 +175,10 @@ def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weig
 def fused_linear(
     context: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
 ) -> Any:
-    """Runs ``kernels.ops.linear.linear``, with activation and residual after the sum over the ranks."""
+    """Runs ``kernels.ops.linear.linear`` on shards, with activation and residual after the sum over the ranks.
+
+    ``rest``: bias, form and kernels of the operator.
+    """
     bias, form, kernels = rest
     rows, plain = "abcdefgh"[: x.ndim - 1], form._replace(activation="none")
     product = EinsumSpec((rows + "I", "IO" if form.transposed else "OI"), rows + "O")
@@ -187,13 +192,13 @@ def fused_linear(
 
 
 def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any = None, **named: Any) -> Any:
-    """Runs ``matmul``, ``mm``, ``bmm``, ``mv`` and ``dot``, with or without leading dims."""
+    """Runs ``matmul``, ``mm``, ``bmm``, ``mv`` or ``dot`` on shards, with or without leading dims."""
     other = other if other is not None else next(iter(named.values()))
     return multiply_parts(context, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
 
 
 def rmatmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
-    """Rule of ``Tensor.__rmatmul__``: ``other @ input``."""
+    """Runs ``Tensor.__rmatmul__`` on shards: ``other @ input``."""
     return matmul(context, func, other, input)
 
 
@@ -215,7 +220,7 @@ def addmm(
     beta: Any = 1,
     **named: Any,
 ) -> Any:
-    """Computes ``beta * input + alpha * first @ second`` for ``addmm``, ``baddbmm`` and ``addmv``."""
+    """Computes ``beta * input + alpha * first @ second`` on shards, for ``addmm``, ``baddbmm`` and ``addmv``."""
     alpha = named.pop("alpha", 1)
     if "out" in named:
         raise NoRuleError("no rule writes into out=.")
@@ -234,7 +239,7 @@ def _add_product(first: Tensor, second: Tensor, bias: Tensor | None = None) -> T
 
 
 def einsum(context: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
-    """Runs ``einsum`` with the letters of ``equation``; an ellipsis stands for leading dims."""
+    """Runs ``einsum`` on shards with the letters of ``equation``; an ellipsis stands for leading dims."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise NoRuleError("einsum needs a string equation; lists of numbers have no rule.")
@@ -259,7 +264,7 @@ def _letters(equation: str, dims: list[int]) -> EinsumSpec:
 def grouped_mm(
     context: "GlobalTensorContext", func: Function, mat_a: Any, mat_b: Any, *, offs: Any = None, **options: Any
 ) -> Any:
-    """Multiplies groups of rows with one matrix per expert.
+    """Multiplies groups of rows with one matrix per expert, on shards along I or O.
 
     ``mat_a`` [S, I], ``mat_b`` [E, I, O], ``offs`` [E]: the ends of the groups of rows.
     """
@@ -274,7 +279,9 @@ def grouped_mm(
 def embedding(
     context: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any
 ) -> Any:
-    """Looks up rows of a table [V, H] that may be sharded along H; the indices may be sharded too."""
+    """Runs ``functional.embedding`` on a table [V, H] that may be sharded along H; the indices ``input`` may be sharded
+    too.
+    """
     table = layout_of(weight)
     if table.sets[0] is not None or args[1:2] not in ((), (None,)) or options.get("max_norm") is not None:
         raise NoRuleError("embedding needs full rows of the table and no max_norm.")
@@ -290,5 +297,8 @@ def embedding(
 def added_rows(
     context: "GlobalTensorContext", func: Function, weight: Tensor, ids: Tensor, padding: int | None, kernels: Kernels
 ) -> Any:
-    """Runs ``kernels.ops.embedding.look_up_rows``, whose weight gradient is added to the main gradient."""
+    """Runs ``kernels.ops.embedding.look_up_rows`` on a table ``weight`` that may be sharded along its width.
+
+    The weight gradient is added to the main gradient.
+    """
     return embedding(context, lambda rows, table: look_up_rows(table, rows, padding, kernels), ids, weight)

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``func`` on the shard, for properties that shard and full tensor have in common: dtype, device."""
+    """Runs ``func`` on the shard, for properties that are equal for shard and full tensor, such as dtype and device."""
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
 
 def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``zeros_like`` and similar functions of a global tensor: returns a plain tensor of the full shape on every
+    """Runs ``zeros_like`` or a similar function of a global tensor; returns a plain tensor of the full shape on every
     rank.
     """
     if type(input) is not GlobalTensor:
@@ -53,14 +53,16 @@ def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: A
 
 
 def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Runs ``retain_grad`` or ``requires_grad_`` on the shard and updates the global tensor's flag."""
+    """Runs ``retain_grad`` or ``requires_grad_`` on the shard and sets ``requires_grad`` of the global tensor
+    accordingly.
+    """
     func(input.local, *args)
     follow_grad(input)
     return input if func.__name__.endswith("_") else None
 
 
 def register_hook(context: "GlobalTensorContext", func: Function, input: Any, hook: Any) -> Any:
-    """Registers ``hook``, which gets the gradient as a global tensor and may return another one.
+    """Registers ``hook`` on the shard; it gets the gradient as a global tensor and may return another one.
 
     Raises:
         NoRuleError: some elements are on several ranks, so that the incoming gradient is partial.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def layer_norm(
     context: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
 ) -> Any:
-    """Runs ``layer_norm``; ``weight`` and ``bias`` may be full, or sharded as the normalised dims."""
+    """Runs ``layer_norm`` on shards; ``weight`` and ``bias`` may be full, or sharded as the normalised dims."""
     weight, bias, eps = _affine(affine, named, ("weight", "bias", "eps"), (None, None, 1e-5))
     dims = _dims(input, normalized_shape)
     sets = input.sets[-len(dims) :]
@@ -42,7 +42,7 @@ def layer_norm(
 def rms_norm(
     context: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
 ) -> Any:
-    """Runs ``rms_norm``; ``weight`` may be full, or sharded as the normalised dims."""
+    """Runs ``rms_norm`` on shards; ``weight`` may be full, or sharded as the normalised dims."""
     weight, eps = _affine(affine, named, ("weight", "eps"), (None, None))
     dims = _dims(input, normalized_shape)
     sets = input.sets[-len(dims) :]
@@ -84,8 +84,10 @@ def _scaled(func: Function, x: GlobalTensor, normal: Any, weight: Tensor | None,
 
 
 def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine_and_form: Any) -> Any:
-    """Runs :func:`kernels.ops.norm.norm` over the last dim; ``weight`` and ``bias`` may be full, or sharded as that
-    dim.
+    """Runs :func:`kernels.ops.norm.norm` over the last dim on shards.
+
+    ``affine_and_form``: weight, bias, form and kernels of the operator; weight and bias may be full, or sharded as the
+    last dim.
     """
     weight, bias, form, kernels = affine_and_form
     sets = layout_of(x).sets[-1:]
@@ -98,7 +100,10 @@ def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine
 def add_norm_rule(
     context: "GlobalTensorContext", func: Function, x: Tensor, residual: Tensor, *affine_and_form: Any
 ) -> Any:
-    """Runs :func:`kernels.ops.norm.add_norm`: returns the norm of ``x + residual``, and the sum."""
+    """Runs :func:`kernels.ops.norm.add_norm` on shards; returns the norm of ``x + residual``, and the sum itself.
+
+    ``affine_and_form``: (weight, bias), form and kernels of the operator.
+    """
     (weight, bias), form, kernels = affine_and_form
     joined = broadcast_operands(context, (x, residual))
     if any(joined.sets[-1:]) or x.shape != residual.shape:

@@ -35,14 +35,14 @@ def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
 
 
 def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
-    """Runs a function that preserves the shape, such as softmax or cumsum, along one unsharded dim."""
+    """Runs a function that preserves the shape, such as softmax or cumsum, on shards along an unsharded dim."""
     if type(input) is not GlobalTensor or any(input.sets[one] is not None for one in dims_of(input, dim)):
         raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, dim, *args, **kwargs))
 
 
 def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``flip`` along full dims, given one by one, as one sequence, or by name."""
+    """Runs ``flip`` on shards along unsharded dims, given one by one, as one sequence, or by name."""
     given = given_sizes(sizes, dims=dims)
     if any(input.sets[one] is not None for one in dims_of(input, given)):
         raise NoRuleError("the function works along a dim that is sharded.")
@@ -50,7 +50,7 @@ def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any
 
 
 def extremes(context: "GlobalTensorContext", func: Function, input: Any, **kwargs: Any) -> Any:
-    """Runs ``aminmax``, which takes ``dim`` by name only."""
+    """Runs ``aminmax`` on shards over unsharded dims; ``dim`` is passed by name only."""
     if any(input.sets[one] is not None for one in dims_of(input, kwargs.get("dim"))):
         raise NoRuleError("the reduction runs over a dim that is sharded.")
     kept = _kept(input, dims_of(input, kwargs.get("dim")), kwargs.get("keepdim", False))
@@ -58,14 +58,14 @@ def extremes(context: "GlobalTensorContext", func: Function, input: Any, **kwarg
 
 
 def roll(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
-    """Runs ``roll`` along full dims."""
+    """Runs ``roll`` on shards along unsharded dims."""
     if dims is None or any(input.sets[one] is not None for one in dims_of(input, dims)):
         raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, shifts, dims))
 
 
 def corner(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``tril`` and ``triu`` of the last two dims, which must be full."""
+    """Runs ``tril`` or ``triu`` on shards; the last two dims must be unsharded."""
     if any(index is not None for index in input.sets[-2:]):
         raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, *args, **kwargs))
@@ -74,7 +74,7 @@ def corner(context: "GlobalTensorContext", func: Function, input: Any, *args: An
 def pad(
     context: "GlobalTensorContext", func: Function, input: Any, pad: Sequence[int], *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs ``F.pad`` along full dims; ``pad`` lists pairs of widths from the last dim backwards."""
+    """Runs ``F.pad`` on shards along unsharded dims; ``pad`` lists pairs of widths from the last dim backwards."""
     grown = list(input.full)
     for place in range(len(pad) // 2):
         dim = input.ndim - 1 - place
@@ -88,7 +88,9 @@ def pad(
 def reduced(
     context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    """Runs reductions over full dims: max, argmax, logsumexp, any and others. Some return two tensors."""
+    """Runs a reduction on shards over unsharded dims: max, argmax, logsumexp, any and others. Some return two
+    tensors.
+    """
     if type(input) is not GlobalTensor or isinstance(dim, Tensor):
         raise NoRuleError("the rule reduces one global tensor, not the elementwise extreme of two tensors.")
     dims = dims_of(input, dim)
@@ -108,7 +110,7 @@ def vector_norm_rule(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """Runs ``torch.norm`` and ``torch.linalg.vector_norm`` over full dims."""
+    """Runs ``torch.norm`` or ``torch.linalg.vector_norm`` on shards over unsharded dims."""
     keepdim = named.pop("keepdim", bool(args and args[0]))
     dims = dims_of(input, dim)
     if any(input.sets[one] is not None for one in dims) or len(args) > 1:
@@ -117,14 +119,14 @@ def vector_norm_rule(
 
 
 def vector_norm(context: "GlobalTensorContext", func: Function, x: Any, ord: Any = 2, *args: Any, **named: Any) -> Any:
-    """Runs :func:`vector_norm_rule` with the argument names of ``torch.linalg``."""
+    """Runs ``torch.linalg.vector_norm`` on shards over unsharded dims; ``ord`` is the order of the norm."""
     return vector_norm_rule(context, func, x, ord, *args, **named)
 
 
 def topk(
     context: "GlobalTensorContext", func: Function, input: Any, k: int, dim: int = -1, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs ``topk`` along a full dim."""
+    """Runs ``topk`` on shards along an unsharded dim."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("the function works along a dim that is sharded.")
@@ -143,7 +145,7 @@ def _kept(x: GlobalTensor, dims: Sequence[int], keepdim: bool) -> tuple[tuple[in
 def total(
     context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    """Runs ``sum`` and ``mean``; over a sharded dim with one all-reduce."""
+    """Runs ``sum`` or ``mean`` on shards; over a sharded dim with one all-reduce."""
     dims = dims_of(input, dim)
     if not any(input.sets[one] is not None for one in dims):
         if dim is None and not keepdim:
@@ -154,7 +156,9 @@ def total(
 
 
 def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the plain sum over ``dims``, all-reduced over "tp"; ``dims`` include the only sharded dim of ``x``.
+    """Returns the sum of ``x`` over ``dims`` as a plain tensor, all-reduced over the ranks of its axis.
+
+    ``dims`` include the only sharded dim of ``x``.
 
     Raises:
         NoRuleError: other dims are sharded.
@@ -178,7 +182,9 @@ def variance(
     keepdim: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Runs ``var`` and ``std``; over a sharded dim with two sums, because a difference of squares would lose digits."""
+    """Runs ``var`` or ``std`` on shards; over a sharded dim with two sums, because a difference of squares would lose
+    digits.
+    """
     correction = kwargs.get("correction")
     if correction is None:
         correction = 1 if unbiased is None or unbiased else 0
@@ -196,7 +202,9 @@ def variance(
 
 
 def mean_and_variance(x: GlobalTensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns plain mean and mean squared deviation, with ``dims`` of size one."""
+    """Returns the mean and the mean squared deviation of ``x`` over ``dims``, plain tensors with ``dims`` of size
+    one.
+    """
     count = math.prod(x.full[one] for one in dims)
     mean = summed(x, dims, True) / count
     deviation: Any = x - mean

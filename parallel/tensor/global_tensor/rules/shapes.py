@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 
 def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool = False) -> GlobalTensor:
-    """Returns the result of a view or copy of ``x``: the global tensor with shard ``local``, in another shape.
+    """Returns ``local``, a view or copy of the shard of ``x``, as a global tensor of full shape ``full``, sharded as
+    ``sets``.
 
-    ``copied``: the shard does not share memory with that of ``x``.
+    ``copied``: True if ``local`` does not share memory with the shard of ``x``.
     """
     made = GlobalTensor(local, full, sets, x.views)
     made.copied = x.copied or copied
@@ -37,7 +38,7 @@ def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool 
 
 
 def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
-    """Returns the sizes in a call's arguments as a tuple; the call passes them one by one, as one sequence, or by
+    """Returns the sizes of a call such as ``view`` as a tuple; the call passes them one by one, as one sequence, or by
     name.
     """
     found: Any = next((value for value in named.values() if value is not None), sizes)
@@ -54,14 +55,14 @@ def is_view_of(piece: Tensor, local: Tensor) -> bool:
 def reshape(
     context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, shape: Any = None, size: Any = None
 ) -> Any:
-    """Runs ``view`` and ``reshape``; ``view`` of a dtype has no rule."""
+    """Runs ``view`` or ``reshape`` of a global tensor to a full shape; ``view`` of a dtype has no rule."""
     if sizes and isinstance(sizes[0], torch.dtype):
         raise NoRuleError("view as another dtype has no rule.")
     return to_shape(input, infer_size(input.numel(), given_sizes(sizes, shape=shape, size=size)))
 
 
 def reshape_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """Runs ``view_as`` and ``reshape_as``; only the shape of ``other`` is used."""
+    """Runs ``view_as`` or ``reshape_as`` of a global tensor; only the shape of ``other`` is used."""
     if type(input) is not GlobalTensor:
         return input.reshape(other.shape)
     return to_shape(input, tuple(other.shape))
@@ -93,7 +94,7 @@ def _reshape_plan(layout: Layout, shape: Shape, rank: int) -> tuple[Layout, Shap
 
 
 def permute(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``permute``: reorders the dims."""
+    """Runs ``permute`` of a global tensor: reorders its dims."""
     return ordered(input, tuple(positive_dim(dim, input.ndim) for dim in given_sizes(sizes, dims=dims)))
 
 
@@ -111,7 +112,7 @@ def transpose(
     dim1: int | None = None,
     **names: int,
 ) -> Any:
-    """Runs ``transpose`` and ``swapaxes``; the latter names the dims ``axis0`` and ``axis1``."""
+    """Runs ``transpose`` or ``swapaxes`` of a global tensor; the latter names the dims ``axis0`` and ``axis1``."""
     a, b = (dim0, dim1) if dim0 is not None and dim1 is not None else (names["axis0"], names["axis1"])
     dims = list(range(input.ndim))
     dims[a], dims[b] = dims[b], dims[a]
@@ -119,17 +120,17 @@ def transpose(
 
 
 def last_two(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """Runs ``t`` and ``mT``: swaps the last two dims."""
+    """Runs ``t`` or ``mT`` of a global tensor: swaps its last two dims."""
     return input if input.ndim < 2 else transpose(context, func, input, -1, -2)
 
 
 def reversed_dims(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """Runs ``T``: reverses all dims."""
+    """Runs ``T`` of a global tensor: reverses the order of its dims."""
     return ordered(input, tuple(reversed(range(input.ndim))))
 
 
 def movedim(context: "GlobalTensorContext", func: Function, input: Any, source: Any, destination: Any) -> Any:
-    """Runs ``movedim``: moves dims to other positions."""
+    """Runs ``movedim`` of a global tensor: moves the dims ``source`` to the positions ``destination``."""
     ends = [
         (source,) if isinstance(source, int) else source,
         (destination,) if isinstance(destination, int) else destination,
@@ -141,26 +142,26 @@ def movedim(context: "GlobalTensorContext", func: Function, input: Any, source: 
 
 
 def flatten(context: "GlobalTensorContext", func: Function, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """Runs ``flatten``: joins neighbouring dims."""
+    """Runs ``flatten`` of a global tensor: joins the dims from ``start_dim`` to ``end_dim``."""
     start, end, full = positive_dim(start_dim, input.ndim), positive_dim(end_dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:start], math.prod(full[start : end + 1]), *full[end + 1 :]))
 
 
 def unflatten(context: "GlobalTensorContext", func: Function, input: Any, dim: int, sizes: Any) -> Any:
-    """Runs ``unflatten``: splits one dim into several."""
+    """Runs ``unflatten`` of a global tensor: splits ``dim`` into dims of the full sizes ``sizes``."""
     dim, full = positive_dim(dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:dim], *infer_size(full[dim], given_sizes((tuple(sizes),))), *full[dim + 1 :]))
 
 
 def unsqueeze(context: "GlobalTensorContext", func: Function, input: Any, dim: int) -> Any:
-    """Runs ``unsqueeze``: adds a dim of size one."""
+    """Runs ``unsqueeze`` of a global tensor: adds a dim of size one."""
     dim = positive_dim(dim, input.ndim + 1)
     full, sets = input.full, input.sets
     return moved(input, input.local.unsqueeze(dim), (*full[:dim], 1, *full[dim:]), (*sets[:dim], None, *sets[dim:]))
 
 
 def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None) -> Any:
-    """Runs ``squeeze``: removes dims of size one."""
+    """Runs ``squeeze`` of a global tensor: removes dims of full size one."""
     dims = (
         range(input.ndim)
         if dim is None
@@ -173,17 +174,17 @@ def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 
 
 def expand(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, size: Any = None) -> Any:
-    """Runs ``expand``: repeats dims of size one, and new leading dims, without memory."""
+    """Runs ``expand`` of a global tensor: repeats dims of size one, and new leading dims, without memory."""
     return to_expanded(input, given_sizes(sizes, size=size))
 
 
 def expand_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """Runs ``expand_as``; only the shape of ``other`` is used."""
+    """Runs ``expand_as`` of a global tensor; only the shape of ``other`` is used."""
     return to_expanded(input, tuple(other.shape)) if type(input) is GlobalTensor else input.expand(other.shape)
 
 
 def to_expanded(x: GlobalTensor, sizes: Shape) -> GlobalTensor:
-    """Returns ``x`` expanded to ``sizes``; -1 leaves a dim unchanged."""
+    """Returns ``x`` expanded to the full sizes ``sizes``; -1 leaves a dim unchanged."""
     new = len(sizes) - x.ndim
     kept = zip(sizes[new:], x.full, strict=True) if new >= 0 else ()
     if new < 0 or -1 in sizes[:new] or any(old not in (1, size) and size != -1 for size, old in kept):
@@ -194,7 +195,7 @@ def to_expanded(x: GlobalTensor, sizes: Shape) -> GlobalTensor:
 
 
 def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, repeats: Any = None) -> Any:
-    """Runs ``repeat``: tiles every dim the given number of times."""
+    """Runs ``repeat`` of a global tensor: tiles each dim the given number of times."""
     times = given_sizes(sizes, repeats=repeats)
     new = len(times) - input.ndim
     full = (1,) * new + tuple(input.full)
@@ -206,7 +207,7 @@ def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
 
 
 def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``tile``: ``repeat`` with the numbers of the last dims."""
+    """Runs ``tile`` of a global tensor: ``repeat`` with numbers for the last dims only."""
     times = given_sizes(sizes, dims=dims)
     return repeat(context, func, input, repeats=(*(1,) * (input.ndim - len(times)), *times))
 
@@ -214,7 +215,7 @@ def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any
 def repeat_interleave(
     context: "GlobalTensorContext", func: Function, input: Any, repeats: Any, dim: int | None = None, **named: Any
 ) -> Any:
-    """Runs ``repeat_interleave`` with one number of times for all indices of a dim."""
+    """Runs ``repeat_interleave`` of a global tensor along ``dim``, with one number ``repeats`` for all indices."""
     if dim is None or not isinstance(repeats, int):
         raise NoRuleError("repeat_interleave has a rule for a dim and one number of times only.")
     dim = positive_dim(dim, input.ndim)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``torch.cat``: joins tensors along ``dim``."""
+    """Runs ``torch.cat`` on the shards of ``tensors``: joins them along ``dim``."""
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
     dim = positive_dim(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]
@@ -45,7 +45,7 @@ def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int =
 
 
 def stack(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``stack`` along a new dim, by ``cat``."""
+    """Runs ``torch.stack`` on the shards of ``tensors`` along a new dim ``dim``."""
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return cat(context, func, [tensor.unsqueeze(dim) for tensor in tensors], dim)
 
@@ -58,7 +58,10 @@ def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
 
 
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
-    """Returns a slice of ``dim``; a single element of a sharded dim is broadcast and becomes a plain tensor."""
+    """Returns the slice ``taken`` of ``x`` along ``dim``.
+
+    If only one element of a sharded dim remains, it is broadcast to all ranks and becomes a plain tensor.
+    """
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])
     if bounds[2] < 1:
@@ -87,7 +90,7 @@ def _sent(x: GlobalTensor, dim: int, chosen: range) -> Tensor:
 
 
 def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
-    """Runs ``narrow``: ``length`` elements of a dim from ``start``."""
+    """Runs ``narrow`` of a global tensor: ``length`` elements of ``dim`` from ``start``."""
     dim = positive_dim(dim, input.ndim)
     first = int(start) + (input.full[dim] if start < 0 else 0)
     if not 0 <= first <= first + int(length) <= input.full[dim]:
@@ -96,7 +99,9 @@ def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int,
 
 
 def select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """Runs ``select``: one element of a dim."""
+    """Runs ``select`` of a global tensor: element ``index`` of ``dim``, broadcast as a plain tensor if ``dim`` is
+    sharded.
+    """
     dim = positive_dim(dim, input.ndim)
     place = positive_dim(int(index), input.full[dim])
     if input.sets[dim] is not None:
@@ -110,7 +115,7 @@ def _without(x: GlobalTensor, dim: int, local: Tensor) -> GlobalTensor:
 
 
 def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
-    """Runs ``unbind``: returns all elements of a full dim."""
+    """Runs ``unbind`` of a global tensor: returns all elements of an unsharded dim."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("unbind needs a full dim, but the dim is sharded.")
@@ -118,7 +123,10 @@ def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int 
 
 
 def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``split`` into slices of one size or of given sizes; the second argument has several names in torch."""
+    """Runs ``split`` of a global tensor into slices of one size or of given sizes.
+
+    The second argument has several names in torch.
+    """
     x, sizes, dim = _split_arguments(*args, **kwargs)
     length = x.full[dim]
     if (sizes < 1) if isinstance(sizes, int) else (sum(sizes) != length):
@@ -141,7 +149,7 @@ def _cut_at(x: GlobalTensor, dim: int, borders: list[int]) -> tuple[GlobalTensor
 
 
 def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
-    """Runs ``chunk``: ``chunks`` slices of one size; the last may be smaller."""
+    """Runs ``chunk`` of a global tensor: at most ``chunks`` slices of one size; the last may be smaller."""
     if chunks < 1:
         raise NoRuleError("chunk needs at least one slice; torch raises its own error.")
     size = -(-input.full[positive_dim(dim, input.ndim)] // chunks)
@@ -151,7 +159,10 @@ def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: in
 def tensor_split(
     context: "GlobalTensorContext", func: Function, input: Any, indices_or_sections: Any, dim: int = 0
 ) -> Any:
-    """Runs ``tensor_split``: a number of slices, the first ones larger by one if uneven, or slices between borders."""
+    """Runs ``tensor_split`` of a global tensor: into a number of slices, or at the borders ``indices_or_sections``.
+
+    If a number does not divide the dim, the first slices are larger by one.
+    """
     dim = positive_dim(dim, input.ndim)
     length = input.full[dim]
     if isinstance(indices_or_sections, Tensor):
@@ -166,7 +177,10 @@ def tensor_split(
 
 
 def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Indexes with integers, slices, None, an ellipsis, and one tensor of positions along a full dim."""
+    """Runs ``x[index]`` of a global tensor: integers, slices, None, an ellipsis, and one tensor of positions.
+
+    The tensor of positions indexes an unsharded dim.
+    """
     if type(input) is not GlobalTensor:
         raise NoRuleError("a global tensor cannot index a plain tensor on shards.")
     index = index if isinstance(index, tuple) else (index,)
@@ -208,7 +222,7 @@ def _index_one(context: "GlobalTensorContext", x: GlobalTensor, dim: int, item: 
 
 
 def index_select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: Any) -> Any:
-    """Runs ``index_select`` along a full dim."""
+    """Runs ``index_select`` of a global tensor along an unsharded dim."""
     if type(input) is not GlobalTensor or (isinstance(index, Tensor) and index.ndim != 1):
         raise NoRuleError("a global tensor cannot index a plain tensor on shards.")
     return _taken(input, positive_dim(dim, input.ndim), index)

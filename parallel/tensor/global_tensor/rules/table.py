@@ -238,5 +238,8 @@ TENSOR_RULES = Rules(by_function=_table(), fallback=gathered)
 
 
 def global_context(axis: TensorAxis, sequence: bool = False, regather: bool = False) -> GlobalTensorContext:
-    """Returns a new context of global tensors with all rules; see :class:`GlobalTensorContext`."""
+    """Returns a new context of global tensors over ``axis``, with the rules of all functions in this module.
+
+    ``sequence`` and ``regather``: the settings of :class:`GlobalTensorContext`.
+    """
     return GlobalTensorContext(axis, TENSOR_RULES, sequence, regather)
