@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs the rule of ``expand``; records the tensor before it if one dim of size one has grown."""
+    """Computes ``expand``; if one dim of size one has grown, the result refers to the tensor before the repeat."""
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1 and given.full[grown[0]] == 1:
         Unrepeated.note(made, given, grown[0])
@@ -23,7 +23,7 @@ def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs the rule of ``repeat_interleave``, and records the tensor before it."""
+    """Computes ``repeat_interleave``; the result refers to the tensor before the repeat."""
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1:
         Unrepeated.note(made, given, grown[0])
@@ -31,7 +31,7 @@ def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_reshape(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs the rule of ``reshape``; if it joins a repeated dim with the heads, records the heads before the repeat."""
+    """Computes ``reshape``; if it joins a repeated dim with the heads, the result refers to the heads before."""
     made, given, _ = _run(context, func, args, options)
     note = given.unrepeated if type(given) is GlobalTensor and type(made) is GlobalTensor else None
     if note is not None and note.dim and note.source.full[note.dim] == 1 and note.valid(given):
@@ -51,6 +51,6 @@ def _run(context: "GlobalTensorContext", func: Function, args: Any, options: Any
 
 
 def before_repeat(x: GlobalTensor) -> GlobalTensor:
-    """Returns keys or values [.., heads, S, D] as they were before a repeat of heads; ``x`` if there was none."""
+    """Returns keys or values [.., heads, S, D] as they were before their heads were repeated, if they were."""
     note = x.unrepeated
     return note.source if note is not None and note.dim == x.ndim - 3 and note.valid(x) else x
