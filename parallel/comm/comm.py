@@ -266,7 +266,10 @@ class Comm:
         return self._issue("all_gather", full, axis, label, lambda: self._backend.all_gather(full, shard, axis))
 
     def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
-        """Opens memory that kernels of all ranks of ``axis`` can write; None where unsupported. Every rank calls it."""
+        """Opens memory that kernels of all ranks of ``axis`` can write; None where unsupported. Every rank calls it.
+
+        ``sizes``: capacity. ``seconds``: timeout of a kernel's wait for data of another rank.
+        """
         if (known := self._symmetric.get((axis, sizes))) is not None:  # of the engine that lends its groups
             return known
         memory = self._backend.share_bytes(axis, sizes.total) if sizes.ranks > 1 else None

@@ -86,8 +86,8 @@ class ActivationFormat:
 class EncodedCollectives:
     """Collectives over one axis that quantize the tensors they send, for contiguous tensors in fp32, bf16 or fp16.
 
-    All ranks must wait for their all-reduces in the same order, because the wait of an all-reduce issues its
-    all-gather.
+    In shapes, T is the number of ranks and p the elements of one rank's slice. All ranks must wait for their
+    all-reduces in the same order, because the wait of an all-reduce issues its all-gather.
     """
 
     def __init__(self, comm: Comm, axis: Axis, form: ActivationFormat, kernels: Kernels) -> None:
@@ -104,7 +104,10 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def reduce_scatter(self, part_p: Tensor, full: Tensor, label: str) -> Pending:
-        """Starts to sum ``full`` [T p] over the axis into this rank's slice ``part_p``, by one encoded all-to-all."""
+        """Starts to sum ``full`` [ranks * p] over the axis into this rank's slice ``part_p`` [p], by one all-to-all.
+
+        The messages are encoded.
+        """
         values_Ts = self._rows(full)
         if values_Ts.shape[1] == part_p.numel():
             return self._sum(values_Ts, part_p, label)
@@ -113,7 +116,7 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def all_gather(self, full: Tensor, part_p: Tensor, label: str) -> Pending:
-        """Starts to concatenate every rank's ``part_p`` into ``full`` [T p], by one all-gather of encoded messages."""
+        """Starts to concatenate every rank's ``part_p`` [p] into ``full`` [ranks * p], by one encoded all-gather."""
         size = self._form.wire.padded(part_p.numel())
         own_m = self._codec.encode(_padded(part_p.view(1, -1), size)).view(-1)
         full_Tm = own_m.new_empty((len(self._members), own_m.numel()))

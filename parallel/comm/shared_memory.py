@@ -221,11 +221,15 @@ class HostMessages:
 
 
 def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> HostMessages | None:
-    """Opens :class:`HostMessages` among ``ranks`` ranks; ``index`` is this rank's place among them, ``seconds`` a
-    timeout.
+    """Opens :class:`HostMessages` among the ``ranks`` ranks of a group, if all of them run on one host.
 
     Returns None on all ranks if a rank passes ``wanted`` = False or is on another host. Every rank of the group calls
-    it; ``exchange`` all-gathers bytes, as for :func:`open_neighbours`.
+    it.
+
+    Args:
+        index: place of this rank in the group.
+        seconds: timeout of a wait for another rank.
+        exchange: all-gathers bytes of equal length over the group.
     """
     host = host_identity() if wanted else NO_HOST
     barrier = open_neighbours(index, ranks, host, 2 * ranks * MESSAGE_BYTES, seconds, exchange)
@@ -233,11 +237,15 @@ def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exc
 
 
 def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> SharedMemory | None:
-    """Opens :class:`SharedMemory` among the ``ranks`` ranks of an axis; ``index`` is this rank's, ``seconds`` a
-    timeout.
+    """Opens :class:`SharedMemory` among the ``ranks`` ranks of an axis, if all of them run on one host.
 
     Returns None on all ranks if a rank passes ``wanted`` = False or is on another host. Every rank of the axis calls
-    it; ``exchange`` all-gathers bytes, as for :func:`open_neighbours`.
+    it.
+
+    Args:
+        index: place of this rank on the axis.
+        seconds: timeout of a wait for another rank.
+        exchange: all-gathers bytes of equal length over the axis.
     """
     host = host_identity() if wanted else NO_HOST
     barrier = open_neighbours(index, ranks, host, shared_bytes(ranks), seconds, exchange)
@@ -245,10 +253,14 @@ def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exc
 
 
 def open_shared_bytes(index: int, ranks: int, size: int, seconds: float, exchange: Exchange) -> SharedBytes | None:
-    """Allocates ``size`` bytes of host memory for each of ``ranks`` ranks, which all of them map.
+    """Allocates ``size`` bytes of host memory for each of ``ranks`` ranks; every rank of the axis maps all of them.
 
-    Returns None if the ranks are on several hosts. Every rank of the axis calls it; ``exchange`` all-gathers bytes, as
-    for :func:`open_neighbours`.
+    Returns None on all ranks if they run on several hosts. Every rank of the axis calls it.
+
+    Args:
+        index: place of this rank on the axis.
+        seconds: timeout of a wait for another rank.
+        exchange: all-gathers bytes of equal length over the axis.
     """
     barrier = open_neighbours(index, ranks, host_identity(), ranks * size, seconds, exchange)
     if barrier is None:

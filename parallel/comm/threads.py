@@ -370,7 +370,10 @@ class ThreadBackend(Backend):
         return self._gather(full, shard, (axis, self._grid.peers(axis)))
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Starts to exchange slice i with rank ``members[i]`` of ``axis``; returns a function that waits."""
+        """Starts to send slice i of ``given`` to rank ``members[i]`` of ``axis``; returns a function that waits.
+
+        Slice i of ``received`` comes from rank ``members[i]``.
+        """
         line, own = self._grid.peers(axis), members.index(self._grid.index(axis))
 
         def place(parts: list[Tensor]) -> None:

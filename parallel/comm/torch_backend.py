@@ -147,12 +147,18 @@ class TorchBackend:
         self._groups[_DataMembers(members)] = self._open(groups, own)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Starts to exchange slice i with rank ``members[i]`` of ``axis``; returns a function that waits."""
+        """Starts to send slice i of ``given`` to rank ``members[i]`` of ``axis``; returns a function that waits.
+
+        Slice i of ``received`` comes from rank ``members[i]``.
+        """
         group = self._groups[axis if len(members) == self._grid.size(axis) else _DataMembers(members)]
         return _all_to_all(received, given, group)
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Starts to exchange rows over ``axis`` by ``all_to_all_single``; returns a function that waits."""
+        """Starts to send ``gives[i]`` rows of ``given`` to each index i of ``axis``; returns a function that waits.
+
+        ``received`` takes ``gets[i]`` rows from index i. Runs ``all_to_all_single``.
+        """
         group = self._groups[axis]
         return _finisher(dist.all_to_all_single(received, given, list(gets), list(gives), group=group, async_op=True))
 

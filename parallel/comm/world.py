@@ -263,7 +263,7 @@ def prefixed(store: Store, prefix: str) -> Store:
 
 @contextmanager
 def connected_when_needed(ranks: int) -> Iterator[None]:
-    """Makes gloo connect the ranks of a group that is created in the block at first use, if it has many ``ranks``.
+    """Makes gloo connect ranks lazily, at their first message, if a group of many ``ranks`` is created in the block.
 
     gloo otherwise connects all pairs at creation: with 16,384 ranks, a rank would open as many connections and read 2
     GB of addresses from the store. Collectives connect a rank with few others.
@@ -286,12 +286,12 @@ _LAZILY = "TORCH_GLOO_LAZY_INIT"
 class OwnedGroups:
     """Process groups created by one component of an engine; ``close`` destroys them on this rank.
 
-    ``close`` lets a thread destroy the groups, the newest first, and waits for it for a few seconds. If all ranks
-    close, at whatever time, every group is destroyed. If another rank closes much later or never, this rank continues,
-    and the remaining groups end with that rank or with the process.
+    ``close`` starts a thread that destroys the groups, the newest first, and waits for the thread for a few seconds. If
+    all ranks close, at whatever time, every group is destroyed. If another rank closes much later or never, this rank
+    continues, and the remaining groups end with that rank or with the process.
 
     The thread is needed because destruction can block. With gloo it waits for queued collectives, which another rank
-    may never join. NCCL frees a communicator once all of its ranks on the node have asked for it, and torch documents
+    may never join. With NCCL it frees a communicator only once all ranks on the node have asked for it. torch documents
     ``destroy_process_group`` as a call that all ranks make in the same order when no work is pending.
     """
 

@@ -34,7 +34,7 @@ _NAMES = ("position", "document", "segment", "seq_idx", "doc_id")
 
 
 class WorkBalance(NamedTuple):
-    """Attention work of each context rank: the number of (query, key) pairs that it computes in one head, by rank."""
+    """Attention work of each context rank: the number of (query, key) pairs that it computes in one head."""
 
     pairs: tuple[int, ...]
 
@@ -45,10 +45,9 @@ class WorkBalance(NamedTuple):
 
 
 def causal_balance(length: int, ranks: int, unit: int = 1) -> WorkBalance:
-    """Returns the attention work of each context rank under a causal mask and the zig-zag sharding of ``length``
-    positions.
+    """Returns the attention work of each context rank for ``length`` positions under a causal mask.
 
-    Sizes of chunks are multiples of ``unit``.
+    The sharding is zig-zag, in chunks with sizes that are multiples of ``unit``.
     """
     return runs_balance(zigzag(length, ranks, unit))
 

@@ -92,7 +92,7 @@ class MethodCost(NamedTuple):
 def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[Method, MethodCost]:
     """Returns the cost of each attention method that can run with the sizes ``form``, by method.
 
-    "heads" can run if the ranks divide the heads, "need" if the needed keys are known.
+    "heads" needs a number of heads that the ranks divide evenly, and "need" a known set of needed keys.
     """
     away, whole = form.ranks - 1, form.key_bytes
     gathered = whole * away // form.ranks
@@ -116,10 +116,10 @@ def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[M
 
 
 def choose_method(form: AttentionSizes, limit: int | None, rates: AttentionRates = ASSUMED) -> tuple[Method, str]:
-    """Returns the attention method with the least exposed time that needs at most ``limit`` bytes, and the reason as
-    text.
+    """Returns the method (gather, need, heads or ring) with the least exposed time, and the reason as text.
 
-    gather is replaced only for a clear gain, and ring is chosen if no method fits. ``limit`` None: no limit.
+    The method needs at most ``limit`` bytes of memory; None: no limit. gather is replaced only for a clear gain, and
+    ring is chosen if no method fits.
     """
     costs = costs_of(form, rates)
     fits = {name: cost for name, cost in costs.items() if limit is None or cost.memory <= limit} or {

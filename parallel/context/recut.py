@@ -129,7 +129,7 @@ def _common(a: Runs | None, b: Runs | None) -> Runs | None:
 
 
 def take(x: Tensor, box: Places) -> Tensor:
-    """Returns the elements of ``x`` in ``box``; the result is a view if the places of each dim are contiguous."""
+    """Returns the elements of ``x`` at the places ``box`` of each dim; a view if these are contiguous."""
     for dim, runs in enumerate(box):
         if runs is None:
             continue
@@ -142,7 +142,7 @@ def take(x: Tensor, box: Places) -> Tensor:
 
 
 def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
-    """Writes ``piece`` to the places ``box`` of ``into``; adds it to them if ``add``."""
+    """Writes ``piece`` to the places ``box`` of each dim of ``into``; adds it to them if ``add``."""
     split = next((dim for dim, runs in enumerate(box) if runs is not None), None)
     if split is None:
         _ = into.add_(piece) if add else into.copy_(piece)
@@ -161,7 +161,10 @@ def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
 
 
 def read(x: Tensor, box: Places, into: Tensor) -> None:
-    """Copies the elements of ``x`` in ``box`` to ``into``; avoids a second copy unless places are many runs."""
+    """Copies the elements of ``x`` at the places ``box`` of each dim to ``into``.
+
+    Each element is copied once, unless the places of a dim form many runs.
+    """
     split = next((dim for dim, runs in enumerate(box) if runs is not None), None)
     if split is None:
         into.copy_(x)

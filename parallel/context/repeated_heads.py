@@ -31,7 +31,7 @@ def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_reshape(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``reshape``; if it joins a repeated dim with the heads, the result refers to the heads before."""
+    """Computes ``reshape``; if it joins a repeated dim with the heads, the result refers to the unrepeated heads."""
     made, given, _ = _run(context, func, args, options)
     note = given.unrepeated if type(given) is GlobalTensor and type(made) is GlobalTensor else None
     if note is not None and note.dim and note.source.full[note.dim] == 1 and note.valid(given):
@@ -51,6 +51,9 @@ def _run(context: "GlobalTensorContext", func: Function, args: Any, options: Any
 
 
 def before_repeat(x: GlobalTensor) -> GlobalTensor:
-    """Returns keys or values [.., heads, S, D] as they were before their heads were repeated, if they were."""
+    """Returns keys or values [.., heads, S, D] as they were before their heads were repeated.
+
+    Returns ``x`` itself if no repeat was recorded.
+    """
     note = x.unrepeated
     return note.source if note is not None and note.dim == x.ndim - 3 and note.valid(x) else x

@@ -48,7 +48,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Totals of one rank since its start; ``in_steps`` is the time inside steps, in nanoseconds."""
+    """Totals of one rank since its start: number of steps, and nanoseconds in steps and in waits."""
 
     steps: int = 0
     in_steps: int = 0
@@ -72,7 +72,7 @@ class StreamWaits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """State of one rank at one moment, as read from its flight file: current call, recent events and total times."""
+    """State of one rank at one moment, as read from its flight file: phase, step, present wait and total times."""
 
     rank: int
     size: int

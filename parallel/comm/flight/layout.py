@@ -35,12 +35,12 @@ MOST_AXES: Final = 16
 
 
 def axis_names(identity: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the axis names in ``identity``, the JSON header of a rank; an event stores the index of its axis here."""
+    """Returns the axis names in ``identity``, the JSON header of a rank; events store an axis as its index here."""
     return tuple(identity.get("axes", {}))[:MOST_AXES]
 
 
 class Phase(IntEnum):
-    """State of a rank: in user code, in a step, or ended."""
+    """State of a rank: in user code, in a call of the engine, or ended."""
 
     USER = 0
     """User code, between two calls of the engine."""

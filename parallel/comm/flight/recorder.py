@@ -102,7 +102,8 @@ class FlightRecorder:
         return began
 
     def waited(self, sequence: int, stream: Stream, began: int, size: int = 0) -> None:
-        """Records the end of the event ``sequence`` and of the wait for it; adds both to the totals of ``stream``.
+        """Records that the event ``sequence`` and the wait for it have ended; adds the wait to the totals of
+        ``stream``.
 
         ``began``: result of :meth:`wait`. ``size``: bytes of the call.
         """

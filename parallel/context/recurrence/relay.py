@@ -35,10 +35,10 @@ class Relay:
         self.token = None
 
     def send(self, local: Tensor, source: int, targets: tuple[int, ...], label: str, device: torch.device) -> Tensor:
-        """Sends ``local`` from rank ``source`` to the ranks ``targets``; returns the tensor there, and no elements
-        elsewhere.
+        """Sends ``local`` from rank ``source`` to the ranks ``targets``; returns it on them and on ``source``.
 
-        All ranks call it, with equal shape, dtype and ``requires_grad``; only ``source`` reads the values.
+        Other ranks get a tensor without elements. All ranks call it, with equal shape, dtype and ``requires_grad``;
+        only ``source`` reads the values.
         """
         axis = self._axis
         size = local.numel() * local.element_size()

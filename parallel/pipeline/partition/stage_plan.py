@@ -64,7 +64,7 @@ class _Draft:
 
 
 class Planner:
-    """Maker of the plans of all stages, from the stage of each module call.
+    """Builder of the plans of all stages, given the stage of each module call.
 
     Args:
         trace: recorded forward of the model.

@@ -45,7 +45,7 @@ class RankSchedule(NamedTuple):
 
 
 def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
-    """Returns the actions of pipeline rank ``rank`` in ``schedule``, in order, with release points."""
+    """Returns the actions of pipeline rank ``rank`` in ``schedule``, with the points at which it frees sent tensors."""
     waits = releases(schedule)[rank]
     return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), waits, schedule.weights_beside(rank))
 
@@ -59,7 +59,7 @@ class StageMicrobatch(NamedTuple):
 
 
 class StageOutput(NamedTuple):
-    """Result of the forward of one stage for one microbatch."""
+    """Result of the forward of one stage for one microbatch: the tensors to send, and the loss on the last stage."""
 
     sent: Mapping[int, Tensor]
     """Tensors for other stages by value number, attached to the autograd graph."""
@@ -107,10 +107,12 @@ class _Live:
 class Executor:
     """Runner of the pipeline actions (F, B, I, W) of one rank in schedule order, with their sends and receives.
 
-    state     of a microbatch                            content
-    posted    its receives are posted, F or B is to come buffers of the receives
-    live      between F and B (or I)                     leaves, sent values and their edges in the graph, loss
-    split     between I and W                            deferred weight gradients
+    It stores a microbatch of a stage in these states:
+
+    state     from .. to                          content
+    posted    receives posted .. F, B or I        buffers of the receives
+    live      F .. B or I                         leaves, autograd edges of sent values, loss
+    split     I .. W                              deferred weight gradients
     """
 
     def __init__(self, transport: Transport, recorder: FlightRecorder | None = None) -> None:

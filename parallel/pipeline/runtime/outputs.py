@@ -36,7 +36,8 @@ def bring_outputs(
     from ``traces`` and the shapes of parameters from ``model``.
 
     Args:
-        results: (output, sum, weight) of each microbatch, or (output,), on the rank with the last stage.
+        results: on the rank with the last stage, (output, sum of the loss, weight of the loss) of each microbatch, or
+            (output,).
         traces: recorded forward of each microbatch.
     """
     comm, last = carrier.comm, carrier.last

@@ -71,8 +71,8 @@ class DeferredWeightGrads:
     def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
         """Defers the weight gradient of the parameter ``name``, which ``compute()`` returns.
 
-        ``main``: main gradient to which the W action adds the result; None: the W action passes the result to its
-        caller.
+        ``main``: main gradient to which the W action adds the result; None: :meth:`compute` passes the result to
+        ``take``.
         """
         self._work.append(_Deferred(name, compute, _version(compute), main))
 

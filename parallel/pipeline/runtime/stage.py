@@ -43,7 +43,10 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
 class GlueForward(StageForward, TorchFunctionMode):
-    """Forward of tier 2: also matches each operation between module calls to the trace, and runs or skips it."""
+    """Forward of one stage that runs or skips each module call and each operation between calls, as the trace has them.
+
+    The plan's ``tier`` 2 selects it; :class:`StageForward` handles module calls only.
+    """
 
     def _prepare(self) -> None:
         TorchFunctionMode.__init__(self)
@@ -196,7 +199,7 @@ class GlueForward(StageForward, TorchFunctionMode):
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of the forward of one stage for one microbatch."""
+    """Result of the forward of one stage for one microbatch: the return value, and the tensors to send."""
 
     result: Any
     """Return value of the user's forward; None if this stage does not run to its end."""
@@ -226,15 +229,15 @@ class Stage:
     def forward(
         self, trace: ModelTrace, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
     ) -> StageResult:
-        """Runs ``program``, the user's forward recorded in ``trace``, up to the last call or operation that ``plan``
-        needs.
+        """Runs ``program``, the user's forward recorded in ``trace``, up to the last event that ``plan`` needs.
 
         Args:
             received: a leaf tensor for each value of ``plan.receives``; in training it requires a gradient if the
                 value's ``grad`` is set.
 
-        Returns the tensors to send. The caller runs backward from ``sent`` with the sum of the gradients of all
-        receivers; ``.grad`` of ``received`` then contains the gradients for earlier stages.
+        Returns the program's result (on the last stage) and the tensors to send. The caller runs backward from ``sent``
+        with the sum of the gradients of all receivers; ``.grad`` of ``received`` then contains the gradients for
+        earlier stages.
 
         Raises:
             EngineError: the program takes another path than in the trace, or a value has another shape.

@@ -56,7 +56,10 @@ class StopForward(BaseException):
 
 
 class StageForward:
-    """Forward of tier 1 of one stage and microbatch: it intercepts module calls, and all other operations run."""
+    """Forward of one stage for one microbatch: module calls run on their stage only, and all other operations run.
+
+    The plan's ``tier`` 1 selects it.
+    """
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class StageForward:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Does nothing in the block: tier 1 does not observe operations between module calls."""
+        """Does nothing in the block: this class does not observe operations between module calls."""
         yield
 
     def takes(self, unit: str) -> bool:
@@ -97,8 +100,7 @@ class StageForward:
         return self._calls not in self.plan.calls
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handles one module call of the trace: runs it on its stage, or returns received values for another stage's
-        call.
+        """Handles one module call of the trace: runs it if it belongs to this stage; otherwise returns received values.
 
         ``forward`` is the unpatched forward of the module ``unit``.
         """
@@ -140,9 +142,9 @@ class StageForward:
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Raises StopForward if this stage needs no call or operation of the trace from number ``event`` on.
+        """Raises StopForward if this stage needs nothing more of the trace.
 
-        ``event`` None: the trace has no further ones.
+        ``event``: number of the next call or operation in the trace; None: there is none.
         """
         if not self.plan.last and (event is None or event > self.plan.last_event):
             raise StopForward(self)
