@@ -181,7 +181,7 @@ class Comm:
         return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis, op))
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
-        """Starts to sum ``tensor`` in place over the indices ``stages`` of axis pp; needs :meth:`connect` before."""
+        """Starts to sum ``tensor`` in place over the indices ``stages`` of axis pp; :meth:`connect` comes first."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
         name = f"pp stages {','.join(map(str, stages))}"
         route = _Route(len(stages), Stream(EventKind.COLLECTIVE, "pp", name))
@@ -189,7 +189,7 @@ class Comm:
 
     @contextmanager
     def within(self, step: int) -> Iterator[None]:
-        """Records in this rank's flight file (log) that the block is one call of the engine, after ``step`` steps."""
+        """Records the block in this rank's flight file, a log, as an engine call after ``step`` completed steps."""
         if self.recorder is None:
             yield
             return
@@ -201,7 +201,7 @@ class Comm:
 
     @contextmanager
     def noted(self, call: str) -> Iterator[None]:
-        """Records in this rank's flight file (log) that the block is ``call``, which every rank makes."""
+        """Records the block in this rank's flight file, a log, as the call named ``call``, which every rank makes."""
         if self.recorder is None:
             yield
             return
@@ -286,7 +286,7 @@ class Comm:
         return self._issue(op, full, axis, label, call)
 
     def bring_status(self) -> None:
-        """Starts to copy the kernels' status words to the host.
+        """Starts to copy to the host the status words in which communicating kernels report timeouts.
 
         The next :meth:`check_kernels` reads these copies and waits for no later kernel.
         """
@@ -392,7 +392,7 @@ class Comm:
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
-        """All-gathers ``said`` (equal lengths) over the ranks that share ZeRO shards; returns their bytes by index.
+        """All-gathers ``said`` (equal lengths) over the ranks that share ZeRO shards; returns the bytes by rank.
 
         Only the hosts communicate, so no rank synchronizes with a device.
         """

@@ -86,7 +86,8 @@ class FailedCalls:
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
-        """Raises if the engine has ended, before it starts ``call``; first waits for the result of a running vote.
+        """Raises if the engine has ended, so that ``call`` does not start; first waits for the result of a running
+        vote.
 
         Raises:
             EngineError: the engine has ended; the same message on every rank.

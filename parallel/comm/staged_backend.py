@@ -53,7 +53,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.all_gather(host, _on_host(shard), axis), (full, host))
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Calls ``connect_data`` of the wrapped CPU backend."""
+        """Creates the group for ``all_to_all`` among the indices ``members`` of the data axis, in the CPU backend."""
         self._inner.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
@@ -67,7 +67,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.exchange(host, _on_host(given), gets, gives, axis), (received, host))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Calls ``open_gathers`` of the wrapped CPU backend."""
+        """Creates the groups of :meth:`gather_parameters` with the same arguments, in the CPU backend."""
         self._inner.open_gathers(within, axis)
 
     def gather_parameters(
@@ -79,7 +79,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.gather_parameters(hosts, within, axis), *filled)
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """Calls ``exchange_gathers`` of the wrapped CPU backend."""
+        """All-gathers ``data`` among each ``within`` neighbouring data ranks; returns the bytes in order of index."""
         return self._inner.exchange_gathers(data, within)
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
@@ -92,11 +92,11 @@ class StagedBackend(Backend):
         return _brought(self._inner.receive(host, source, channel), (tensor, host))
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Calls ``connect`` of the wrapped CPU backend."""
+        """Creates the group for ``sum_over_stages`` among the indices ``stages`` of axis pp, in the CPU backend."""
         self._inner.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
-        """Calls ``link`` of the wrapped CPU backend."""
+        """Creates the groups for messages over ``links``, in the CPU backend."""
         self._inner.link(links)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
@@ -105,7 +105,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.sum_over_stages(host, stages), (tensor, host))
 
     def close(self) -> None:
-        """Closes the wrapped CPU backend."""
+        """Closes the wrapped CPU backend, with its groups and shared memory."""
         self._inner.close()
 
 

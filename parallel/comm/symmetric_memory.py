@@ -42,7 +42,7 @@ logger = logging.getLogger("trine")
 
 
 class PeerEndedError(RuntimeError):
-    """Error of a wait for data of a rank that has ended or closed its engine."""
+    """Error of a wait for data from a rank that has ended or closed its engine."""
 
 
 class PeerWatch:
@@ -238,10 +238,10 @@ class SymmetricBuffer:
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:
-        """Returns a view, int32 [most], of this rank's arrival words on index ``owner`` of the axis, for the call
-        ``epoch``.
+        """Returns a view of the words, int32 [most tiles], by which this rank reports its tiles to index ``owner`` of
+        the axis.
 
-        This rank writes word i when its tile i has arrived there.
+        When tile i of its data for the call ``epoch`` has arrived on ``owner``, this rank writes ``epoch`` to word i.
         """
         most = self.sizes.most
         words = self._memory.parts[owner][self.sizes.slots :].view(torch.int32)
@@ -255,7 +255,8 @@ class SymmetricBuffer:
         return (epoch % 2) * self.sizes.ranks + writer
 
     def bring_status(self) -> None:
-        """Starts a copy of the kernels' status word to the host, which the next ``check`` reads.
+        """Starts to copy to the host the status word in which kernels report timeouts; the next ``check`` reads the
+        copy.
 
         The caller waits for the device before that check; ``check`` then waits for no later kernel.
         """

@@ -148,7 +148,7 @@ class _Call(NamedTuple):
 def context_attention(context: "AttendingContext", func: Function, *args: Any, **options: Any) -> Any:
     """Computes ``F.scaled_dot_product_attention`` [.., heads, S, D] with queries and keys sharded along S over axis cp.
 
-    Uses the configured or chosen method; a call that it cannot compute gathers keys.
+    The configured or chosen method of the context moves the keys; if it cannot compute a call, keys are gathered.
 
     Raises:
         NoRuleError: the head size is sharded, or keys and values are sharded differently.

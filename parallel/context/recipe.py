@@ -131,7 +131,10 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
-    """Returns a recipe for the result of ``func(*args, **kwargs)``; None if the result must be computed now."""
+    """Returns a recipe, a tensor that is computed in parts when read, for ``func(*args, **kwargs)``.
+
+    Returns None if the result must be computed now.
+    """
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_tensor) if isinstance(leaf, Tensor)]
     if not tensors or any(type(leaf) not in (Tensor, TensorRecipe) or leaf.requires_grad for leaf in tensors):
         return None

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``expand``; if one dim of size one has grown, the result refers to the tensor before the repeat."""
+    """Computes ``expand``; if one dim of size one has grown, records in the result the tensor before the repeat.
+
+    Attention then sends this smaller tensor between ranks.
+    """
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1 and given.full[grown[0]] == 1:
         Unrepeated.note(made, given, grown[0])
@@ -23,7 +26,10 @@ def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``repeat_interleave``; the result refers to the tensor before the repeat."""
+    """Computes ``repeat_interleave``; records in the result the tensor before the repeat.
+
+    Attention then sends this smaller tensor between ranks.
+    """
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1:
         Unrepeated.note(made, given, grown[0])
@@ -31,7 +37,10 @@ def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_reshape(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``reshape``; if it joins a repeated dim with the heads, the result refers to the unrepeated heads."""
+    """Computes ``reshape``; if it joins a repeated dim with the heads, records in the result the unrepeated heads.
+
+    Attention then sends this smaller tensor between ranks.
+    """
     made, given, _ = _run(context, func, args, options)
     note = given.unrepeated if type(given) is GlobalTensor and type(made) is GlobalTensor else None
     if note is not None and note.dim and note.source.full[note.dim] == 1 and note.valid(given):

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 def attend_gathered(context: "GlobalTensorContext", func: Function, given: "GivenAttention") -> GlobalTensor:
-    """Computes torch's attention ``func`` for this rank's queries over gathered keys, which autograd stores."""
+    """Computes torch's attention ``func`` for this rank's queries over keys and values gathered from all ranks.
+
+    Autograd stores the gathered keys and values for backward.
+    """
     query, (keys, values) = given.query, gathered_pair(given.key, given.value)
     shape, options = (*query.full[:-1], given.value.shape[-1]), dict(given.options)
     positions = query.sets[-2]

@@ -22,7 +22,7 @@ from engine.parallel.tensor.global_tensor.index_sets import Index
 
 
 class SeenBlock(NamedTuple):
-    """Block of neighbouring queries and keys of a rank that one kernel call computes; the slices are local.
+    """Block of neighbouring queries and keys that one kernel call computes, as slices of a rank's local tensors.
 
     ``causal``: the block is a square in which a query sees keys up to its own.
     """

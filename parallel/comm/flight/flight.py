@@ -126,7 +126,7 @@ class FlightFile:
         self._map.close()
 
     def read(self) -> Flight:
-        """Returns the current content of the file.
+        """Returns the current content of the file: the rank's phase, step, present wait and total times.
 
         Raises:
             ValueError: this is no flight file, or its header is not yet written.

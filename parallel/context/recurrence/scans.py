@@ -48,8 +48,8 @@ def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
     """Patches methods of ``model`` so that scan functions they call run on each rank's own positions.
 
     A scan is a function outside the model that can take and return a state; ranks pass the state on in order of
-    position. A trial must first prove that the result is equal. Custom autograd functions run on own positions too, if
-    a trial permits it.
+    position. A trial must first prove that the result is equal. Custom autograd functions also run on each rank's own
+    positions, if a trial permits it.
     """
     relayed: dict[Any, Any] = {}
 

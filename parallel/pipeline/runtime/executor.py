@@ -80,9 +80,10 @@ class StageRunner(Protocol):
         """
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns a context in which the executor runs the backward of ``action``; it accumulates parameter gradients.
+        """Returns a context in which the executor runs the backward of ``action`` and parameter gradients are
+        accumulated.
 
-        For an input-gradient action (I) it defers weight gradients to :meth:`weights`.
+        For an input-gradient action (I), weight gradients are deferred to :meth:`weights`.
         """
 
     def weights(self, stage: int, microbatch: int) -> None:

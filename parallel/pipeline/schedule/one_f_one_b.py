@@ -134,7 +134,7 @@ def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
 def there_and_back(placement: Placement, microbatches: int) -> Schedule:
     """Makes a schedule of all forwards, then all backwards in the reverse order, for any placement.
 
-    A user's own loop computes the loss between the two; all microbatches are then live on every rank.
+    A user's own loop computes the loss between forwards and backwards; all microbatches are then live on every rank.
     """
     there = forward_only(placement, microbatches)
     rows = [

@@ -166,7 +166,7 @@ Releases = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
-    """Returns the points at which each rank must wait for sends: per rank and action, positions of earlier actions.
+    """Returns, for each rank and each of its actions, positions of earlier actions of the rank.
 
     The sends of these earlier actions must complete before the action starts. Only sends to a neighbouring stage are
     listed; the end of the row completes all others. Such a wait delays no rank at the costs of :class:`Cost`.
