@@ -22,10 +22,11 @@ _UNREADY = "could not prepare for this run, so no rank starts"
 
 @contextmanager
 def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> Iterator[None]:
-    """Runs the block on all ranks; if one rank raises, it re-raises its error and all other ranks raise ``failure``.
+    """Runs the block on every rank; if it fails on any rank, every rank raises.
 
-    One all-reduce of 8 bytes over the world, label "start". The block itself must not communicate. The error of the
-    other ranks begins with the number of the first rank that has failed.
+    A failed rank re-raises its own error. Each other rank raises an EngineError that consists of the number of the
+    first failed rank and the text ``failure``. Costs one all-reduce of 8 bytes over the world, label "start". The block
+    itself must not communicate.
     """
     problem: BaseException | None = None
     try:
@@ -43,11 +44,10 @@ def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> It
 def raise_together(
     host: HostGroup, describe: Callable[[Exception], str], advice: Callable[[], str] = str
 ) -> Iterator[None]:
-    """Runs the block on all ranks; if any raises, all raise the error of the first failed rank, with rank 0's
-    ``advice``.
+    """Runs the block on every rank; if it fails on any rank, all ranks raise one CheckpointError with the same text.
 
-    ``describe`` formats this rank's error as a sentence. The sentences travel over the host group, on which the block
-    itself must not communicate.
+    The text is ``describe(error)`` of the first failed rank, followed by ``advice()`` of rank 0. It travels over
+    ``host``, on which the block itself must not communicate.
 
     Raises:
         CheckpointError: a rank has failed, or does not answer.
@@ -72,8 +72,9 @@ def raise_together(
 
 
 def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> None:
-    """Broadcasts ``data`` (uint8, any shape) in place over ``axis``, from the one rank that passes ``first`` = True, by
-    one all-reduce.
+    """Broadcasts ``data`` (uint8, any shape) in place over ``axis``, by one all-reduce with this ``label``.
+
+    Exactly one rank of ``axis`` passes ``first`` = True; its ``data`` overwrites the ``data`` of all others.
     """
     if not first:
         data.zero_()
@@ -83,13 +84,13 @@ def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, patience: float | None = None) -> bytes:
     """Calls ``make()`` on rank 0 alone and returns its bytes on every rank.
 
-    Two all-reduces over the world, label "start": 16 bytes with the length, then the bytes. With ``patience``, ``make``
-    may exceed the timeout of a collective: every ``patience`` seconds, a thread of rank 0 and all other ranks
-    all-reduce 16 bytes more.
+    Two all-reduces over the world, label "start": 16 bytes with the length, then the bytes. With ``patience``
+    (seconds), ``make`` may run longer than the timeout of a collective: until ``make`` returns, all ranks all-reduce 16
+    bytes every ``patience`` seconds.
 
     Raises:
-        EngineError: ``make`` has failed. Every rank raises the same ``EngineError``. Rank 0 raises an error of another
-            class itself, and the other ranks refer to rank 0.
+        EngineError: ``make`` has raised an EngineError, and every rank raises an equal one. If ``make`` raises any
+            other error, rank 0 re-raises that error, and each other rank raises an EngineError that refers to rank 0.
     """
     made, problem = b"", None
     if comm.grid.rank == 0:
@@ -167,7 +168,10 @@ def _error_of_first(text: str) -> EngineError:
 def gather_from_all(
     values: Tensor, comm: Comm, device: torch.device, label: str = "equal weights", axis: Axis = "world"
 ) -> Tensor:
-    """All-gathers ``values`` [elements] over ``axis``; returns [ranks, elements] on the CPU."""
+    """All-gathers ``values`` [elements] over ``axis``; returns [ranks, elements] on the CPU, on every rank.
+
+    ``values`` has the same length and dtype on all ranks; row i of the result is from index i of ``axis``.
+    """
     here = comm.grid.index(axis)
     table = torch.zeros(comm.grid.size(axis), values.numel(), dtype=values.dtype, device=device)
     table[here] = values.to(device)
@@ -188,10 +192,9 @@ def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int |
 
 
 def differing(values: Tensor, comm: Comm, device: torch.device, label: str) -> list[bool]:
-    """Returns one bool for each element of ``values`` (int64), the same list on every rank: True if ranks have
-    different values of this element.
+    """Compares ``values`` (int64) over all ranks; returns one bool per element, True where any two ranks differ.
 
-    Communicates one all-reduce of 16 bytes per element.
+    Every rank returns the same list. Communicates one all-reduce over the world, of 16 bytes per element.
     """
     both = torch.stack([values, ~values]).to(device)  # the complement reverses the order, and every integer has one
     comm.all_reduce(both, "world", label, "max").wait()
@@ -202,8 +205,10 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Returns the sum of a tensor's memory read as integers: int64, 0-dim, independent of order; 0 for a tensor without
-    memory.
+    """Returns a checksum of ``tensor``: its memory read as integers and summed, int64, 0-dim, on the device of
+    ``tensor``.
+
+    The sum does not depend on the order of the elements; it is 0 for an empty tensor and for a meta tensor.
     """
     if tensor.is_meta or not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)

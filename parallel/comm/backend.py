@@ -19,11 +19,10 @@ Flow = Literal["forward", "backward", "state"]
 
 
 class Channel(NamedTuple):
-    """Sequence of messages of one flow between two pipeline stages, first in, first out.
+    """First-in-first-out sequence of messages of one ``flow`` from pipeline stage ``source`` to stage ``target``.
 
-    ``source`` and ``target`` are stages, not ranks: two ranks may run several stages in different orders. So an
-    activation never waits for a gradient, or for a message of another pair of stages. For "state" they are indices of
-    axis pp.
+    Messages wait only for earlier messages of their own channel: an activation never waits for a gradient, or for
+    another pair of stages. For the flow "state", ``source`` and ``target`` are indices of axis pp instead of stages.
     """
 
     flow: Flow
@@ -32,7 +31,7 @@ class Channel(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Channel, with the indices on axis pp of its sending and receiving rank."""
+    """Channel with its two ranks: ``source`` sends and ``target`` receives; both are indices on axis pp."""
 
     channel: Channel
     source: int
@@ -40,15 +39,15 @@ class Link(NamedTuple):
 
 
 def state_link(source: int, target: int) -> Link:
-    """Returns the link for messages between steps, from index ``source`` to ``target`` of axis pp."""
+    """Returns the link that carries training state between steps, from index ``source`` to ``target`` of axis pp."""
     return Link(Channel("state", source, target), source, target)
 
 
 def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
-    """Sorts links that need a process group of two ranks into rounds; each index of axis pp is in one link of a round.
+    """Divides ``links`` into rounds, in each of which no rank is an end of two links.
 
-    A chain of stages takes two rounds for each flow, whatever its length. State needs no groups: all ranks of a
-    pipeline send it in one order, over the group of the axis.
+    The two-rank process groups of one round can thus be created at once. A chain of stages takes two rounds for each
+    flow, at any length. Links of the flow "state" are left out, because they use the group of the whole axis pp.
     """
     rounds: list[list[Link]] = []
     ends: list[set[int]] = []
@@ -64,118 +63,134 @@ def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
 
 
 class Backend(Protocol):
-    """Interface for communication along the axes of a grid; each method returns a function that waits for the result.
+    """Interface for communication along the axes of a grid; each method with the result ``Wait`` starts a call.
 
-    ``shard`` may be this rank's own slice of ``full``. Methods that prepare groups, and ``close``, do nothing by
-    default.
+    The returned function blocks until the call is complete. ``shard`` may be this rank's own slice of ``full``. Methods
+    that prepare groups, and ``close``, do nothing by default.
     """
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Sums ``tensor`` in place over ``axis``; ``op`` "max" takes the elementwise maximum."""
+        """Starts to sum ``tensor`` in place over ``axis``; returns a function that waits.
+
+        ``op`` "max" takes the elementwise maximum instead of the sum.
+        """
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Sums ``full`` over ``axis`` and writes this rank's slice to ``shard``; may overwrite ``full``."""
+        """Starts to sum ``full`` over ``axis`` and write this rank's slice to ``shard``; returns a function that waits.
+
+        The call may overwrite ``full``.
+        """
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Concatenates the shards of all ranks along ``axis`` into ``full``."""
+        """Starts to concatenate the shards of all ranks along ``axis`` into ``full``; returns a function that waits."""
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the group in which the ranks with indices ``members`` on the data axis call ``all_to_all``; every
-        rank calls it.
-        """
+        """Creates the group for ``all_to_all`` among the indices ``members`` of the data axis; every rank calls it."""
         return
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Sends slice i of ``given`` to rank ``members[i]`` of ``axis``, and receives slice i of ``received`` from that
-        rank.
+        """Starts to send slice i of ``given`` to rank ``members[i]`` of ``axis``; returns a function that waits.
 
-        ``members`` are all indices of ``axis``, unless it is the data axis.
+        Slice i of ``received`` comes from rank ``members[i]``. ``members`` are all indices of ``axis``, unless it is
+        the data axis.
         """
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Sends ``gives[i]`` rows of ``given`` to index i of ``axis``, and receives ``gets[i]`` rows from it into
-        ``received``.
+        """Starts to send ``gives[i]`` rows of ``given`` to each index i of ``axis``; returns a function that waits.
+
+        ``received`` takes ``gets[i]`` rows from index i, in order of index.
         """
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates the groups of ``gather_parameters``, by default one of all data ranks; every rank calls it.
+        """Creates the process groups that ``gather_parameters`` uses; every rank calls it.
 
-        ``within``: number of neighbouring data ranks in a group. ``axis``: the axis along which ranks form a group.
+        Each group has ``within`` neighbouring data ranks, or all ranks of ``axis``. Without either argument, one group
+        has all data ranks.
         """
         return
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gathers each (full, shard) pair in a process group separate from other collectives.
+        """Starts to all-gather each (full, shard) pair, in a process group separate from other collectives.
 
-        The group is ``axis``, or ``within`` neighbouring data ranks; without either, all data ranks.
+        The group has all ranks of ``axis``, or ``within`` neighbouring data ranks; without either, all data ranks.
+        Returns a function that waits.
         """
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data``, of equal length on all ranks, over the ranks of ``gather_parameters``; returns the
-        bytes of each rank. Only the hosts communicate, so no device synchronizes.
+        """All-gathers ``data``, of equal length on all ranks, over groups of ``within`` neighbouring data ranks.
+
+        Returns the bytes of each rank, in order of index. Only the hosts communicate, so no device synchronizes.
         """
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Sends ``tensor`` to index ``to`` of axis pp; the tensor must not change before the wait."""
+        """Starts to send ``tensor`` to index ``to`` of axis pp over ``channel``; returns a function that waits.
+
+        The tensor must not change before the wait ends.
+        """
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Receives into ``tensor`` the next message of ``channel`` from index ``source`` of axis pp."""
+        """Starts to receive the next message of ``channel`` from index ``source`` of axis pp into ``tensor``.
+
+        Returns a function that waits.
+        """
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the group in which the ranks with indices ``stages`` on axis pp call ``sum_over_stages``; every rank
-        calls it.
-        """
+        """Creates the group for ``sum_over_stages`` among the indices ``stages`` of axis pp; every rank calls it."""
         return
 
     def link(self, links: Sequence[Link]) -> None:
-        """Creates the groups for messages over ``links``; every rank calls it."""
+        """Creates the process groups for messages over ``links``; every rank calls it with the same ``links``."""
         return
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sums ``tensor`` in place over the ranks with indices ``stages`` on axis pp."""
+        """Starts to sum ``tensor`` in place over the indices ``stages`` of axis pp; returns a function that waits."""
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
-        """Allocates ``size`` bytes on each rank of ``axis``, writable by all of its ranks; every rank calls this. None
-        on all ranks where the devices cannot share memory.
+        """Allocates ``size`` bytes on each rank of ``axis``, writable by all of its ranks; every rank calls it.
+
+        Returns None on all ranks if the devices cannot share memory.
         """
         return None
 
     def close(self) -> None:
-        """Destroys the groups and releases shared memory."""
+        """Destroys the process groups and releases shared memory."""
         return
 
 
 class RecordingBackend(Backend):
-    """Backend without communication: other ranks contribute zeros, and a gather writes only this rank's shard."""
+    """Backend that communicates nothing, so that one process can replay the calls of any rank of a grid.
+
+    Data that other ranks would contribute is zero; a gather writes only this rank's slice.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Leaves ``tensor`` unchanged."""
+        """Leaves ``tensor`` unchanged; returns a wait that does nothing."""
         return lambda: None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Copies this rank's slice of ``full`` to ``shard``."""
+        """Copies this rank's slice of ``full`` to ``shard``; returns a wait that does nothing."""
         shard.copy_(self._own(full, axis))
         return lambda: None
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copies ``shard`` to this rank's slice of ``full``."""
+        """Copies ``shard`` to this rank's slice of ``full``; returns a wait that does nothing."""
         self._own(full, axis).copy_(shard)
         return lambda: None
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Copies this rank's own slice; slices of other ranks are zeros."""
+        """Copies this rank's own slice of ``given`` to ``received``; sets all other slices of ``received`` to zero."""
         own, slices = members.index(self._grid.index(axis)), received.view(len(members), -1)
         slices.zero_()
         slices[own].copy_(given.view(len(members), -1)[own])
         return lambda: None
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Copies this rank's own rows; rows of other ranks are zeros."""
+        """Copies this rank's own rows of ``given`` to ``received`` and sets all other rows of ``received`` to zero."""
         own = self._grid.index(axis)
         received.zero_()
         before = slice(sum(gets[:own]), sum(gets[: own + 1])), slice(sum(gives[:own]), sum(gives[: own + 1]))
@@ -193,19 +208,19 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """Returns this rank's ``data`` for each of ``within`` ranks."""
+        """Returns ``within`` times this rank's ``data``, as if every rank had sent the same."""
         return [data] * within
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Leaves ``tensor`` unchanged."""
+        """Leaves ``tensor`` unchanged; returns a wait that does nothing."""
         return lambda: None
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Sends nothing."""
+        """Sends nothing; returns a wait that does nothing."""
         return lambda: None
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Fills ``tensor`` with zeros instead of receiving a message."""
+        """Fills ``tensor`` with zeros instead of receiving a message; returns a wait that does nothing."""
         tensor.zero_()
         return lambda: None
 

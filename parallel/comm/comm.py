@@ -34,7 +34,7 @@ FLIGHT_RECORD_LENGTH = 256
 
 
 class Pending:
-    """Handle of a collective or message in progress; ``wait`` completes it and names the call in errors."""
+    """Handle of a collective or message in progress; ``wait`` completes it, and an error in ``wait`` names the call."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class Pending:
 
     @property
     def under_way(self) -> bool:
-        """True until ``wait`` or ``drop`` has been called."""
+        """True until ``wait`` or ``drop`` is called; False from the start if the call sends nothing."""
         return self._wait is not None
 
     def beside(self, work: Callable[[], None]) -> "Pending":
-        """Registers ``work``, which ``wait`` runs before it blocks, for overlap with the communication."""
+        """Registers ``work``, which ``wait`` runs before it blocks, to overlap with the communication; returns self."""
         self._beside = work
         return self
 
     def then(self, work: Callable[[], object]) -> "Pending":
-        """Registers ``work``, which ``wait`` runs on the received data, after earlier ``work``."""
+        """Registers ``work`` to run at the end of ``wait``, after earlier registered ``work``; returns self."""
         self._then.append(work)
         return self
 
@@ -81,7 +81,7 @@ class Pending:
             work()
 
     def drop(self) -> None:
-        """Discards the handle without a wait, when the memory and the connection of the call are freed."""
+        """Discards the call without a wait and frees its memory and connection; ``wait`` then does nothing."""
         self._wait = self._beside = None
         self._then = []
 
@@ -136,7 +136,7 @@ def _named_failure(
 
 
 class Comm:
-    """Named, counted collectives over the axes of a grid.
+    """Named, counted collectives over the axes of a grid; ``label`` is the name of a call in counts and errors.
 
     ``tally`` counts calls and sent bytes by axis and label; ``records`` contains the most recent calls in order of
     issue. An axis of one rank sends nothing and counts nothing.
@@ -170,20 +170,18 @@ class Comm:
         """True if groups, and frozen parameters of the model, belong to another engine."""
 
     def lend(self) -> "Comm":
-        """Returns communication over the same groups for another engine of these ranks; ``close`` leaves them open."""
+        """Returns a Comm for another engine of these ranks over the same groups; its ``close`` leaves them open."""
         lent = Comm(self.grid, self._backend)
         lent.reports, lent.joint, lent.failures, lent.recorder = self.reports, self.joint, self.failures, self.recorder
         lent._symmetric, lent.borrows = self._symmetric, True
         return lent
 
     def all_reduce(self, tensor: Tensor, axis: Axis, label: str, op: Reduction = "sum") -> Pending:
-        """Sums ``tensor`` (any shape) in place over ``axis``; ``op`` "max" takes the elementwise maximum."""
+        """Starts to sum ``tensor`` (any shape) in place over ``axis``; ``op`` "max" takes the elementwise maximum."""
         return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis, op))
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
-        """Sums ``tensor`` in place over the ranks with indices ``stages`` on axis pp, a group made by
-        :meth:`connect`.
-        """
+        """Starts to sum ``tensor`` in place over the indices ``stages`` of axis pp; :meth:`connect` comes first."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
         name = f"pp stages {','.join(map(str, stages))}"
         route = _Route(len(stages), Stream(EventKind.COLLECTIVE, "pp", name))
@@ -191,7 +189,7 @@ class Comm:
 
     @contextmanager
     def within(self, step: int) -> Iterator[None]:
-        """Records in the flight file that this rank is inside a call of the engine, after ``step`` steps."""
+        """Records the block in this rank's flight file, a log, as an engine call after ``step`` completed steps."""
         if self.recorder is None:
             yield
             return
@@ -203,7 +201,7 @@ class Comm:
 
     @contextmanager
     def noted(self, call: str) -> Iterator[None]:
-        """Records in the flight file that this rank is inside ``call``, which every rank makes."""
+        """Records the block in this rank's flight file, a log, as the call named ``call``, which every rank makes."""
         if self.recorder is None:
             yield
             return
@@ -221,14 +219,16 @@ class Comm:
         return self._sequence
 
     def failed(self, call: str, error: BaseException, alike: bool = True) -> None:
-        """Records that ``call`` has failed on this rank while other ranks may wait for it.
+        """Records that ``call`` has failed on this rank with ``error``, while other ranks may wait for this rank.
 
         ``alike``: True if every rank that fails in this call has issued the same number of collectives.
         """
         self.failures.note(call, error, f"{call} after {self._sequence} collectives" if alike else None)
 
     def join(self, call: str) -> None:
-        """Waits until every rank of the world makes this call of the engine; only the first calls of a name wait.
+        """Waits until every rank of the world makes the engine call named ``call``.
+
+        Only the first three calls of a name wait.
 
         Raises:
             EngineError: a rank does not make the call in time, has closed its engine, or has ended.
@@ -238,9 +238,7 @@ class Comm:
                 self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the process group of :meth:`sum_over_stages` for the pipeline indices ``stages``. Every rank of the
-        world calls this, in the same order.
-        """
+        """Creates the process group of :meth:`sum_over_stages` for ``stages``; all ranks call it in the same order."""
         self._backend.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
@@ -248,27 +246,30 @@ class Comm:
         self._backend.link(links)
 
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Sends ``tensor``, unchanged until the wait, over ``link``; the default label is the link's flow."""
+        """Starts to send ``tensor``, unchanged until the wait, over ``link``; ``label`` defaults to the link's flow."""
         call = partial(self._backend.send, tensor, link.target, link.channel)
         route = self._route(EventKind.SEND, link, link.target)
         return self._issue("send", tensor, "pp", label or link.channel.flow, call, route)
 
     def receive(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Receives the next message of ``link`` into ``tensor``; messages of one channel arrive in order."""
+        """Starts to receive the next message of ``link`` into ``tensor``; messages of one channel arrive in order."""
         call = partial(self._backend.receive, tensor, link.source, link.channel)
         route = self._route(EventKind.RECEIVE, link, link.source)
         return self._issue("receive", tensor, "pp", label or link.channel.flow, call, route)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
-        """Sums ``full`` [N*s] over ``axis`` and writes this rank's slice to ``shard`` [s]; may overwrite ``full``."""
+        """Starts to sum ``full`` [N*s] over ``axis`` into this rank's slice ``shard`` [s]; may overwrite ``full``."""
         return self._issue("reduce_scatter", full, axis, label, lambda: self._backend.reduce_scatter(shard, full, axis))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
-        """Concatenates every rank's ``shard`` [s] along ``axis`` into ``full`` [N*s]."""
+        """Starts to concatenate every rank's ``shard`` [s] along ``axis`` into ``full`` [N*s]."""
         return self._issue("all_gather", full, axis, label, lambda: self._backend.all_gather(full, shard, axis))
 
     def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
-        """Opens memory that kernels of all ranks of ``axis`` can write; None where unsupported. Every rank calls it."""
+        """Opens memory that kernels of all ranks of ``axis`` can write; None where unsupported. Every rank calls it.
+
+        ``sizes``: capacity. ``seconds``: timeout of a kernel's wait for data of another rank.
+        """
         if (known := self._symmetric.get((axis, sizes))) is not None:  # of the engine that lends its groups
             return known
         memory = self._backend.share_bytes(axis, sizes.total) if sizes.ranks > 1 else None
@@ -278,16 +279,16 @@ class Comm:
         return buffer
 
     def in_kernel(self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait]) -> Pending:
-        """Starts a collective inside a kernel: ``call`` launches the kernel; the call is named and counted like other
-        collectives.
+        """Names and counts the collective ``op``, which a kernel performs itself; ``call`` launches that kernel.
 
         ``full``: the full tensor; only its size and dtype are read.
         """
         return self._issue(op, full, axis, label, call)
 
     def bring_status(self) -> None:
-        """Starts copies of kernel status words to the host, so that the next :meth:`check_kernels` waits for no later
-        kernel.
+        """Starts to copy to the host the status words in which communicating kernels report timeouts.
+
+        The next :meth:`check_kernels` reads these copies and waits for no later kernel.
         """
         for buffer in self._symmetric.values():
             buffer.bring_status()
@@ -296,7 +297,7 @@ class Comm:
         """Checks that no communicating kernel has timed out; on a GPU the step must have ended.
 
         Raises:
-            EngineError: a kernel timed out; the message names the rank, the tile and the call.
+            EngineError: a kernel timed out; the message names the rank, the tile and the call that did not arrive.
         """
         try:
             for buffer in self._symmetric.values():
@@ -309,13 +310,15 @@ class Comm:
             ) from error
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the process group of :meth:`all_to_all` among these data ranks. Every rank calls this, in the same
-        order.
+        """Creates the process group of :meth:`all_to_all` among indices ``members`` of the data axis.
+
+        Every rank calls it, in the same order.
         """
         self._backend.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str, axis: Axis) -> Pending:
-        """Sends slice i of ``given`` to rank ``members[i]`` of ``axis``, and receives slice i from that rank.
+        """Starts to send slice i of ``given`` to rank ``members[i]`` of ``axis``, and to receive slice i from that
+        rank.
 
         This rank is a member; its own slice is copied. ``members`` are all indices of ``axis``, unless it is the data
         axis.
@@ -331,11 +334,10 @@ class Comm:
     def exchange(
         self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis, label: str
     ) -> Pending:
-        """Exchanges rows along ``axis``: ``gives[i]`` rows of ``given`` [sum of gives, ..] are sent to index i, in
-        order.
+        """Starts to send ``gives[i]`` rows of ``given`` [sum of gives, ..] to index i of ``axis``, in order of i.
 
-        ``received`` [sum of gets, ..] receives ``gets[i]`` rows from index i, in the same order. This rank's own rows
-        are copied, and are not counted as sent.
+        ``received`` [sum of gets, ..] takes ``gets[i]`` rows from index i, in the same order. This rank's own rows are
+        copied, and are not counted as sent.
         """
         size = given.element_size() * (math.prod(given.shape[1:]) if given.dim() > 1 else 1)
         if self.grid.size(axis) == 1:
@@ -347,7 +349,7 @@ class Comm:
         return self._launch(work, axis, label, call, self._axis_route(axis))
 
     def filled(self, pending: Pending) -> Pending:
-        """Returns ``pending``; its wait first computes spare work of another microbatch, if the schedule has any."""
+        """Makes the wait of ``pending`` first compute work of another microbatch, if there is any; returns it."""
         return pending if self.fill_wait is None else pending.beside(self._use_wait)
 
     def _use_wait(self) -> None:
@@ -355,7 +357,7 @@ class Comm:
             self.fill_wait()
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates the groups of :meth:`gather_parameters`. Every rank of the world calls it."""
+        """Creates the groups of :meth:`gather_parameters` with the same arguments. Every rank of the world calls it."""
         if axis is None:
             self._backend.open_gathers(within or self.grid.shard_group)
         elif self.grid.size(axis) > 1:
@@ -364,10 +366,9 @@ class Comm:
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, within: int | None = None, axis: Axis | None = None
     ) -> Pending:
-        """All-gathers several (full, shard) pairs over the data ranks in one call, in a process group separate from
-        other collectives.
+        """Starts to all-gather several (full, shard) pairs in one call, in a group separate from other collectives.
 
-        ``within``: the group is so many neighbouring data ranks. ``axis``: the group is this axis instead.
+        The group has ``within`` neighbouring data ranks, by default a whole ZeRO shard group, or all ranks of ``axis``.
         """
         within = within or self.grid.shard_group if axis is None else None
         elements = sum(full.numel() for full, _ in pairs)
@@ -391,8 +392,9 @@ class Comm:
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
-        """All-gathers ``said`` (equal lengths) over the ranks of :meth:`gather_parameters`, in order of index. Only the
-        hosts communicate, so no rank synchronizes with a device.
+        """All-gathers ``said`` (equal lengths) over the ranks that share ZeRO shards; returns the bytes by rank.
+
+        Only the hosts communicate, so no rank synchronizes with a device.
         """
         size = self.grid.size(self.grid.sharding)
         answers: list[bytes] = [said] if size == 1 else []
@@ -409,8 +411,7 @@ class Comm:
     def close(self) -> None:
         """Ends the communication of this engine; the default process group remains.
 
-        After a failed call with gloo, ranks that wait for this one then fail at once; an abandoned message would
-        otherwise keep the connection open.
+        After a failed call it also drops unfinished calls: with gloo, ranks that wait for this rank then fail at once.
         """
         self._closed = True
         if self.borrows:

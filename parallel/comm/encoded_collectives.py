@@ -43,33 +43,40 @@ Exchange = Callable[[Tensor, Tensor], Pending]
 
 
 def sum_messages(given_Rm: Tensor, out_s: Tensor, codec: Codec, exchange: Exchange) -> Pending:
-    """Sends row r of ``given_Rm`` to rank r; after the wait, ``out_s`` is the sum of the decoded received rows."""
+    """Starts to send row r of the encoded ``given_Rm`` [ranks, bytes] to rank r by ``exchange``, an all-to-all.
+
+    After the wait, ``out_s`` is the sum of the received rows, one from each rank, decoded by ``codec``.
+    """
     received_Rm = torch.empty_like(given_Rm)
     return exchange(received_Rm, given_Rm).then(partial(codec.add, received_Rm, out_s))
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
-    """Codec of the activations and activation gradients that are communicated over one axis."""
+    """Number format of quantized activations and activation gradients that are communicated over one axis."""
 
     wire: NumberFormat
     labels: frozenset[str] = frozenset()
     """Labels of encoded collectives; all others are sent unencoded."""
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the bytes of an encoded message of ``elements`` numbers, padded to whole blocks."""
+        """Returns the bytes of an encoded message of ``elements`` numbers, padded to whole quantization blocks."""
         return self.wire.message_bytes(self.wire.padded(elements))
 
     def shortens(self, dtype: torch.dtype, elements: int) -> bool:
-        """Returns True if an encoded message of ``elements`` numbers of ``dtype`` is smaller than the numbers."""
+        """Returns True if ``elements`` numbers of ``dtype`` take fewer bytes when encoded."""
         return dtype in ENCODED_DTYPES and self.message_bytes(elements) < elements * dtype.itemsize
 
     def encodes(self, label: str, dtype: torch.dtype, elements: int, ranks: int) -> bool:
-        """Returns True if a collective with this label and a full tensor of ``elements`` numbers is encoded."""
+        """Returns True if a collective with this ``label`` over ``ranks`` ranks is encoded.
+
+        ``elements``: numbers in the full tensor. The label must be one of ``labels``, and the message must become
+        shorter.
+        """
         return label in self.labels and self.shortens(dtype, -(-elements // ranks))
 
     def collectives(self, op: Op, elements: int, ranks: int) -> tuple[tuple[Op, int], ...]:
-        """Returns the collectives that replace ``op`` when encoded, each with the bytes of its full tensor."""
+        """Returns the collectives that replace ``op`` when encoded, as pairs (collective, bytes of its full tensor)."""
         size = ranks * self.message_bytes(-(-elements // ranks))
         if op == "all_reduce":
             return ("all_to_all", size), ("all_gather", size)
@@ -77,9 +84,10 @@ class ActivationFormat:
 
 
 class EncodedCollectives:
-    """Collectives of one axis with encoded messages, for contiguous tensors in fp32, bf16 or fp16.
+    """Collectives over one axis that quantize the tensors they send, for contiguous tensors in fp32, bf16 or fp16.
 
-    All ranks wait for their sums in one order, because the wait of an all-reduce issues its all-gather.
+    In shapes, T is the number of ranks and p the elements of one rank's slice. All ranks must wait for their
+    all-reduces in the same order, because the wait of an all-reduce issues its all-gather.
     """
 
     def __init__(self, comm: Comm, axis: Axis, form: ActivationFormat, kernels: Kernels) -> None:
@@ -88,7 +96,7 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, label: str) -> Pending:
-        """Sums ``tensor`` in place over the axis, by one all-to-all and one all-gather with this label."""
+        """Starts to sum ``tensor`` in place over the axis, by one encoded all-to-all and one encoded all-gather."""
         size = self._form.wire.padded(-(-tensor.numel() // len(self._members)))
         values_Ts = _padded(tensor.view(1, -1), len(self._members) * size).view(-1, size)
         sum_s = torch.empty(size, dtype=torch.float32, device=tensor.device)
@@ -96,7 +104,10 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def reduce_scatter(self, part_p: Tensor, full: Tensor, label: str) -> Pending:
-        """Sums ``full`` [T p] over the axis and writes this rank's slice to ``part_p``, by one all-to-all."""
+        """Starts to sum ``full`` [ranks * p] over the axis into this rank's slice ``part_p`` [p], by one all-to-all.
+
+        The messages are encoded.
+        """
         values_Ts = self._rows(full)
         if values_Ts.shape[1] == part_p.numel():
             return self._sum(values_Ts, part_p, label)
@@ -105,7 +116,7 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def all_gather(self, full: Tensor, part_p: Tensor, label: str) -> Pending:
-        """Concatenates every rank's ``part_p`` into ``full`` [T p], by one all-gather of encoded messages."""
+        """Starts to concatenate every rank's ``part_p`` [p] into ``full`` [ranks * p], by one encoded all-gather."""
         size = self._form.wire.padded(part_p.numel())
         own_m = self._codec.encode(_padded(part_p.view(1, -1), size)).view(-1)
         full_Tm = own_m.new_empty((len(self._members), own_m.numel()))

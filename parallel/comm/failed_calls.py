@@ -32,22 +32,22 @@ _POLL_SECONDS = 0.02
 
 
 def has_lost_ranks(error: BaseException) -> bool:
-    """Returns True if ``error`` reports failed communication."""
+    """Returns True if ``error`` reports failed communication with other ranks."""
     return isinstance(error, EngineError) and isinstance(error.__cause__, RuntimeError)
 
 
 def worded(error: BaseException) -> str:
-    """Returns class name and first line of ``error``, such as ``ValueError: ...``."""
+    """Formats ``error`` as its class name and the first line of its message, such as ``ValueError: bad shape``."""
     line = first_line(error) if isinstance(error, Exception) else str(error)
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 class FailedCalls:
-    """Vote of all ranks on a failed call: the engine continues if all ranks failed at one point, and ends otherwise.
+    """Vote of all ranks after a failed call: the engine continues only if all ranks failed at the same point.
 
     Args:
         store: store of the job, with a prefix of this engine; None: this process is alone.
-        leave: called to end the communication of this rank.
+        leave: function that ends the communication of this rank.
     """
 
     def __init__(self, store: KeyStore | None, rank: int, size: int, leave: Callable[[], None]) -> None:
@@ -65,10 +65,11 @@ class FailedCalls:
         return self._verdict != ""
 
     def note(self, call: str, error: BaseException, place: str | None) -> None:
-        """Records that ``call`` has failed on this rank; returns at once.
+        """Records that ``call`` has failed on this rank with ``error``, starts the vote in a thread, and returns at
+        once.
 
-        ``place``: the point of failure as text, equal on ranks with matching communication; None: no other rank
-        matches.
+        ``place``: the point of failure as text; the ranks failed at the same point if their texts are equal. None: no
+        other rank can have failed at this point.
         """
         if self._verdict != "":
             return
@@ -85,7 +86,8 @@ class FailedCalls:
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
-        """Refuses ``call`` if the engine has ended; first waits for the vote on a failed call.
+        """Raises if the engine has ended, so that ``call`` does not start; first waits for the result of a running
+        vote.
 
         Raises:
             EngineError: the engine has ended; the same message on every rank.
@@ -96,8 +98,9 @@ class FailedCalls:
             raise EngineError(self._verdict)
 
     def sentence(self, error: BaseException) -> EngineError | None:
-        """Returns the vote's result, an error that names the rank that failed first, if ``error`` is a connection lost
-        to other ranks and the vote found a failed rank; otherwise None.
+        """Returns an EngineError that names the rank that failed first, according to the vote.
+
+        Returns None if ``error`` is no lost connection to other ranks, or if the vote did not end the engine.
         """
         if not has_lost_ranks(error) or self._store is None:
             return None
@@ -105,7 +108,7 @@ class FailedCalls:
         return EngineError(self._verdict) if self._verdict and _REMEDY in self._verdict else None
 
     def close(self) -> None:
-        """Cancels the exit of this process that follows a failed call; a second call does nothing."""
+        """Keeps the thread of a vote from ending this rank's communication later; a second call does nothing."""
         self._exits.set()
         atexit.unregister(self._exits.set)
 

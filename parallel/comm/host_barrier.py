@@ -36,7 +36,7 @@ _SETUP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """Sockets and eventfds between a rank and the others of its axis, by their index on the axis."""
+    """Sockets and eventfds between this rank and the others of its axis; the keys are their indices on the axis."""
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     """Connected Unix sockets; the system closes them when a rank ends."""
@@ -56,14 +56,14 @@ class RankLinks:
 
 
 class HostBarrier:
-    """Shared memory of the ranks of one host, and a barrier of log2(ranks) rounds of signals.
+    """Shared memory of the ranks of one host, with a barrier of log2(ranks) rounds of signals.
 
     The dissemination barrier of Hensgen, Finkel and Manber 1988 ("Two algorithms for barrier synchronization"): in
-    rounds d = 1, 2, 4, .. < ranks, index i signals i + d and waits for i - d; a signal means that its sender has
-    arrived and has received all signals of the rounds before.
+    rounds d = 1, 2, 4, .. < ranks, index i signals i + d and waits for i - d, modulo the number of ranks. A signal
+    means that its sender has arrived and has received all signals of earlier rounds.
 
     Args:
-        links: sockets to every other rank, and the eventfds of :func:`told_ranks`; ``close`` closes them.
+        links: sockets to every other rank and the eventfds of both directions; ``close`` closes them.
         memory: the shared memory, the same on all ranks.
         seconds: timeout of waiting for a rank.
     """
@@ -79,7 +79,7 @@ class HostBarrier:
 
     @property
     def descriptors(self) -> dict[int, int]:
-        """File descriptor of the socket to each other rank, by index; the system closes it when that rank ends."""
+        """File descriptor of the socket to each other rank, by index; the connection closes when that rank ends."""
         return {index: link.fileno() for index, link in self._links.sockets.items()}
 
     def arrive(self) -> None:
@@ -102,7 +102,7 @@ class HostBarrier:
             self._hear(*heard)
 
     def close(self) -> None:
-        """Leaves the barrier, which then fails on every waiting rank. Garbage collection leaves it too."""
+        """Leaves the barrier; waiting ranks then raise an error. Garbage collection of this object does the same."""
         self._leave()
         vars(self).pop("memory", None)
 
@@ -126,12 +126,12 @@ class HostBarrier:
 
 
 def told_ranks(index: int, size: int) -> list[int]:
-    """Returns, for each round of a barrier of ``size`` ranks, the index that the rank ``index`` signals."""
+    """Returns, for each round of a barrier of ``size`` ranks, the index that rank ``index`` signals."""
     return [(index + distance) % size for distance in _distances(size)]
 
 
 def heard_ranks(index: int, size: int) -> list[int]:
-    """Returns, for each round of a barrier of ``size`` ranks, the index that the rank ``index`` waits for."""
+    """Returns, for each round of a barrier of ``size`` ranks, the index that rank ``index`` waits for."""
     return [(index - distance) % size for distance in _distances(size)]
 
 
@@ -150,9 +150,11 @@ def _poll(links: RankLinks, index: int) -> select.poll:
 def open_neighbours(
     index: int, size: int, host: bytes, shared_bytes: int, seconds: float, exchange: Exchange
 ) -> HostBarrier | None:
-    """Opens shared memory with a barrier; None on all ranks if the ranks are on several hosts or one cannot share.
+    """Opens memory that the ``size`` ranks of an axis share, with a barrier; ``index`` is this rank's place on the
+    axis.
 
-    Every rank of the axis calls it, and communicates through ``exchange`` up to three times.
+    Returns None on all ranks if they run on several hosts or one cannot share memory. Every rank calls it; the ranks
+    communicate through ``exchange`` up to three times.
 
     Args:
         host: identity of this rank's host, from :func:`host_identity`; ``NO_HOST`` keeps all ranks from sharing.
@@ -266,7 +268,10 @@ class _Opening:
 
 
 def host_identity() -> bytes:
-    """Returns bytes equal for processes of one user on one booted system; ``NO_HOST`` if memory cannot be shared."""
+    """Returns 32 bytes that are equal for processes of one user on one booted system and differ otherwise.
+
+    Returns ``NO_HOST`` if this system cannot share memory.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not (hasattr(os, "memfd_create") and hasattr(os, "eventfd") and hasattr(socket, "AF_UNIX") and boot.exists()):
         return NO_HOST

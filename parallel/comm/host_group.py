@@ -24,24 +24,24 @@ Wait = Callable[[], None]
 
 
 class HostGroup(Protocol):
-    """Interface for messages of bytes between the hosts' memories of all ranks."""
+    """Interface for messages of bytes between host memories, among all ranks of the job."""
 
     rank: int
     size: int
 
     def send(self, data: memoryview, to: int) -> Wait:
-        """Starts to send ``data`` to rank ``to``; the data must not change before the wait."""
+        """Starts to send ``data``, unchanged until the wait, to rank ``to``; returns a function that waits."""
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Starts to receive ``len(target)`` bytes from rank ``source`` into ``target``."""
+        """Starts to receive ``len(target)`` bytes from rank ``source`` to ``target``; returns a function that waits."""
 
 
 class TorchHostGroup:
-    """A host group between real processes. Every rank constructs it at the same point.
+    """Host group over gloo between processes. Every rank constructs it at the same point of the program.
 
     Args:
         seconds: time after which a silent rank is considered lost.
-        purpose: use of the group, for messages.
+        purpose: use of the group, for error messages.
 
     Raises:
         EngineError: a rank did not join.
@@ -69,11 +69,11 @@ class TorchHostGroup:
             ) from error
 
     def send(self, data: memoryview, to: int) -> Wait:
-        """Starts to send ``data`` to rank ``to`` with gloo."""
+        """Starts to send ``data`` to rank ``to`` with gloo; returns a function that waits."""
         return self._begin(data, to, lambda part: dist.isend(part, to, self._group))
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Starts to receive from rank ``source`` with gloo."""
+        """Starts to receive ``len(target)`` bytes from rank ``source`` to ``target``; returns a function that waits."""
         return self._begin(target, source, lambda part: dist.irecv(part, source, self._group))
 
     def close(self) -> None:
@@ -113,14 +113,14 @@ class TorchHostGroup:
 class BroadcastGroup:
     """Group from which this process broadcasts tensors to processes of another program, such as an inference engine.
 
-    It is independent of all groups of the engine. Its keys equal those of torch's own groups with this name, so the
-    others join by torch's functions, as ranks 1 and up.
+    It is independent of all groups of the engine. Its store keys equal the keys of a torch process group called
+    ``name``, so the other processes join with torch's functions, as ranks 1 and up.
 
     Args:
-        host: address of this host for the others, which connect to ``port``.
-        size: number of processes with this one.
+        host: address of this host; the others connect to it at ``port``.
+        size: number of processes, including this one.
         name: name of the group.
-        device: device of this rank, whose backend the group has.
+        device: device of this rank: the group uses gloo for the CPU and NCCL otherwise.
     """
 
     def __init__(self, host: str, size: int, name: str, device: torch.device) -> None:
@@ -129,10 +129,10 @@ class BroadcastGroup:
         self._group: Any = None
 
     def join(self, seconds: float) -> None:
-        """Waits until all processes have joined.
+        """Waits at most ``seconds`` until all processes have joined.
 
         Raises:
-            EngineError: one has not joined in time.
+            EngineError: a process has not joined in time.
         """
         limit, on_host, store = timedelta(seconds=seconds), is_host(self._device), self._store
         for prefix in (self._name, f"{self._name}/", f"{self._device.type}/"):
@@ -146,10 +146,10 @@ class BroadcastGroup:
                 self._group = dist.ProcessGroupNCCL(store, 0, self._size, options)
 
     def broadcast(self, tensor: torch.Tensor, seconds: float) -> None:
-        """Sends a tensor to all processes.
+        """Sends ``tensor`` to all other processes and waits at most ``seconds`` until they have received it.
 
         Raises:
-            EngineError: one has not received it in time.
+            EngineError: a process has not received it in time.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, timedelta(seconds=seconds)
@@ -170,8 +170,9 @@ class BroadcastGroup:
 
 @contextmanager
 def noting(lost: list[EngineError]) -> Iterator[None]:
-    """Appends an EngineError inside the context to ``lost`` instead of raising it, so that other ranks are still
-    served.
+    """Runs the block, and appends an EngineError of the block to ``lost`` instead of raising it.
+
+    The caller can thus serve the other ranks before it raises.
     """
     try:
         yield
@@ -180,7 +181,8 @@ def noting(lost: list[EngineError]) -> Iterator[None]:
 
 
 def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
-    """Gathers the bytes of every rank on rank 0, in order of rank; returns None on other ranks.
+    """Gathers ``data`` of every rank on rank 0, by host messages; returns the bytes in order of rank, None on other
+    ranks.
 
     Raises:
         EngineError: a rank is lost; the message names the first one, after all other ranks have been received.
@@ -200,7 +202,8 @@ def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
 
 
 def announce(host: HostGroup, data: bytes) -> bytes:
-    """Broadcasts the bytes of rank 0 to every rank; the ``data`` of other ranks is ignored.
+    """Broadcasts ``data`` of rank 0 to every rank, by host messages, and returns it; ``data`` of other ranks is
+    ignored.
 
     Raises:
         EngineError: a rank is lost; the message names it, after all other ranks have been sent the bytes.

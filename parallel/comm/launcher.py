@@ -33,7 +33,7 @@ _Variables = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rank, local rank and size of this process in a job, with the address of the rendezvous."""
+    """Rank, local rank and world size of this process, with the address and port of the rendezvous."""
 
     rank: int
     size: int
@@ -53,7 +53,9 @@ class _Task:
 
 
 def find_place(variables: _Variables) -> Place | None:
-    """Reads rank, size and rendezvous address from environment variables; None if no launcher started this process.
+    """Reads rank, world size and rendezvous address from the environment ``variables`` of the launcher.
+
+    Returns None if no launcher started this process.
 
     Raises:
         GridError: the variables are incomplete or contradict each other, or lack the address of the rendezvous.
@@ -74,13 +76,13 @@ def find_place(variables: _Variables) -> Place | None:
 
 
 def local_rank(variables: _Variables, rank: int) -> int:
-    """Returns this process's local rank on its node; ``rank`` if no variable contains it."""
+    """Returns this process's local rank on its node, from environment ``variables``; ``rank`` if none contains it."""
     task = _find_task(variables)
     return read_count(variables, "LOCAL_RANK", task.local_rank if task is not None else rank)
 
 
 def read_count(variables: _Variables, name: str, default: int) -> int:
-    """Returns an environment variable as an integer of at least 0; ``default`` if it is unset.
+    """Returns the environment variable ``name`` as an integer of at least 0; ``default`` if it is unset.
 
     Raises:
         GridError: the value is not such a number, or has too many digits.
@@ -99,7 +101,7 @@ _DIGITS = 9
 
 
 def check_rank(rank: int, size: int, launcher: str) -> None:
-    """Checks that ``rank`` < ``size``; raises GridError otherwise."""
+    """Raises GridError unless ``rank`` < ``size``; ``launcher`` is the name of the launcher for the message."""
     if rank >= size:
         raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}, since ranks count from 0; let {launcher} set both.")
 
@@ -225,7 +227,7 @@ def first_host(nodes: str) -> str:
 
 
 def route_address(target: str) -> str:
-    """Returns the local IP address of the route to ``target``; empty if there is no route."""
+    """Returns this host's IP address on the route to host ``target``; '' if there is no route."""
     with contextlib.suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -235,7 +237,7 @@ def route_address(target: str) -> str:
 
 
 def loopback_words(place: Place, variables: _Variables) -> str:
-    """Returns cause and remedy if a job of several nodes has a loopback rendezvous address; otherwise ''."""
+    """Returns cause and remedy, as text, if a multi-node job has a loopback rendezvous address; otherwise ''."""
     here = read_count(variables, "LOCAL_WORLD_SIZE", place.size)
     if not 0 < here < place.size:
         return ""
@@ -252,5 +254,5 @@ def loopback_words(place: Place, variables: _Variables) -> str:
 
 
 def own_address() -> str:
-    """Returns the IP address at which other ranks reach this host: the local address of its route to MASTER_ADDR."""
+    """Returns this host's IP address on its route to MASTER_ADDR, at which other ranks reach this host."""
     return route_address(os.environ.get("MASTER_ADDR") or "localhost") or "127.0.0.1"

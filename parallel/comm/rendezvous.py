@@ -44,22 +44,22 @@ _REPORT_SECONDS = 2.0
 
 
 class KeyStore(Protocol):
-    """Interface of the methods of ``torch.distributed.Store`` in use; each may raise RuntimeError."""
+    """Interface of a key-value store: the used methods of ``torch.distributed.Store``; each may raise RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None:
         """Sets ``key`` to ``value`` in the store."""
 
     def get(self, key: str, /) -> bytes:
-        """Returns the value of an existing key."""
+        """Returns the value of ``key``, which must exist."""
 
     def check(self, keys: list[str], /) -> bool:
         """Returns True if all keys exist."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Blocks until all keys exist, at most ``timeout``."""
+        """Blocks until all ``keys`` exist; raises after ``timeout``."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Adds ``amount`` to an integer, initially 0; returns the sum."""
+        """Adds ``amount`` to the integer at ``key``, initially 0; returns the sum."""
 
     def delete_key(self, key: str, /) -> bool:
         """Deletes ``key``; returns True if it existed."""
@@ -67,7 +67,7 @@ class KeyStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """First key with different values on different ranks."""
+    """First setting with different values on different ranks."""
 
     key: str
     values: tuple[tuple[tuple[int, ...], str | None], ...]
@@ -91,7 +91,7 @@ class _Verdict(TypedDict):
 
 @dataclass(slots=True)
 class Rendezvous:
-    """Synchronization of all ranks of a job through its store; every rank calls :meth:`meet` at the same point."""
+    """Meeting of all ranks of a job through its key-value store; every rank calls :meth:`meet` at the same point."""
 
     store: KeyStore
     rank: int
@@ -104,7 +104,9 @@ class Rendezvous:
     _heard: dict[int, str] = field(default_factory=dict)
 
     def meet(self, given: Mapping[str, str]) -> Difference | None:
-        """Waits for all ranks and compares their ``given`` settings; returns the first difference, equal on every rank.
+        """Waits for all ranks and compares their settings ``given``.
+
+        Returns the first setting that differs among ranks, the same on every rank; None if all are equal.
 
         Raises:
             GridError: ranks did not come within ``seconds``; the message names them.
@@ -212,10 +214,10 @@ class Rendezvous:
 
 
 def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[str, str]]) -> Difference | None:
-    """Returns the first key, in the order of the first text, with different values among ``texts``.
+    """Returns the first key with different values among ``texts``, or None; a missing key counts as a different value.
 
     Args:
-        alike: ranks with equal values, for each text.
+        alike: for each of ``texts``, the ranks that have it.
     """
     keys = dict.fromkeys(key for text in texts for key in text)
     for key in keys:
@@ -230,27 +232,29 @@ def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[s
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """Formats ranks as ``rank 3`` or ``ranks 0, 2``, at most eight; with the ``hosts`` of all ranks: ``rank 3
-    (node1)``.
+    """Formats ``ranks`` for messages: ``rank 3`` or ``ranks 0, 2``; names at most eight and counts the others.
+
+    ``hosts``: host name of every rank of the job, added to each rank: ``rank 3 (node1)``.
     """
     shown = [f"{rank} ({hosts[rank]})" if hosts else str(rank) for rank in ranks[:8]]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}" + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
 
 
 class FailureReports:
-    """Reports of failed collectives in the store, from which the ranks that did not join one are found.
+    """Reports of failed collectives in the store, from which a rank finds the ranks that did not join one.
 
     Args:
-        store: of the job, with a prefix of the meeting.
+        store: store of the job, with a prefix of this engine.
     """
 
     def __init__(self, store: KeyStore, rank: int) -> None:
         self._store, self._rank = store, rank
 
     def absent(self, what: str, peers: Sequence[int]) -> str:
-        """Names the ``peers`` that did not join the collective ``what``, as text for an error; empty if unknown.
+        """Reports that the collective ``what`` failed on this rank, and reads the reports of the other ``peers``.
 
-        Takes at most about two seconds, even if the store's rank has ended or hangs.
+        Returns text that names the ``peers`` that did not join, for an error message; empty if unknown. Takes a few
+        seconds at most, even if the process of the store has ended or hangs.
         """
         words: list[str] = []
         asking = threading.Thread(target=self._ask, args=(what, peers, words.append), daemon=True)
@@ -259,7 +263,7 @@ class FailureReports:
         return words[0] if words else ""
 
     def tell(self, what: str) -> None:
-        """Reports through the store that ``what`` failed on this rank; other ranks read it. Does not wait."""
+        """Reports through the store, for other ranks, that the collective ``what`` failed here; does not wait."""
         threading.Thread(target=self._ask, args=(what, (), str), daemon=True).start()
 
     def _ask(self, what: str, peers: Sequence[int], tell: Callable[[str], object]) -> None:
@@ -281,15 +285,14 @@ class FailureReports:
 
 
 class JointCalls:
-    """Check that every rank makes a rare collective call of the engine, such as a save or an evaluation.
+    """Check that every rank makes the rare collective calls of the engine, such as a save or an evaluation.
 
-    join       nobody begins before all have come: ``if rank == 0: eng.eval_batch()`` would let messages of two calls
-               meet in one group, where gloo ends the process without a word for Python
-    leave      a rank writes that it makes no call any more, so that nobody waits for it
+    Such a call begins with :meth:`join`, which waits until all ranks have joined. The check finds a call under ``if
+    rank == 0:``, where messages of two different calls would meet in one group and gloo would abort the process.
+    :meth:`leave` records that a rank makes no more calls, so that no rank waits for it.
 
-    Nothing is asked of training, where it would cost every step. A program that joins its first calls has the right
-    form, so later ones are free; and a rank that ends while others wait for it in a collective is noticed at once,
-    unlike here.
+    Only the first three calls of a name are checked, since later ones come from the same code. Training steps are not
+    checked: it would cost time, and the collectives of a step notice an ended rank at once.
 
     Args:
         store: store of the job, with a prefix of this engine.
@@ -304,10 +307,9 @@ class JointCalls:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """Records in the store that this rank makes no more calls, so that others do not wait; an earlier error
-        remains.
+        """Records in the store that this rank makes no more calls, so that other ranks do not wait for it.
 
-        A second call does nothing. The store may have ended.
+        Does nothing if this rank ends by an error or if the store is lost.
         """
         atexit.unregister(self.leave)
         if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
@@ -325,7 +327,7 @@ class JointCalls:
             self._store.delete_key(f"{call}/{self._made[call] - 2}/{self._rank}")
 
     def join(self, call: str) -> None:
-        """Waits until every rank has made this call; only the first ``JOINED_CALLS`` calls of a name wait.
+        """Waits until every rank has made the call named ``call``; only the first three calls of a name wait.
 
         Raises:
             EngineError: a rank did not make the call in time, or has left.

@@ -42,15 +42,15 @@ _Steps = Iterator[None]
 
 
 def shared_bytes(ranks: int) -> int:
-    """Returns the bytes of memory that ``ranks`` ranks share."""
+    """Returns the bytes of host memory that a :class:`SharedMemory` of ``ranks`` ranks needs."""
     return 2 * ranks * SLOT_BYTES
 
 
 class SharedMemory:
-    """Collectives of one axis on CPU tensors of any size and any dtype that torch adds.
+    """Collectives of the ranks of one axis on one host, through shared memory, for CPU tensors of any size and dtype.
 
-    A collective starts when it is called and is completed by its wait or by the next call; nothing runs in between, and
-    no other thread is involved. Waits may come in any order.
+    A collective starts when it is called and is completed by its wait or by the next call; no thread runs in between.
+    The waits of several collectives may come in any order.
 
     All methods raise RuntimeError, as methods of a process group do, if a rank has ended or does not arrive in time.
     Every later call then fails too, also on the other ranks.
@@ -66,19 +66,29 @@ class SharedMemory:
         self._failure = ""
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Wait:
-        """Sums ``tensor`` in place over the axis; ``op`` "max" takes the elementwise maximum, NaN above all numbers."""
+        """Starts to sum ``tensor`` in place over the axis; returns a function that waits.
+
+        ``op`` "max" takes the elementwise maximum instead, with NaN above all numbers.
+        """
         return self._start(self._all_reduce(tensor.data, op))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Wait:
-        """Sums ``full`` [R*s] and writes this rank's slice to ``shard`` [s], which may be a slice of ``full``."""
+        """Starts to sum ``full`` [R*s] over the axis into this rank's slice ``shard`` [s]; returns a function that
+        waits.
+
+        ``shard`` may share memory with ``full``.
+        """
         return self._start(self._reduce_scatter(shard.data, full.data.view(self.ranks, -1)))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Wait:
-        """Concatenates every rank's ``shard`` [s] into ``full`` [R*s]."""
+        """Starts to concatenate every rank's ``shard`` [s] into ``full`` [R*s]; returns a function that waits."""
         return self._start(self._all_gather(full.data.view(self.ranks, -1), shard.data))
 
     def close(self) -> None:
-        """Leaves the other ranks and releases the memory. A second call does nothing."""
+        """Leaves the group, in which later calls fail on all ranks, and releases the memory.
+
+        A second call does nothing.
+        """
         self._under_way = iter(())
         self._give_up("it is closed")
 
@@ -173,7 +183,7 @@ class SharedMemory:
 
 
 class HostMessages:
-    """Small messages among all ranks of a group on one host, through shared memory; no tensors.
+    """All-gather of small byte messages among the ranks of a group on one host, through shared memory.
 
     All methods raise RuntimeError if a rank has ended or does not arrive in time; every later call then fails too.
     """
@@ -182,7 +192,7 @@ class HostMessages:
         self._barrier, self._turn, self._failure = barrier, 0, ""
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """All-gathers ``data`` of equal length; returns the messages of all ranks in order of index."""
+        """All-gathers ``data``, of equal length on all ranks; returns the messages of all ranks in order of index."""
         if self._failure:
             raise RuntimeError(self._failure)
         try:
@@ -203,14 +213,23 @@ class HostMessages:
         return [memory[start : start + len(own)] for start in starts]
 
     def close(self) -> None:
-        """Leaves the other ranks and releases the memory. A second call does nothing."""
+        """Leaves the group, in which later calls fail on all ranks, and releases the memory.
+
+        A second call does nothing.
+        """
         self._barrier.close()
 
 
 def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> HostMessages | None:
-    """Opens host messages of a group; None on all ranks if a rank does not want them or is on another host.
+    """Opens :class:`HostMessages` among the ``ranks`` ranks of a group, if all of them run on one host.
 
-    Every rank of the group calls it; see :func:`open_neighbours`.
+    Returns None on all ranks if a rank passes ``wanted`` = False or is on another host. Every rank of the group calls
+    it.
+
+    Args:
+        index: place of this rank in the group.
+        seconds: timeout of a wait for another rank.
+        exchange: all-gathers bytes of equal length over the group.
     """
     host = host_identity() if wanted else NO_HOST
     barrier = open_neighbours(index, ranks, host, 2 * ranks * MESSAGE_BYTES, seconds, exchange)
@@ -218,9 +237,15 @@ def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exc
 
 
 def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> SharedMemory | None:
-    """Opens shared memory of an axis; None on all ranks if a rank does not want it or is on another host.
+    """Opens :class:`SharedMemory` among the ``ranks`` ranks of an axis, if all of them run on one host.
 
-    Every rank of the axis calls it; see :func:`open_neighbours`.
+    Returns None on all ranks if a rank passes ``wanted`` = False or is on another host. Every rank of the axis calls
+    it.
+
+    Args:
+        index: place of this rank on the axis.
+        seconds: timeout of a wait for another rank.
+        exchange: all-gathers bytes of equal length over the axis.
     """
     host = host_identity() if wanted else NO_HOST
     barrier = open_neighbours(index, ranks, host, shared_bytes(ranks), seconds, exchange)
@@ -228,9 +253,14 @@ def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exc
 
 
 def open_shared_bytes(index: int, ranks: int, size: int, seconds: float, exchange: Exchange) -> SharedBytes | None:
-    """Allocates ``size`` bytes per rank that all ranks of the axis map; None if the ranks are on several hosts.
+    """Allocates ``size`` bytes of host memory for each of ``ranks`` ranks; every rank of the axis maps all of them.
 
-    Every rank of the axis calls it.
+    Returns None on all ranks if they run on several hosts. Every rank of the axis calls it.
+
+    Args:
+        index: place of this rank on the axis.
+        seconds: timeout of a wait for another rank.
+        exchange: all-gathers bytes of equal length over the axis.
     """
     barrier = open_neighbours(index, ranks, host_identity(), ranks * size, seconds, exchange)
     if barrier is None:

@@ -19,14 +19,17 @@ from engine.parallel.grid import Axis, Grid
 
 
 def open_backend(grid: Grid, device: torch.device) -> Backend:
-    """Opens the backend of a rank that is a process; the process group must exist."""
+    """Opens this process's backend, for tensors on ``device``; the default process group must exist.
+
+    Where torch's collectives cannot move tensors of ``device``, they travel through host memory.
+    """
     if carries_tensors_of(device):
         return TorchBackend(grid, device)
     return StagedBackend(TorchBackend(grid, torch.device("cpu")))
 
 
 class StagedBackend(Backend):
-    """Backend that copies tensors of a device through host memory to the ``inner`` backend of the host.
+    """Backend for a device without collectives: it copies tensors to host memory and calls ``inner``, a CPU backend.
 
     Each call synchronizes the device, and each wait blocks the host. ``share_bytes`` returns None.
     """
@@ -35,74 +38,74 @@ class StagedBackend(Backend):
         self._inner = inner
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Reduces a host copy of ``tensor``, and copies the result back at the wait."""
+        """Starts to reduce a host copy of ``tensor``; the wait copies the result back."""
         host = _on_host(tensor)
         return _brought(self._inner.all_reduce(host, axis, op), (tensor, host))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Reduce-scatters host copies, and copies the result to ``shard`` at the wait."""
+        """Starts to reduce-scatter host copies; the wait copies the result to ``shard``."""
         host = host_memory_like(shard)
         return _brought(self._inner.reduce_scatter(host, _on_host(full), axis), (shard, host))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """All-gathers host copies, and copies the result to ``full`` at the wait."""
+        """Starts to all-gather host copies; the wait copies the result to ``full``."""
         host = host_memory_like(full)
         return _brought(self._inner.all_gather(host, _on_host(shard), axis), (full, host))
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Calls the same method of the wrapped backend."""
+        """Creates the group for ``all_to_all`` among the indices ``members`` of the data axis, in the CPU backend."""
         self._inner.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Exchanges host copies, and copies the result to ``received`` at the wait."""
+        """Starts to exchange host copies of slices; the wait copies the result to ``received``."""
         host = host_memory_like(received)
         return _brought(self._inner.all_to_all(host, _on_host(given), members, axis), (received, host))
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Exchanges host copies of rows, and copies the result to ``received`` at the wait."""
+        """Starts to exchange host copies of rows; the wait copies the result to ``received``."""
         host = host_memory_like(received)
         return _brought(self._inner.exchange(host, _on_host(given), gets, gives, axis), (received, host))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Calls the same method of the wrapped backend."""
+        """Creates the groups of :meth:`gather_parameters` with the same arguments, in the CPU backend."""
         self._inner.open_gathers(within, axis)
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gathers a host copy of each (full, shard) pair."""
+        """Starts to all-gather a host copy of each (full, shard) pair; the wait copies the results back."""
         hosts = [(host_memory_like(full), _on_host(shard)) for full, shard in pairs]
         filled = [(full, host) for (full, _), (host, _) in zip(pairs, hosts, strict=True)]
         return _brought(self._inner.gather_parameters(hosts, within, axis), *filled)
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """Calls the same method of the wrapped backend."""
+        """All-gathers ``data`` among each ``within`` neighbouring data ranks; returns the bytes in order of index."""
         return self._inner.exchange_gathers(data, within)
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Sends a host copy of ``tensor``."""
+        """Starts to send a host copy of ``tensor``; returns a function that waits."""
         return self._inner.send(_on_host(tensor), to, channel)
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Receives into host memory, and copies to ``tensor`` at the wait."""
+        """Starts to receive into host memory; the wait copies the message to ``tensor``."""
         host = host_memory_like(tensor)
         return _brought(self._inner.receive(host, source, channel), (tensor, host))
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Calls the same method of the wrapped backend."""
+        """Creates the group for ``sum_over_stages`` among the indices ``stages`` of axis pp, in the CPU backend."""
         self._inner.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
-        """Calls the same method of the wrapped backend."""
+        """Creates the groups for messages over ``links``, in the CPU backend."""
         self._inner.link(links)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sums a host copy over the stages, and copies it back at the wait."""
+        """Starts to sum a host copy over the indices ``stages`` of axis pp; the wait copies the sum back."""
         host = _on_host(tensor)
         return _brought(self._inner.sum_over_stages(host, stages), (tensor, host))
 
     def close(self) -> None:
-        """Closes the wrapped backend."""
+        """Closes the wrapped CPU backend, with its groups and shared memory."""
         self._inner.close()
 
 

@@ -42,16 +42,17 @@ logger = logging.getLogger("trine")
 
 
 class PeerEndedError(RuntimeError):
-    """Raised by a wait for a rank that has ended."""
+    """Error of a wait for data from a rank that has ended or closed its engine."""
 
 
 class PeerWatch:
-    """Thread that detects the end of other ranks of an axis until ``close``.
+    """Thread that detects, until ``close``, that other ranks of an axis have ended.
 
     Args:
-        links: file descriptor of a socket by rank index; only that rank owns the other end.
-        ended: int32 [W] of zeros in host memory; when a rank ends or closes its socket, its element becomes 1, 2, ...
-            in order of the ends.
+        links: file descriptor of a socket to each watched rank, by its index on the axis; no other process has the
+            other end.
+        ended: int32 [W] of zeros in host memory, one element per index; when a rank ends or closes its socket, its
+            element becomes 1, 2, ... in order of the ends.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
@@ -62,7 +63,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch thread and waits for it; called before the links close. A second call does nothing."""
+        """Ends the watch thread and waits for it; call it before the sockets close. A second call does nothing."""
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()
@@ -117,12 +118,12 @@ class SharedBytes:
 
     @property
     def own(self) -> Tensor:
-        """This rank's memory, uint8 [n]."""
+        """This rank's own part of the memory, uint8 [n]."""
         return self.parts[self.index]
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Address of each rank's memory in this rank's address space."""
+        """Address of each rank's memory in the address space of this process, by index on the axis."""
         return tuple(part.data_ptr() for part in self.parts)
 
     @property
@@ -133,7 +134,10 @@ class SharedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSizes:
-    """Sizes of the slots: the maximum that a rank can send to another rank in one call."""
+    """Sizes of the slots of a symmetric buffer: the most that a rank can send to another rank in one call.
+
+    A slot is the memory into which one rank writes its data of one call for one other rank.
+    """
 
     ranks: int
     capacity: int
@@ -143,17 +147,17 @@ class SlotSizes:
 
     @property
     def slots(self) -> int:
-        """Bytes of all slots of a rank."""
+        """Bytes of all slots in one rank's memory: one slot per sending rank for each of two successive calls."""
         return 2 * self.ranks * padded_bytes(self.capacity)
 
     @property
     def total(self) -> int:
-        """Bytes of a rank's memory: slots and arrival words."""
+        """Bytes of one rank's memory: slots and arrival words."""
         return self.slots + self.arrivals
 
     @property
     def arrivals(self) -> int:
-        """Bytes of the arrival words of a rank."""
+        """Bytes of the arrival words in one rank's memory: an int32 per tile, by which the sender reports the tile."""
         return padded_bytes(2 * _WORD * self.ranks * self.most)
 
 
@@ -163,11 +167,15 @@ def padded_bytes(size: int) -> int:
 
 
 class SymmetricBuffer:
-    """One rank's end of the symmetric memory of an axis. All ranks of the axis make the same calls.
+    """This rank's access to memory that kernels of all ranks of an axis can write, for collectives inside kernels.
+
+    All ranks of the axis make the same calls in the same order; an epoch is the number of a call.
 
     Args:
+        memory: memory of all ranks, mapped by this process.
+        sizes: capacity of the slots.
         seconds: timeout of a kernel's wait for a signal.
-        peers: the ranks of the axis, by index.
+        peers: global ranks of the axis, by index.
     """
 
     def __init__(self, memory: SharedBytes, sizes: SlotSizes, seconds: float, peers: Sequence[int]) -> None:
@@ -196,8 +204,10 @@ class SymmetricBuffer:
 
     @cached_property
     def copies(self) -> SideStream:
-        """Stream of copies to other ranks during computation. Each virtual rank has its own, because two ranks that
-        share a stream would wait for each other.
+        """Stream of copies to other ranks that overlap with computation.
+
+        Each rank that is a thread of one process has its own, because ranks that share a stream would wait for each
+        other.
         """
         return SideStream(self._memory.own.device)
 
@@ -206,29 +216,32 @@ class SymmetricBuffer:
         return size <= self.sizes.capacity and tiles <= self.sizes.most
 
     def say_once(self, sentence: str) -> None:
-        """Logs ``sentence``, the reason why a call does not use this memory, once."""
+        """Logs ``sentence``, the reason for a call without this memory; logs each sentence only once."""
         if sentence not in self._said:
             self._said.add(sentence)
             logger.info("overlap: %s", sentence)
 
     def next_epoch(self) -> int:
-        """Starts the next call and returns its epoch."""
+        """Starts the next call on this memory and returns its number, the epoch, from 1."""
         self._epoch += 1
         return self._epoch
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view of the data that rank ``writer`` has sent to this rank in call ``epoch``; valid until call
-        ``epoch`` + 2.
+        """Returns a view of the data that index ``writer`` of the axis sent to this rank in the call ``epoch``.
+
+        The view is valid until the call ``epoch`` + 2 reuses the slot.
         """
         return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
 
     def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view of the memory on rank ``owner`` into which this rank writes its data in call ``epoch``."""
+        """Returns a view of the slot on index ``owner`` of the axis into which this rank writes in call ``epoch``."""
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:
-        """Returns a view, int32 [most], of the words on rank ``owner`` in which this rank signals the tiles of call
-        ``epoch``.
+        """Returns a view of the words, int32 [most tiles], by which this rank reports its tiles to index ``owner`` of
+        the axis.
+
+        When tile i of its data for the call ``epoch`` has arrived on ``owner``, this rank writes ``epoch`` to word i.
         """
         most = self.sizes.most
         words = self._memory.parts[owner][self.sizes.slots :].view(torch.int32)
@@ -242,19 +255,22 @@ class SymmetricBuffer:
         return (epoch % 2) * self.sizes.ranks + writer
 
     def bring_status(self) -> None:
-        """Starts a copy of the status word to the host, which the next ``check`` reads.
+        """Starts to copy to the host the status word in which kernels report timeouts; the next ``check`` reads the
+        copy.
 
-        The caller waits for the device before that check, so the check waits for no later kernel.
+        The caller waits for the device before that check; ``check`` then waits for no later kernel.
         """
         self._brought = self.mailbox.status.to("cpu", non_blocking=True, copy=True)
 
     def check(self) -> None:
-        """Checks that no signal has timed out. Synchronizes the GPU, unless ``bring_status`` has copied the status
-        word.
+        """Checks that no kernel has timed out while it waited for a signal.
+
+        Synchronizes the GPU, unless ``bring_status`` has copied the status word.
 
         Raises:
-            PeerEndedError: the rank of the signal has ended; the message names the rank, the tile and the call.
-            RuntimeError: a signal has timed out; the message names the same.
+            PeerEndedError: the rank that should have signalled has ended; the message names the rank, the tile and the
+                call.
+            RuntimeError: a signal has timed out; the message names the rank, the tile and the call.
         """
         word, self._brought = self._brought, None
         missing = read_status(int((self.mailbox.status if word is None else word).item()))

@@ -40,7 +40,7 @@ _NUMPY: Any = np.random  # its stubs lack the exchange of generators
 
 
 class DeadlockError(EngineError):
-    """Error raised when all ranks wait for each other; the message names each rank's call."""
+    """Error raised when all thread ranks wait for each other; the message names the call that each rank waits in."""
 
 
 class _AbortedError(EngineError):
@@ -63,9 +63,10 @@ class _Rank(Generic[Result]):
 
 
 class Turns:
-    """Scheduler of ``size`` thread ranks that run one at a time; the order depends only on their waits.
+    """Scheduler that runs ``size`` ranks as threads of one process, one at a time.
 
-    ``generators`` belong to devices that several ranks share.
+    A rank runs until it waits for another, so the order of execution is the same in every run. Each rank has its own
+    random state, also of ``generators``, the generators of devices that several ranks share.
     """
 
     def __init__(self, size: int, generators: Sequence[torch.Generator] = ()) -> None:
@@ -75,7 +76,7 @@ class Turns:
         self._deadlock = ""
 
     def run(self, body: Callable[[int], Result]) -> list[Result]:
-        """Runs ``body(rank)`` for every rank; returns the results in rank order.
+        """Runs ``body(rank)`` for every rank, each in its thread; returns the results in rank order.
 
         Raises:
             DeadlockError: all ranks that have not ended wait for each other.
@@ -124,8 +125,9 @@ class Turns:
         return next(own, problems[0] if problems else None)
 
     def wait(self, index: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Blocks the rank ``index`` and runs other ranks' threads until ``ready()`` is True; ``what`` describes the
-        wait in errors. Only the thread of rank ``index`` calls this.
+        """Blocks rank ``index`` and runs the threads of other ranks until ``ready()`` is True.
+
+        Only the thread of rank ``index`` calls it. ``what`` returns a description of the wait for errors.
 
         Raises:
             DeadlockError: no rank can continue.
@@ -217,7 +219,7 @@ class _Round:
 
 @dataclass(slots=True)
 class Rounds:
-    """Collectives between the thread ranks ``ranks``: the n-th calls of all ranks form one collective."""
+    """Collectives among the thread ranks ``ranks``: the n-th call of every rank belongs to the same collective."""
 
     turns: Turns
     ranks: Sequence[int]
@@ -226,8 +228,10 @@ class Rounds:
     """How many collectives a rank has issued."""
 
     def bring(self, rank: int, call: Any, part: Tensor) -> Callable[[], list[Tensor]]:
-        """Contributes a copy of ``part`` to the next collective; returns a function that waits and returns the parts of
-        all ranks in order, on the device of ``part``.
+        """Contributes a copy of ``part`` of rank ``rank`` to its next collective.
+
+        ``call`` describes the collective and must be equal on all ranks. Returns a function that waits for all ranks
+        and returns their parts in order of rank, on the device of ``part``.
 
         Raises:
             EngineError: another rank contributed to a different ``call``; the message contains ``str(call)``.
@@ -258,8 +262,8 @@ def run_thread_ranks(
 ) -> list[Result]:
     """Runs ``body(world)`` on ``size`` ranks, each a thread of this process; returns the results in rank order.
 
-    ``engine.initialize(..., world=world)`` makes an engine whose other ranks are the other threads. Each rank needs a
-    model of its own. Nothing is sent between processes.
+    ``engine.initialize(..., world=world)`` makes an engine that communicates with the engines of the other threads.
+    Each rank needs a model of its own. Nothing is sent between processes.
 
     Args:
         devices: device of each rank, by default the CPU. Backwards on a shared device run in the threads of their
@@ -323,21 +327,24 @@ class _Post:
 
 
 class ThreadBackend(Backend):
-    """Backend of one rank that runs as a thread of this process.
+    """Backend of a rank that is a thread of this process; a group or channel is opened at its first use.
 
-    The first use opens a group or channel. ``share_bytes`` returns None: a process interprets one kernel at a time, so
-    kernels would deadlock.
+    ``share_bytes`` returns None: a process interprets only one kernel at a time, so kernels that wait for each other
+    would deadlock.
     """
 
     def __init__(self, grid: Grid, turns: Turns, post: _Post) -> None:
         self._grid, self._turns, self._post = grid, turns, post
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Sums ``tensor`` in place over ``axis``; ``op`` "max" takes the elementwise maximum."""
+        """Starts to sum ``tensor`` in place over ``axis``; returns a function that waits.
+
+        ``op`` "max" takes the elementwise maximum instead of the sum.
+        """
         return self._reduce(tensor, (axis, self._grid.peers(axis)), op)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sums ``tensor`` in place over the ranks with indices ``stages`` on axis pp."""
+        """Starts to sum ``tensor`` in place over the indices ``stages`` of axis pp; returns a function that waits."""
         line = self._grid.peers("pp")
         return self._reduce(tensor, ("stages", tuple(line[stage] for stage in stages)), "sum")
 
@@ -349,7 +356,7 @@ class ThreadBackend(Backend):
         return self._meet(f"all_reduce ({op})", group, tensor, place)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Sums ``full`` over ``axis`` and writes this rank's slice to ``shard``."""
+        """Starts to sum ``full`` over ``axis`` into this rank's slice ``shard``; returns a function that waits."""
         index, ranks = self._grid.index(axis), self._grid.size(axis)
 
         def place(parts: list[Tensor]) -> None:
@@ -359,11 +366,14 @@ class ThreadBackend(Backend):
         return self._meet("reduce_scatter", (axis, self._grid.peers(axis)), full, place)
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Concatenates the shards of ``axis`` into ``full``."""
+        """Starts to concatenate every rank's ``shard`` along ``axis`` into ``full``; returns a function that waits."""
         return self._gather(full, shard, (axis, self._grid.peers(axis)))
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Exchanges slice i with rank ``members[i]`` of ``axis``."""
+        """Starts to send slice i of ``given`` to rank ``members[i]`` of ``axis``; returns a function that waits.
+
+        Slice i of ``received`` comes from rank ``members[i]``.
+        """
         line, own = self._grid.peers(axis), members.index(self._grid.index(axis))
 
         def place(parts: list[Tensor]) -> None:
@@ -373,7 +383,10 @@ class ThreadBackend(Backend):
         return self._meet("all_to_all", (f"{axis} slices", tuple(line[index] for index in members)), given, place)
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Exchanges rows over ``axis`` with uneven counts: each rank publishes its counts, then all of its rows."""
+        """Starts to exchange rows over ``axis``: ``gives[i]`` rows to index i, ``gets[i]`` rows from it.
+
+        Each rank publishes its counts, then all of its rows. Returns a function that waits.
+        """
         own, group = self._grid.index(axis), (f"{axis} rows", self._grid.peers(axis))
         counts: list[Tensor] = []
         count = self._meet("exchange of counts", group, torch.tensor(gives, dtype=torch.int64), counts.extend)
@@ -394,7 +407,10 @@ class ThreadBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gathers each (full, shard) pair over ``axis``, or over data ranks, independent of other collectives."""
+        """Starts to all-gather each (full, shard) pair, apart from other collectives; returns a function that waits.
+
+        The group has all ranks of ``axis``, or ``within`` neighbouring data ranks; without either, all data ranks.
+        """
         line = axis or self._grid.shard_line
         size = within or self._grid.size(line)
         first = self._grid.index(line) // size * size
@@ -408,7 +424,7 @@ class ThreadBackend(Backend):
         return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data`` over groups of ``within`` neighbouring data ranks."""
+        """All-gathers ``data`` over groups of ``within`` neighbouring data ranks; returns their bytes by index."""
         line = self._grid.shard_line
         first = self._grid.index(line) // within * within
         group = ("agreement", tuple(self._grid.peers(line)[first : first + within]))
@@ -445,7 +461,7 @@ class ThreadBackend(Backend):
         return finish
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Sends ``tensor``; complete when the receiver has posted the receive."""
+        """Starts to send ``tensor`` over ``channel``; the wait ends when the receiver has called ``receive``."""
         target = self._grid.peers("pp")[to]
         box = self._post.boxes[channel, self._grid.rank, target]
         number, box.sent = box.sent, box.sent + 1
@@ -454,7 +470,7 @@ class ThreadBackend(Backend):
         return lambda: self._turns.wait(self._grid.rank, lambda: number < box.asked, lambda: what)
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Receives the next message of ``channel`` into ``tensor``."""
+        """Starts to receive the next message of ``channel`` into ``tensor``; returns a function that waits."""
         sender = self._grid.peers("pp")[source]
         box = self._post.boxes[channel, sender, self._grid.rank]
         number, box.asked = box.asked, box.asked + 1

@@ -56,19 +56,19 @@ exchange, or a channel of messages."""
 
 
 class TorchBackend:
-    """Collectives and messages between real processes: one group per axis of several ranks.
+    """Backend between processes, over torch.distributed: one process group per axis of several ranks.
 
     An axis of all ranks uses the group of the world. Groups opened here are destroyed by ``close``, see
     :class:`~engine.parallel.comm.world.OwnedGroups`. With gloo the group of the world is opened here too, so that
     ``close`` ends all connections of this engine, and none of another one.
 
-    NCCL runs all messages of a group on one stream in the order of issue, and each blocks the stream until its other
-    end is ready. Pipeline ranks issue their messages in different orders, so with NCCL (``linked``) every channel of
-    activations and gradients has a group of its own; its two ends agree on the order. gloo separates channels by
-    tags.
+    NCCL runs all messages of a group on one stream in the order of issue, and each message blocks the stream until its
+    other end is ready. Pipeline ranks issue their messages in different orders. So with NCCL (``linked``) every channel
+    of activations and gradients has a group of its own, and the two ends of a channel agree on the order. gloo
+    separates channels by tags.
 
-    On CPUs, tensor ranks of one host, which communicate most and run the same program, use shared memory. On every
-    device, data ranks of one host agree on gathers through shared memory: a round costs a tenth of gloo's.
+    On CPUs, tensor ranks of one host use shared memory, because they communicate most. On every device, data ranks of
+    one host agree on gathers through shared memory: a round costs a tenth of gloo's.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -117,11 +117,14 @@ class TorchBackend:
         return {} if found is None else {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
 
     def shares(self, axis: Axis) -> bool:
-        """Returns True if collectives of ``axis`` go through shared memory."""
+        """Returns True if collectives of ``axis`` use shared host memory instead of a process group."""
         return axis in self._shared
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
-        """Allocates host memory on CPUs, and torch's symmetric memory on GPUs that all reach each other."""
+        """Allocates ``size`` bytes per rank of ``axis``: shared host memory on CPUs, torch's symmetric memory on GPUs.
+
+        Returns None on all ranks if they run on several hosts or if a GPU cannot reach another.
+        """
         group = self._groups[axis]
         assert group is not None
         if not is_host(self._device):
@@ -131,8 +134,9 @@ class TorchBackend:
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates a group of the data ranks ``members`` for each coordinate of the other axes; does nothing for all
-        data ranks, which have a group already.
+        """Creates one group of the indices ``members`` of the data axis for each coordinate of the other axes.
+
+        Does nothing for all data ranks, which have a group already, or for a single one.
         """
         if len(members) in (1, self._grid.size(self._grid.shard_line)) or _DataMembers(members) in self._groups:
             return
@@ -143,17 +147,27 @@ class TorchBackend:
         self._groups[_DataMembers(members)] = self._open(groups, own)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Exchanges slice i with rank ``members[i]`` of ``axis``."""
+        """Starts to send slice i of ``given`` to rank ``members[i]`` of ``axis``; returns a function that waits.
+
+        Slice i of ``received`` comes from rank ``members[i]``.
+        """
         group = self._groups[axis if len(members) == self._grid.size(axis) else _DataMembers(members)]
         return _all_to_all(received, given, group)
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Exchanges rows over ``axis`` with ``all_to_all_single``."""
+        """Starts to send ``gives[i]`` rows of ``given`` to each index i of ``axis``; returns a function that waits.
+
+        ``received`` takes ``gets[i]`` rows from index i. Runs ``all_to_all_single``.
+        """
         group = self._groups[axis]
         return _finisher(dist.all_to_all_single(received, given, list(gets), list(gives), group=group, async_op=True))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates a second group of ``axis``, or of all data ranks, or of each ``within`` neighbouring data ranks."""
+        """Creates a second process group for :meth:`gather_parameters`, separate from other collectives.
+
+        The group has all ranks of ``axis``, or ``within`` neighbouring data ranks; without either, all data ranks.
+        Every rank calls it.
+        """
         if axis is not None:
             self._groups[_AxisGathers(axis)] = self._along(axis)
             return
@@ -174,7 +188,10 @@ class TorchBackend:
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gathers each (full, shard) pair in the group that ``open_gathers`` has created for it."""
+        """Starts to all-gather each (full, shard) pair in the group that ``open_gathers`` created with these arguments.
+
+        Returns a function that waits.
+        """
         line = _DataGathers("gathers", within or self._grid.size(self._grid.shard_line))
         group = self._groups[line if axis is None else _AxisGathers(axis)]
         waits = [_all_gather(full, shard, group) for full, shard in pairs]
@@ -186,13 +203,16 @@ class TorchBackend:
         return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data`` on the hosts, in the group that ``open_gathers`` has created."""
+        """All-gathers ``data`` between hosts, over groups of ``within`` neighbouring data ranks.
+
+        Returns the bytes of each rank, in order of index.
+        """
         group = self._groups[_DataGathers("agreement", within)]
         assert group is not None
         return _exchange(group, data) if self._agreement is None else self._agreement.exchange(data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates a group of the pipeline indices ``stages`` for each data and tensor coordinate."""
+        """Creates one group of the indices ``stages`` of axis pp for each coordinate of the other axes."""
         if stages not in self._groups:
             self._groups[stages] = self._among(stages)
 
@@ -202,12 +222,14 @@ class TorchBackend:
         return self._open(groups, tuple(line[stage] for stage in stages) if self._here in stages else None)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sums ``tensor`` in place over the ranks with indices ``stages`` on axis pp."""
+        """Starts to sum ``tensor`` in place over the indices ``stages`` of axis pp; returns a function that waits."""
         return _finisher(dist.all_reduce(tensor, group=self._groups[stages], async_op=True))
 
     def link(self, links: Sequence[Link]) -> None:
-        """Creates the groups for messages over ``links`` and uses each group once, in equal order on all ranks, because
-        NCCL connects at first use.
+        """Creates the groups for messages over ``links``, and sends one message in each, because NCCL connects at first
+        use.
+
+        Does nothing with gloo. Every rank calls it with the same ``links``.
         """
         new = [link for link in links if link.channel not in self._groups]
         for links_at_once in link_rounds(new) if self._linked else ():
@@ -233,12 +255,15 @@ class TorchBackend:
             self.receive(token, link.source, link.channel)()
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Sends ``tensor`` to index ``to`` of axis pp."""
+        """Starts to send ``tensor`` to index ``to`` of axis pp over ``channel``; returns a function that waits."""
         group, index, tag = self._way(to, channel)
         return _finisher(group.send([tensor], index, tag))  # isend looks up the group for every message
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Receives from index ``source`` of axis pp into ``tensor``."""
+        """Starts to receive the next message of ``channel`` from index ``source`` of axis pp into ``tensor``.
+
+        Returns a function that waits.
+        """
         group, index, tag = self._way(source, channel)
         return _finisher(group.recv([tensor], index, tag))
 
@@ -269,14 +294,20 @@ class TorchBackend:
         self._owned.close()
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Sums ``tensor`` in place over ``axis``; ``op`` "max" takes the elementwise maximum."""
+        """Starts to sum ``tensor`` in place over ``axis``; returns a function that waits.
+
+        ``op`` "max" takes the elementwise maximum instead of the sum.
+        """
         if axis in self._shared:
             return self._shared[axis].all_reduce(tensor, op)
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return _finisher(dist.all_reduce(tensor, reduction, self._groups[axis], async_op=True))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Reduce-scatters ``full`` to ``shard``; with gloo, ranks exchange slices and add them in rank order."""
+        """Starts to sum ``full`` over ``axis`` into this rank's slice ``shard``; returns a function that waits.
+
+        With gloo, ranks exchange slices and add them in rank order.
+        """
         if axis in self._shared:
             return self._shared[axis].reduce_scatter(shard, full)
         group = self._groups[axis]
@@ -285,14 +316,14 @@ class TorchBackend:
         return _finisher(_REDUCE_SCATTER(shard, full, group=group, async_op=True))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Concatenates the shards of ``axis`` into ``full``."""
+        """Starts to concatenate every rank's ``shard`` along ``axis`` into ``full``; returns a function that waits."""
         if axis in self._shared:
             return self._shared[axis].all_gather(full, shard)
         return _all_gather(full, shard, self._groups[axis])
 
 
 def carries_tensors_of(device: torch.device) -> bool:
-    """Returns True if the process group moves tensors of ``device``; gloo moves host tensors only."""
+    """Returns True if process groups can move tensors of ``device``; gloo moves host tensors only."""
     return is_host(device) or dist.get_backend() != "gloo"
 
 

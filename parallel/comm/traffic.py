@@ -29,7 +29,11 @@ def megabytes(count: int) -> str:
 
 
 def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
-    """Returns the bytes that one rank sends for a message, or for a ring collective, of ``payload_bytes`` in full."""
+    """Returns the bytes that one rank sends in ``op``, with the ring algorithm for collectives.
+
+    ``payload_bytes``: size of the message, or of the full tensor of a collective over ``ranks`` ranks; for "exchange",
+    the bytes that this rank has for others.
+    """
     if op in ("send", "exchange"):
         return payload_bytes
     if op == "receive":
@@ -39,7 +43,7 @@ def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Number of calls and sent bytes of one label on one axis, on one rank. Receives do not count as calls."""
+    """Number of calls and sent bytes of one label on one axis, on one rank. Receives are not counted."""
 
     axis: Axis
     label: str
@@ -51,7 +55,7 @@ class Traffic:
 
 
 class Record(NamedTuple):
-    """Collective or message as issued, an entry of the flight record."""
+    """Entry of the record of recent calls: one issued collective or message, counted from 1 by ``sequence``."""
 
     sequence: int
     op: Op
@@ -65,7 +69,7 @@ class Record(NamedTuple):
 
 
 class Tally:
-    """Totals of :class:`Traffic` by axis and label."""
+    """Totals of calls and sent bytes by axis and label, as :class:`Traffic`."""
 
     def __init__(self, entries: Iterable[Traffic] = ()) -> None:
         self._rows: dict[tuple[Axis, str], tuple[int, int]] = {}
@@ -74,16 +78,16 @@ class Tally:
             self.add(entry)
 
     def add(self, entry: Traffic) -> None:
-        """Adds an entry to the totals of its axis and label."""
+        """Adds the calls and bytes of ``entry`` to the totals of its axis and label."""
         self.count(entry.axis, entry.label, entry.calls, entry.bytes)
 
     def count(self, axis: Axis, label: str, calls: int, sent: int) -> None:
-        """Adds calls and sent bytes to the totals of ``axis`` and ``label``."""
+        """Adds ``calls`` calls and ``sent`` bytes to the totals of ``axis`` and ``label``."""
         before = self._rows.get((axis, label), (0, 0))
         self._rows[axis, label] = before[0] + calls, before[1] + sent
 
     def rows(self) -> tuple[Traffic, ...]:
-        """Returns all totals, ordered by axis and label."""
+        """Returns the totals, one entry for each axis and label, sorted by axis and label."""
         return tuple(Traffic(*key, *self._rows[key]) for key in sorted(self._rows))
 
     def bytes(self) -> int:
@@ -91,11 +95,11 @@ class Tally:
         return sum(sent for _, sent in self._rows.values())
 
     def times(self, count: int) -> "Tally":
-        """Returns a tally with calls and bytes multiplied by ``count``."""
+        """Returns a new tally with all calls and bytes multiplied by ``count``."""
         return Tally(Traffic(row.axis, row.label, row.calls * count, row.bytes * count) for row in self.rows())
 
     def since(self, earlier: "Tally") -> "Tally":
-        """Returns the traffic added after the copy ``earlier``."""
+        """Returns the traffic that was added since ``earlier``, a :meth:`copy` of this tally."""
         before = {(row.axis, row.label): row for row in earlier.rows()}
         return Tally(
             Traffic(row.axis, row.label, row.calls - old.calls, row.bytes - old.bytes) if old else row
@@ -105,5 +109,5 @@ class Tally:
         )
 
     def copy(self) -> "Tally":
-        """Returns a snapshot that later calls leave unchanged."""
+        """Returns a copy that later calls of this tally leave unchanged."""
         return Tally(self.rows())

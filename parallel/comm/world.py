@@ -47,9 +47,9 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """Groups and placed frozen parameters that an engine lends to later engines on the same grid.
+    """Process groups and frozen parameters that one engine lends to later engines on the same grid.
 
-    The borrower neither writes, moves nor frees the tensors, and ends before the lender.
+    The borrowing engine neither writes, moves nor frees the tensors, and ends before the lender.
     """
 
     comm: Comm
@@ -62,7 +62,7 @@ class Lender:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's rank, local rank and device among the processes of a job, before a grid is defined."""
+    """Rank, world size, local rank and device of this process in a job, before a grid is defined."""
 
     rank: int
     size: int
@@ -112,10 +112,10 @@ def _forget_default_groups() -> None:
 
 
 def read_world() -> World:
-    """Returns this process's rank and device without communication.
+    """Returns this process's world without communication.
 
-    The sources are the process group, then the variables of torchrun, Slurm or MPI; without either, the world is one
-    process.
+    The sources are the default process group if it exists, otherwise the variables of torchrun, Slurm or MPI. Without
+    either, the world is one process.
 
     Raises:
         GridError: the variables are incomplete, or there are more local ranks than GPUs.
@@ -145,7 +145,7 @@ def _device(local_rank: int, shared: bool) -> torch.device:
 
 
 def open_store(world: World) -> Store:
-    """Opens the store of the job: the store of the process group, or one at ``world.place``.
+    """Opens the key-value store of the job: the store of the default process group, or a TCP store at ``world.place``.
 
     Rank 0 serves the store, unless torchrun's agent does. A single process gets a store in its own memory.
 
@@ -218,7 +218,7 @@ _BACKLOG = 4096
 
 
 def open_world(world: World, store: Store | None = None) -> None:
-    """Starts the process group of ``world``, which ends when the interpreter exits.
+    """Starts torch's default process group for ``world``, unless it exists; it ends when the interpreter exits.
 
     :func:`timeout_seconds` is the timeout of the rendezvous and of every collective.
 
@@ -252,21 +252,21 @@ def open_world(world: World, store: Store | None = None) -> None:
 
 
 def meeting_point(world: World) -> str:
-    """Returns the address and port of the rendezvous, or the words "the process group"."""
+    """Returns the rendezvous of ``world`` as "address:port", or "the process group" if the world has no address."""
     return "the process group" if world.place is None else f"{world.place.address}:{world.place.port}"
 
 
 def prefixed(store: Store, prefix: str) -> Store:
-    """Returns a view of ``store`` with ``prefix`` before all keys."""
+    """Returns a view of ``store`` that puts ``prefix`` before all keys."""
     return PrefixStore(prefix, store)
 
 
 @contextmanager
 def connected_when_needed(ranks: int) -> Iterator[None]:
-    """Makes gloo connect the ranks of a large group at first use, instead of all pairs at creation.
+    """Makes gloo connect ranks lazily, at their first message, if a group of many ``ranks`` is created in the block.
 
-    With 16,384 ranks, a rank would open as many connections and read 2 GB of addresses from the store. Collectives
-    connect a rank with few others.
+    gloo otherwise connects all pairs at creation: with 16,384 ranks, a rank would open as many connections and read 2
+    GB of addresses from the store. Collectives connect a rank with few others.
     """
     if ranks <= ALL_WITH_ALL or _LAZILY in os.environ:
         yield
@@ -286,15 +286,13 @@ _LAZILY = "TORCH_GLOO_LAZY_INIT"
 class OwnedGroups:
     """Process groups created by one component of an engine; ``close`` destroys them on this rank.
 
-    With gloo each rank destroys a group by itself. The destructor waits for collectives that are still queued, so one
-    that another rank never joins would block it until its timeout.
+    ``close`` starts a thread that destroys the groups, the newest first, and waits for the thread for a few seconds. If
+    all ranks close, at whatever time, every group is destroyed. If another rank closes much later or never, this rank
+    continues, and the remaining groups end with that rank or with the process.
 
-    With NCCL, torch documents ``destroy_process_group`` as a call that all ranks make in the same order when no work is
-    pending: NCCL frees a communicator once all of its ranks on the node have asked for it.
-
-    So a thread destroys the groups, the newest first, and ``close`` waits for it for a few seconds. If all ranks close,
-    at whatever time, every group is destroyed. If another rank closes much later or never, this rank continues, and the
-    remaining groups end with that rank or with the process.
+    The thread is needed because destruction can block. With gloo it waits for queued collectives, which another rank
+    may never join. With NCCL it frees a communicator only once all ranks on the node have asked for it. torch documents
+    ``destroy_process_group`` as a call that all ranks make in the same order when no work is pending.
     """
 
     def __init__(self) -> None:
@@ -305,17 +303,18 @@ class OwnedGroups:
     def open(
         self, ranks: Sequence[int] | None, backend: str | None = None, timeout: timedelta | None = None
     ) -> dist.ProcessGroup | None:
-        """Creates the group of ``ranks``, which include this rank; None: this rank joins no group in this call.
+        """Creates the process group of ``ranks``, which include this rank; with None, this rank joins no group in this
+        call.
 
-        Every rank of the world calls it at the same point. The groups of different ranks are equal or disjoint. Only
-        members of a group wait for each other, at the store; torch's ``new_group`` is a call of all ranks for each of
-        thousands of groups. With NCCL, where a group is split from the communicator of the world, one call is one
-        split, and a group is a color (see :func:`split_color`).
+        Every rank of the world calls it at the same point, with groups that are equal or disjoint. Only members of a
+        group wait for each other, at the store; with torch's ``new_group``, all ranks would take part in each of
+        thousands of groups. With NCCL, one call is one split of the world's communicator, and each group is a color
+        (see :func:`split_color`).
 
-        Without ``timeout`` the group waits for :func:`group_timeout`; torch's own default is half an hour.
+        The default ``timeout`` is :func:`group_timeout`; torch's own default is half an hour.
 
-        Groups are numbered by call: torch names groups by their ranks and by how many there are, and once groups are
-        destroyed that number is neither unique nor the same on all ranks.
+        The name of a group contains the number of the call. torch's names contain the number of groups instead, which
+        is neither unique nor the same on all ranks once groups are destroyed.
         """
         wait = group_timeout() if timeout is None else timeout
         made = _members_meet(ranks, backend, wait)
@@ -370,10 +369,10 @@ def _members_meet(ranks: Sequence[int] | None, backend: str | None, wait: timede
 def color_rounds(
     groups: Iterable[tuple[int, ...]], color: Callable[[Sequence[int]], int] | None = None
 ) -> list[frozenset[tuple[int, ...]]]:
-    """Divides disjoint groups into rounds in which no two have the same color; almost always one round.
+    """Divides disjoint ``groups`` of ranks into rounds in which no two have the same color; almost always one round.
 
-    NCCL splits a communicator by colors, for which torch takes a hash of the ranks: two groups of one color would
-    become one. ``color``: default is torch's hash.
+    NCCL splits a communicator by colors, for which torch takes a hash of the ranks: two groups of one color in one
+    round would become one group. ``color`` computes a group's color, by default torch's hash.
     """
     rounds: list[dict[int, tuple[int, ...]]] = []
     for group in groups:
@@ -416,10 +415,11 @@ def timeout_seconds(configured: int = 600) -> int:
 
 
 def watchdog_seconds(configured: int = 600) -> float:
-    """Returns the seconds of waiting after which the watchdog acts: ``TRINE_WATCHDOG_SECONDS``, else half of the
+    """Returns the seconds of waiting after which the watchdog reports: ``TRINE_WATCHDOG_SECONDS``, else half the
     timeout.
 
-    The watchdog thus reports the slow rank before a collective times out.
+    The watchdog thus reports the slow rank before a collective times out. ``configured`` is the timeout unless
+    ``TRINE_TIMEOUT_SECONDS`` is set.
     """
     given = read_count(os.environ, "TRINE_WATCHDOG_SECONDS", 0)
     return float(given) if given else timeout_seconds(configured) / 2
@@ -435,7 +435,7 @@ def group_timeout() -> timedelta:
 
 
 def patience_seconds() -> float:
-    """Returns the seconds between two keep-alive messages of a rank that others wait for; several fit in a timeout."""
+    """Returns the seconds between keep-alive messages of a rank that others wait for; several fit in a timeout."""
     return min(_PATIENCE_SECONDS, group_timeout().total_seconds() / 4)
 
 
@@ -448,7 +448,7 @@ def shares_memory() -> bool:
 
 
 def leave_traceback(main: Callable[[], None]) -> None:
-    """Runs ``main``; an error's traceback appears at the end of torchrun's summary of a failed job."""
+    """Runs ``main``; if it raises, torchrun's summary of the failed job ends with the traceback."""
     from torch.distributed.elastic.multiprocessing.errors import record  # slow to import, and only needed here
 
     record(main)()

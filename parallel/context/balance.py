@@ -45,34 +45,38 @@ class WorkBalance(NamedTuple):
 
 
 def causal_balance(length: int, ranks: int, unit: int = 1) -> WorkBalance:
-    """Returns the work of each context rank under a causal mask, for ``length`` tokens in zig-zag chunks, multiples of
-    ``unit``.
+    """Returns the attention work of each context rank for ``length`` positions under a causal mask.
+
+    The sharding is zig-zag, in chunks with sizes that are multiples of ``unit``.
     """
     return runs_balance(zigzag(length, ranks, unit))
 
 
 def runs_balance(index: Index) -> WorkBalance:
-    """Returns the attention work of each context rank under a causal mask, if ranks store the positions ``index``."""
+    """Returns the attention work of each context rank under a causal mask.
+
+    Rank r stores the positions ``index.runs[r]``.
+    """
     return WorkBalance(
         tuple(int(((runs[:, 1] - runs[:, 0]) * (runs[:, 0] + runs[:, 1] + 1) // 2).sum()) for runs in index.runs)
     )
 
 
 def work_balance(work: Indices, index: Index) -> WorkBalance:
-    """Returns the attention work of each context rank, if ranks store the positions ``index``. ``work`` [S]: number of
-    (query, key) pairs of the query at each position.
+    """Returns the attention work of each context rank; rank r stores the positions ``index.runs[r]``.
+
+    ``work`` [S]: number of (query, key) pairs of the query at each position.
     """
     before = np.append(0, np.cumsum(work))
     return WorkBalance(tuple(int((before[runs[:, 1]] - before[runs[:, 0]]).sum()) for runs in index.runs))
 
 
 def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
-    """Returns a sharding of positions over ``ranks`` context ranks that have nearly equal work. ``work`` [S]: number of
-    (query, key) pairs of the query at each position.
+    """Returns a sharding of positions over ``ranks`` context ranks by which all ranks have nearly equal attention work.
 
-    Each rank has as many positions as under the zig-zag sharding, which is returned if it is even enough. Otherwise
-    ranks have 2, 4, 8, .. chunks, of at least ``LEAST_CHUNK`` positions, and exchange parts of them, until the work is
-    even.
+    ``work`` [S]: number of (query, key) pairs of the query at each position. Each rank has as many positions as under
+    the zig-zag sharding, which is returned if it is even enough. Otherwise ranks have 2, 4, 8, .. chunks, of at least
+    ``LEAST_CHUNK`` positions, and exchange parts of them, until the work is even.
     """
     plain = zigzag(len(work), ranks, unit)
     best, found = work_balance(work, plain).most_over_mean, plain
@@ -157,10 +161,12 @@ def _ends(
 
 
 def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indices]:
-    """Returns the pairs of the query at each position with the keys of its document, [S] summed over rows, by length S.
+    """Returns the attention work at each position of packed documents: [S], summed over rows, keyed by the length S.
 
-    ``batch``: tensors by name. Only lengths of which a row has several documents; the host waits for tensors that have
-    the name of position ids or of numbers of documents.
+    The work is the number of keys that the position's query sees: earlier keys of its document and its own. Lengths
+    without a row of several documents are left out.
+
+    ``batch``: pairs (name, tensor). The host waits for tensors that have the name of position ids or document numbers.
     """
     found: dict[int, Indices] = {}
     for name, tensor in batch:

@@ -21,7 +21,7 @@ GAIN = 0.9
 
 
 class AttentionRates(NamedTuple):
-    """Rates of a GPU and of the links between context ranks, equal on all ranks."""
+    """Speed of a GPU's attention and of the links between context ranks, equal on all ranks."""
 
     flops: float
     """FLOP/s of attention."""
@@ -37,14 +37,14 @@ ASSUMED = AttentionRates(4e14, 5e10, 2e-5, "assumed rates")
 
 
 class AskedMethod(NamedTuple):
-    """Method that a configuration asks for, and the rates by which "auto" chooses."""
+    """Configured method of context-parallel attention, with the rates by which "auto" chooses one."""
 
     method: Method | Literal["auto"]
     rates: AttentionRates = ASSUMED
 
 
 class AttentionSizes(NamedTuple):
-    """Sizes of one attention, equal on all ranks."""
+    """Sizes of one attention call, equal on all ranks, from which the cost of each method follows."""
 
     ranks: int
     rows: int
@@ -65,23 +65,23 @@ class AttentionSizes(NamedTuple):
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Bytes of the keys and values of all ranks."""
         return self.rows * self.keys * self.key_heads * self.width * self.element
 
     @property
     def flops(self) -> float:
-        """FLOPs of a rank's attention."""
+        """Forward FLOPs of attention on one rank, with evenly divided work."""
         pairs = self.queries * self.keys / (2 if self.causal else 1)
         return 2 * self.rows * self.heads * self.width * pairs / self.ranks
 
     @property
     def served(self) -> int:
-        """Key heads of a rank that has an equal share of the query heads."""
+        """Number of key heads that one rank needs for an equal share of the query heads; at least 1."""
         return max(1, self.key_heads // self.ranks)
 
 
 class MethodCost(NamedTuple):
-    """Cost of a method in one forward, on one rank."""
+    """Cost of one attention method in one forward on one rank: sent bytes, exposed seconds, bytes of keys."""
 
     bytes: int
     exposed: float
@@ -90,7 +90,10 @@ class MethodCost(NamedTuple):
 
 
 def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[Method, MethodCost]:
-    """Returns the cost of each method that can run."""
+    """Returns the cost of each attention method that can run with the sizes ``form``, by method.
+
+    "heads" needs a number of heads that the ranks divide evenly, and "need" a known set of needed keys.
+    """
     away, whole = form.ranks - 1, form.key_bytes
     gathered = whole * away // form.ranks
     bandwidth, latency = rates.bandwidth, rates.latency
@@ -113,9 +116,10 @@ def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[M
 
 
 def choose_method(form: AttentionSizes, limit: int | None, rates: AttentionRates = ASSUMED) -> tuple[Method, str]:
-    """Returns the method with the least exposed time within ``limit`` bytes of memory, and the reason.
+    """Returns the method (gather, need, heads or ring) with the least exposed time, and the reason as text.
 
-    gather is replaced only for a clear gain, and ring is chosen if no method fits.
+    The method needs at most ``limit`` bytes of memory; None: no limit. gather is replaced only for a clear gain, and
+    ring is chosen if no method fits.
     """
     costs = costs_of(form, rates)
     fits = {name: cost for name, cost in costs.items() if limit is None or cost.memory <= limit} or {

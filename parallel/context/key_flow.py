@@ -25,7 +25,7 @@ KEYS, KEY_GRADIENTS = "keys", "key gradients"
 
 
 class Parcel(NamedTuple):
-    """Keys and values that a rank receives in one communication; with ``boxes`` None they are this rank's own."""
+    """Set of keys and values that a rank receives in one communication; ``boxes`` None: this rank's own keys."""
 
     keys: Runs
     """Positions of the keys."""
@@ -35,15 +35,15 @@ class Parcel(NamedTuple):
 
 
 class KeyFlow(NamedTuple):
-    """Order in which a rank receives the keys and values of one attention, parcel by parcel."""
+    """Order in which one rank receives the keys and values of an attention, in parcels of one communication each."""
 
     parcels: tuple[Parcel, ...]
     axis: TensorAxis
 
     def bring(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields (number, keys joined with values [.., K, D + E]) for each parcel in order.
+        """Receives the parcels in order; yields (number of the parcel, its keys joined with values [.., K, D + E]).
 
-        ``local``: keys and values of this rank. The next parcel is in flight while the caller computes.
+        ``local``: keys and values of this rank, which it sends. The next parcel is in flight while the caller computes.
         """
         coming = self._start(0, local)
         for number in range(len(self.parcels)):
@@ -71,9 +71,10 @@ class KeyFlow(NamedTuple):
         return made, place
 
     def take_home(self, number: int, grad: Tensor) -> tuple[Tensor, Wait]:
-        """Starts to send ``grad``, the gradient of the keys in parcel ``number``, to the ranks that own them.
+        """Starts to send ``grad``, the gradient of the keys in parcel ``number``, to the ranks that own these keys.
 
-        Returns the tensor for the summed gradient of this rank's keys in that parcel, and a function that waits for it.
+        Returns a tensor and a function that waits; after the wait the tensor is the summed gradient of this rank's own
+        keys.
         """
         parcel = self.parcels[number]
         if parcel.boxes is None:
@@ -86,7 +87,10 @@ class KeyFlow(NamedTuple):
         return made, pending.wait
 
     def expect_backward(self, local: Tensor, made: Tensor) -> None:
-        """Reports the collectives of ``made``'s backward to the listener of a dry axis (see ``TensorAxis``)."""
+        """Reports the collectives in the backward of ``made``, the attention's output, if the axis is in a dry run.
+
+        A dry run communicates nothing; see ``TensorAxis``. ``local``: keys and values of this rank.
+        """
         for parcel in self.parcels if self.axis.dry else ():
             if parcel.boxes is None:
                 continue
@@ -104,14 +108,15 @@ def _nothing() -> None:
 
 
 def own_keys(length: int, axis: TensorAxis) -> KeyFlow:
-    """Returns the key flow without communication: each rank stores the keys of all ``length`` positions and uses its
-    own.
-    """
+    """Returns the key flow without communication, for ranks that store the keys of all ``length`` positions."""
     return KeyFlow((Parcel(one_run(0, length)),), axis)
 
 
 def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
-    """Returns the flow that gathers all keys on every rank; ``have``: sharding of keys and values [.., S, D + E]."""
+    """Returns the key flow that gathers all keys and values on every rank, in one parcel.
+
+    ``shape``: full shape of the keys joined with values, [.., S, D + E]. ``have``: their sharding.
+    """
     boxes = boxes_of(shape, have, (None,) * len(have), axis.index, axis.size)
     index = have[-2]
     even = index if index is not None and index.even else None
@@ -119,13 +124,20 @@ def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow
 
 
 def needed_flow(shape: Sequence[int], have: Sets, wanted: Index, axis: TensorAxis) -> KeyFlow:
-    """Returns the flow that sends each rank the keys ``wanted.ranks[r]`` in one exchange."""
+    """Returns the key flow that sends the keys at positions ``wanted.ranks[r]`` to each rank r, in one exchange.
+
+    ``shape``: full shape of the keys joined with values, [.., S, D + E]. ``have``: their sharding.
+    """
     boxes = boxes_of(shape, have, replaced(have, len(have) - 2, wanted), axis.index, axis.size)
     return KeyFlow((Parcel(wanted.runs[axis.index], boxes),), axis)
 
 
 def ring_of_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
-    """Returns the flow in which rank i computes with its own keys, then with those of rank i - 1, i - 2, and so on."""
+    """Returns the key flow of ring attention: rank i first uses its own keys, then the keys of rank i - 1, i - 2, and
+    so on.
+
+    ``shape``: full shape of the keys joined with values, [.., S, D + E]. ``have``: their sharding.
+    """
     index = have[-2]
     assert index is not None, "the keys of a ring are sharded"
     ranks, parcels = axis.size, [Parcel(index.runs[axis.index])]

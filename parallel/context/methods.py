@@ -46,7 +46,10 @@ _MEMORY_SHARE = 16
 
 
 class AttentionMethods:
-    """Configured or chosen method of each attention of a model, with counts for the banner."""
+    """Record of the method by which each attention of a model runs, with counts for the startup banner.
+
+    It also caches masks and plans of one forward. ``asked``: configured method; "auto" chooses one per call.
+    """
 
     def __init__(self, asked: Method | Literal["auto"] = "auto", rates: AttentionRates = ASSUMED) -> None:
         self.asked, self.rates = asked, rates
@@ -60,13 +63,13 @@ class AttentionMethods:
         """Mask, and its rows for the queries of this rank, one copy for all layers of a forward."""
 
     def clear(self) -> None:
-        """Drops the masks of a forward and the keys that they show, at its end."""
+        """Drops the masks and plans that are cached for one forward, at its end."""
         self.plans.clear()
         self.rows.clear()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the banner: the method, its reason, and calls that fall back to gather."""
+        """Lines for the startup banner: each method with its number of calls and the reason, most frequent first."""
         return tuple(
             f"parallel.context: {times} attention{'s' if times > 1 else ''} by {method} "
             f"({f'auto: {self.figures[method]}' if reason == 'auto' else reason})"
@@ -75,7 +78,7 @@ class AttentionMethods:
 
 
 class AttendingContext(GlobalTensorContext):
-    """Context of global tensors with a method of attention over their positions."""
+    """Context of global tensors that are sharded along positions, with the method of attention over these positions."""
 
     def __init__(
         self, axis: TensorAxis, rules: Rules, method: Method | Literal["auto"] = "auto", rates: AttentionRates = ASSUMED
@@ -84,13 +87,14 @@ class AttendingContext(GlobalTensorContext):
         self.attention = AttentionMethods(method, rates)
 
     def uneven(self, own: Index, causal: bool) -> float:
-        """Returns the attention work of the rank with the most work, divided by the mean over ranks; 1 if it is not
-        known. ``own``: positions of the queries of each rank.
+        """Returns the largest attention work of a rank, divided by the mean over ranks; 1 if it is unknown.
+
+        ``own``: positions of the queries of each rank. ``causal``: the mask is causal.
         """
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Drops cached copies of plain tensors and masks at the end of a forward."""
+        """Drops everything cached for one forward, at its end: copies of plain tensors, masks and plans."""
         super().clear()
         self.attention.clear()
 
@@ -142,7 +146,9 @@ class _Call(NamedTuple):
 
 
 def context_attention(context: "AttendingContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs ``F.scaled_dot_product_attention`` [.., heads, S, D] with queries and keys sharded along S.
+    """Computes ``F.scaled_dot_product_attention`` [.., heads, S, D] with queries and keys sharded along S over axis cp.
+
+    The configured or chosen method of the context moves the keys; if it cannot compute a call, keys are gathered.
 
     Raises:
         NoRuleError: the head size is sharded, or keys and values are sharded differently.
@@ -170,7 +176,8 @@ def context_attention(context: "AttendingContext", func: Function, *args: Any, *
 
 
 def context_flex(context: "AttendingContext", func: Function, q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
-    """Runs flex attention [B, heads, S, D] with queries and keys sharded along S.
+    """Computes flex attention [B, heads, S, D] with queries and keys sharded along S over axis cp; gathers keys and
+    values.
 
     Raises:
         NoRuleError: another dim is sharded, or keys and values are sharded differently.

@@ -65,9 +65,10 @@ _FOLLOWED = _BY_ELEMENT | {_INDEXED} | _functions("unsqueeze expand view diff cu
 
 
 class TensorRecipe(Tensor):
-    """Tensor without memory that computes its elements when code reads them, such as a long mask.
+    """Tensor without memory, such as a long mask, that computes its elements only when code reads them.
 
-    ``part(wanted)`` computes the elements at indices of each dim; ``made``: the whole tensor, once code has read it.
+    ``part(wanted)`` computes the elements at given indices of each dim. ``made``: the whole tensor, once code has read
+    it.
     """
 
     part: Callable[[Sequence[Part]], Tensor]
@@ -82,8 +83,9 @@ class TensorRecipe(Tensor):
         return recipe
 
     def box(self, wanted: Sequence[Part]) -> Tensor:
-        """Returns the elements at the indices ``wanted`` of each dim; reads them from the whole tensor if it has been
-        computed.
+        """Returns the elements at the indices ``wanted`` of each dim.
+
+        It computes only these elements, unless the whole tensor exists already.
         """
         return _box(self.made, wanted) if self.made is not None else self.part(wanted)
 
@@ -129,7 +131,10 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
-    """Returns a recipe for the result of ``func``; None if ``func`` must be computed now."""
+    """Returns a recipe, a tensor that is computed in parts when read, for ``func(*args, **kwargs)``.
+
+    Returns None if the result must be computed now.
+    """
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_tensor) if isinstance(leaf, Tensor)]
     if not tensors or any(type(leaf) not in (Tensor, TensorRecipe) or leaf.requires_grad for leaf in tensors):
         return None
@@ -314,8 +319,9 @@ def _attention(func: Function, *args: Any, **options: Any) -> Tensor:
 
 
 class SeenLines(NamedTuple):
-    """Rows of a mask, and the range of keys from the first to the last that one of these rows sees; ``keys`` None: no
-    key.
+    """Block of rows of a mask (``lines``), with the range of keys that at least one row sees.
+
+    The range goes from the first to the last such key; ``keys`` None: no row sees a key.
     """
 
     lines: slice
@@ -323,9 +329,7 @@ class SeenLines(NamedTuple):
 
 
 def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
-    """Returns the block of a mask with the rows ``lines`` and the columns ``keys``; all rows or columns of a dim of
-    size one.
-    """
+    """Computes the rows ``lines`` and columns ``keys`` of the mask ``recipe``; a dim of size one stays whole."""
     wanted = (lines if recipe.shape[-2] != 1 else None, keys if recipe.shape[-1] != 1 else None)
     return recipe.box([*(None,) * (recipe.ndim - 2), *wanted])
 
@@ -333,12 +337,12 @@ def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
 def seen_lines(
     recipe: TensorRecipe, runs: Sequence[int], places: Tensor | None = None, key: Hashable = None
 ) -> list[SeenLines]:
-    """Divides the rows of a mask into blocks and returns each block with the keys that its rows see. The result is
-    cached for all layers; the host waits once for the device.
+    """Divides the rows of a mask into blocks and returns each block with the range of keys that its rows see.
+
+    The result is cached for all layers; the host waits once for the device. In an additive mask all rows see all keys.
 
     ``runs``: number of rows in each run of neighbouring queries; a block has rows of one run. ``places``: indices of
-    the keys to consider, named ``key`` in the cache; None: all keys. In an additive mask all rows see all of these
-    keys.
+    the keys to consider, with ``key`` as their name in the cache; None: all keys.
     """
     at = (tuple(runs), key)
     if at not in recipe.seen:
@@ -364,13 +368,11 @@ def _ends(block: Tensor) -> Tensor:
 
 
 class HostTwins:
-    """Host copies of short integer tensors that one forward has on a device; the host repeats each operation on its
-    copies.
+    """Host copies of short integer tensors that a forward has on a device, so that reading values needs no wait.
 
-    The first copies come from ``torch.arange`` and from a batch in host memory.
-
-    transformers tests position ids in each forward for several documents. Without a copy, the host would wait until the
-    device has finished all earlier work.
+    The first copies come from ``torch.arange`` and from a batch in host memory; the host then repeats each operation on
+    its copies. transformers, for example, tests position ids in each forward for several documents. Without a copy, the
+    host would wait until the device has finished all earlier work.
     """
 
     def __init__(self) -> None:
@@ -378,9 +380,7 @@ class HostTwins:
         """(tensor, its version, the copy) by the tensor's id; the tensor is held, so that its id stays its own."""
 
     def follow(self, func: Function, args: Any, kwargs: Any, made: Any) -> None:
-        """Computes the host copy of ``made``, the result of ``func``, if the host has a copy of each tensor in the
-        arguments.
-        """
+        """Computes the host copy of ``made``, the result of ``func``, if all tensors in the arguments have one."""
         if func is not torch.arange and not any(id(each) in self._known for each in args):
             return
         if type(made) is not Tensor or made.numel() > _TWIN or made.is_floating_point() or made.is_inference():
@@ -396,8 +396,9 @@ class HostTwins:
             self._known[id(made)] = made, made._version, func(*args, **kwargs)
 
     def know(self, tensor: Tensor, twin: Tensor) -> None:
-        """Registers ``twin``, in host memory, as the host copy of ``tensor``, a short integer tensor of the batch made
-        from it.
+        """Registers ``twin``, in host memory, as the host copy of ``tensor``, which is on a device.
+
+        Large and floating-point tensors are ignored.
         """
         short = tensor.numel() <= _TWIN and not tensor.is_floating_point() and not tensor.is_inference()
         if short and is_host(twin.device) and not is_host(tensor.device):
@@ -415,7 +416,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 class RecipeMode(QuietMode):
-    """Function mode that returns a :class:`TensorRecipe` for a large elementwise result of small tensors.
+    """Function mode in which a large elementwise result of small tensors becomes a :class:`TensorRecipe`.
 
     ``twins``: host copies of short tensors, from which conditions are answered without a wait for the device.
     """
@@ -446,8 +447,10 @@ _STARTS, _ANSWERS = (torch.arange,), (Tensor.__bool__, Tensor.item, Tensor.__int
 
 @contextmanager
 def masks_by_recipe(batch: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Opens a forward in which masks become recipes and the host knows masks and position ids, if no other function
-    mode is active and the batch is long or on a device.
+    """Opens a context for one forward, in which large masks become recipes and the host has copies of short integer
+    tensors.
+
+    Does nothing if another function mode is active, or if the batch is short and in host memory.
 
     ``batch``: each tensor on the device, and the tensor that it was copied from.
     """

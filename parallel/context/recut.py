@@ -28,7 +28,11 @@ Places = tuple[Runs | None, ...]
 
 
 class Boxes(NamedTuple):
-    """Slices of a resharding: elements that a rank sends to and receives from each rank; its own are copied."""
+    """Plan of a resharding on one rank: the slices that it sends to each rank, and the places of the slices it
+    receives.
+
+    The slice for this rank itself is copied.
+    """
 
     gives: tuple[Places, ...]
     """Box of the local tensor that each rank wants."""
@@ -45,18 +49,21 @@ class Boxes(NamedTuple):
 
     @property
     def back(self) -> "Boxes":
-        """Boxes of the reverse resharding, from the result to the local tensor."""
+        """Plan of the reverse resharding, from the result to the local tensor."""
         shape, have, want = self.ways
         ways = shape, want, have
         return Boxes(self.gets, self.gives, self.get_sizes, self.give_sizes, self.made, self.given, ways)
 
     def sent(self, x: Tensor, ranks: int) -> list[int]:
-        """Returns the bytes that each rank sends; ``x``: the local tensor, or one of its dtype."""
+        """Returns the bytes that each of ``ranks`` ranks sends to others, for the dtype of ``x``."""
         return [count * x.element_size() for count in sent_elements(*self.ways, ranks)]
 
 
 def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int) -> Boxes:
-    """Returns the boxes with which ``rank`` reshards a tensor of ``shape`` from ``have`` to ``want``; sends nothing.
+    """Returns the plan by which rank ``rank`` of ``ranks`` reshards a tensor of full ``shape`` from ``have`` to
+    ``want``.
+
+    Communicates nothing.
 
     Raises:
         NoRuleError: several ranks store an element of ``have``.
@@ -74,7 +81,10 @@ def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int
 
 
 def sent_elements(shape: Sequence[int], have: Sets, want: Sets, ranks: int) -> tuple[int, ...]:
-    """Returns the number of elements that each rank sends to other ranks when ``have`` is resharded to ``want``."""
+    """Returns the number of elements that each rank sends to others when a tensor of ``shape`` is resharded.
+
+    ``have`` and ``want``: sharding before and after.
+    """
 
     def met(rank: int, other: int) -> int:
         both = [_common(_runs_on(own, rank), _runs_on(its, other)) for own, its in zip(have, want, strict=True)]
@@ -119,7 +129,7 @@ def _common(a: Runs | None, b: Runs | None) -> Runs | None:
 
 
 def take(x: Tensor, box: Places) -> Tensor:
-    """Returns the elements of ``x`` in ``box``: a view if the places of each dim are neighbours."""
+    """Returns the elements of ``x`` at the places ``box`` of each dim; a view if these are contiguous."""
     for dim, runs in enumerate(box):
         if runs is None:
             continue
@@ -132,7 +142,7 @@ def take(x: Tensor, box: Places) -> Tensor:
 
 
 def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
-    """Writes ``piece`` to the places ``box`` of ``into``; with ``add``, adds it."""
+    """Writes ``piece`` to the places ``box`` of each dim of ``into``; adds it to them if ``add``."""
     split = next((dim for dim, runs in enumerate(box) if runs is not None), None)
     if split is None:
         _ = into.add_(piece) if add else into.copy_(piece)
@@ -151,7 +161,10 @@ def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
 
 
 def read(x: Tensor, box: Places, into: Tensor) -> None:
-    """Writes the elements of ``x`` in ``box`` to ``into``, each in one copy unless places are many runs."""
+    """Copies the elements of ``x`` at the places ``box`` of each dim to ``into``.
+
+    Each element is copied once, unless the places of a dim form many runs.
+    """
     split = next((dim for dim, runs in enumerate(box) if runs is not None), None)
     if split is None:
         into.copy_(x)
@@ -169,8 +182,10 @@ def read(x: Tensor, box: Places, into: Tensor) -> None:
 
 
 class Way(NamedTuple):
-    """Boxes with which one tensor is resharded in an exchange. ``add``: True if several ranks, or none, send some
-    element of the result, so that received values are added to zeros.
+    """Plan of one tensor's resharding in an exchange.
+
+    ``add``: True if several ranks, or none, send some element of the result, so that received values are added to
+    zeros.
     """
 
     boxes: Boxes
@@ -178,8 +193,10 @@ class Way(NamedTuple):
 
 
 def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tensor, Wait]:
-    """Starts the resharding ``way`` of ``x`` over ``axis``; returns the new shard, and a function that waits for the
-    exchange.
+    """Starts to reshard ``x`` by the plan ``way`` over ``axis``.
+
+    Returns the new shard, and a function that waits until the shard is complete. ``label`` names the exchange in
+    counts.
     """
     (made,), wait = start_together((x,), (way,), axis, label)
     return made, wait
@@ -188,8 +205,9 @@ def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tenso
 def start_together(
     given: Sequence[Tensor], ways: Sequence[Way], axis: TensorAxis, label: str
 ) -> tuple[list[Tensor], Wait]:
-    """Starts the reshardings ``ways`` of the tensors ``given``, all of one dtype, in one exchange over ``axis``;
-    returns the new shards, and a function that waits for the exchange.
+    """Starts to reshard the tensors ``given``, all of one dtype, by the plans ``ways``, in one exchange over ``axis``.
+
+    Returns the new shards, and a function that waits until they are complete. ``label`` names the exchange in counts.
     """
     own, others = axis.index, [rank for rank in range(axis.size) if rank != axis.index]
     expect(given, [way.boxes for way in ways], axis, label)
@@ -242,7 +260,7 @@ def _packed(given: Sequence[Tensor], ways: Sequence[Way], others: Sequence[int])
 def expect(
     given: Sequence[Tensor], boxes: Sequence[Boxes], axis: TensorAxis, label: str, made: Tensor | None = None
 ) -> None:
-    """Reports the bytes that each rank sends in one exchange to the listener of a dry ``axis``.
+    """Reports the bytes that each rank would send in one exchange, if ``axis`` is in a dry run; otherwise does nothing.
 
     ``made``: tensor with a backward that makes the exchange; see ``TensorAxis.expect_rows``.
     """
@@ -252,8 +270,9 @@ def expect(
 
 
 def recut(given: Sequence[GlobalTensor], wanted: Sequence[Sets], label: str) -> list[GlobalTensor]:
-    """Reshards tensors of one context and dtype to the sharding ``wanted`` of each, in which several ranks may store an
-    element. Communicates once over their axis.
+    """Reshards global tensors of one context and dtype to the shardings ``wanted``, in one exchange over their axis.
+
+    In ``wanted``, several ranks may store an element. Backward sends gradients back.
 
     Raises:
         NoRuleError: several ranks store an element of a tensor.

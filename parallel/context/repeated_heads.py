@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs the rule of ``expand``; records the tensor before it if one dim of size one has grown."""
+    """Computes ``expand``; if one dim of size one has grown, records in the result the tensor before the repeat.
+
+    Attention then sends this smaller tensor between ranks.
+    """
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1 and given.full[grown[0]] == 1:
         Unrepeated.note(made, given, grown[0])
@@ -23,7 +26,10 @@ def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs the rule of ``repeat_interleave``, and records the tensor before it."""
+    """Computes ``repeat_interleave``; records in the result the tensor before the repeat.
+
+    Attention then sends this smaller tensor between ranks.
+    """
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1:
         Unrepeated.note(made, given, grown[0])
@@ -31,7 +37,10 @@ def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_reshape(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs the rule of ``reshape``; if it joins a repeated dim with the heads, records the heads before the repeat."""
+    """Computes ``reshape``; if it joins a repeated dim with the heads, records in the result the unrepeated heads.
+
+    Attention then sends this smaller tensor between ranks.
+    """
     made, given, _ = _run(context, func, args, options)
     note = given.unrepeated if type(given) is GlobalTensor and type(made) is GlobalTensor else None
     if note is not None and note.dim and note.source.full[note.dim] == 1 and note.valid(given):
@@ -51,6 +60,9 @@ def _run(context: "GlobalTensorContext", func: Function, args: Any, options: Any
 
 
 def before_repeat(x: GlobalTensor) -> GlobalTensor:
-    """Returns keys or values [.., heads, S, D] as they were before a repeat of heads; ``x`` if there was none."""
+    """Returns keys or values [.., heads, S, D] as they were before their heads were repeated.
+
+    Returns ``x`` itself if no repeat was recorded.
+    """
     note = x.unrepeated
     return note.source if note is not None and note.dim == x.ndim - 3 and note.valid(x) else x

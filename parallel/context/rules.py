@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 def attend_gathered(context: "GlobalTensorContext", func: Function, given: "GivenAttention") -> GlobalTensor:
-    """Runs torch's attention on the queries of this rank and all keys, which autograd stores."""
+    """Computes torch's attention ``func`` for this rank's queries over keys and values gathered from all ranks.
+
+    Autograd stores the gathered keys and values for backward.
+    """
     query, (keys, values) = given.query, gathered_pair(given.key, given.value)
     shape, options = (*query.full[:-1], given.value.shape[-1]), dict(given.options)
     positions = query.sets[-2]
@@ -44,7 +47,7 @@ def attend_gathered(context: "GlobalTensorContext", func: Function, given: "Give
 
 
 class GivenAttention(NamedTuple):
-    """Arguments of an attention; queries [.., G, S, D] are a global tensor."""
+    """Arguments of one attention call; ``query`` [.., G, S, D] is a global tensor."""
 
     query: GlobalTensor
     key: Tensor
@@ -56,7 +59,10 @@ class GivenAttention(NamedTuple):
 
 
 def gathered_pair(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Gathers keys and values over the axis "cp", together where their shapes are equal."""
+    """Gathers keys and values over axis cp and returns both as plain tensors.
+
+    Tensors of equal shape share one all-gather.
+    """
     if type(key) is not GlobalTensor or type(value) is not GlobalTensor:
         return key, value
     if key.full != value.full:
@@ -80,7 +86,10 @@ def _causal(func: Function, query: Tensor, keys: Tensor, values: Tensor, held: R
 
 
 def mask_rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) -> Tensor:
-    """Returns the rows of a mask [.., S or 1, keys] for the queries of this rank, with all keys."""
+    """Returns the rows of ``mask`` [.., S or 1, keys] for this rank's queries, with all keys.
+
+    ``positions``: positions of the queries of each rank.
+    """
     wanted: list[Index | None] = [None] * mask.ndim
     if mask.shape[-2] != 1:
         wanted[-2] = positions
@@ -95,10 +104,10 @@ def mask_rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) ->
 
 
 def context_cross_entropy(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``F.cross_entropy`` on logits [N, V] or [N, V, ..] that are sharded along rows.
+    """Computes ``F.cross_entropy`` on logits [N, V] or [N, V, ..] that are sharded along rows.
 
-    All-reduces two numbers over "cp", the sum of losses and the number of rows, so that a mean is over the rows of all
-    ranks.
+    All-reduces two numbers over axis cp, the sum of losses and the number of rows, so that a mean is over the rows of
+    all ranks.
 
     Raises:
         NoRuleError: classes are sharded or weighted, or the target is a distribution.

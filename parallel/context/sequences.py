@@ -65,7 +65,10 @@ CONTEXT_RULES = Rules(
 
 
 class ContextOfSequences(AttendingContext):
-    """Context of the global tensors that are sharded along positions over the axis "cp"."""
+    """Context of the global tensors that are sharded along positions over axis cp.
+
+    It has their rules, and the positions that each rank stores in the present forward.
+    """
 
     plain = PlainGradient.PARTIAL
 
@@ -92,11 +95,13 @@ class ContextOfSequences(AttendingContext):
         self._is_noted = False
 
     def begin(self, given: Mapping[int, Indices], sharing: bool = True) -> None:
-        """Begins a forward, in which each sequence is sharded at its first use, as in a trace. Drops the values cached
-        for the documents of the last batch.
+        """Begins a forward: sets the packed documents of its batch and drops cached values of the last batch's
+        documents.
 
-        ``given``: by length of a sequence with packed documents, the number of (query, key) pairs of the query at each
-        position. With ``sharing``, ranks get positions with nearly equal numbers of pairs.
+        Each sequence is sharded at its first use.
+
+        ``given``: number of (query, key) pairs of the query at each position, keyed by the length of sequences with
+        packed documents. ``sharing``: True gives the ranks positions with nearly equal numbers of pairs.
         """
         self.work = given
         work = given if sharing else {}
@@ -114,7 +119,7 @@ class ContextOfSequences(AttendingContext):
         }
 
     def positions_of(self, length: int) -> Index:
-        """Returns the positions of each rank for a sequence of the batch."""
+        """Returns the positions that each rank stores of a sequence of ``length`` positions in this forward's batch."""
         made = self.shared.get(length) or self._plain(length)
         return self.find((POSITIONS, length), lambda: made)
 
@@ -123,8 +128,9 @@ class ContextOfSequences(AttendingContext):
         return self.find(("shard", length), lambda: self.shard(length, self.axis.size, self.unit))
 
     def current(self, sets: Sets) -> Sets:
-        """Returns the sharding ``sets`` of a trace, which had no packed documents, with the positions of this
-        forward.
+        """Returns the sharding ``sets``, recorded in a trace without packed documents, as it is in this forward.
+
+        Dims of packed documents get the positions that ranks have in this forward.
         """
         if not self.running:
             return sets
@@ -133,15 +139,14 @@ class ContextOfSequences(AttendingContext):
         )
 
     def is_plain(self, sets: Sets) -> bool:
-        """Returns True if each sharded dim in ``sets`` is sharded as the batch's sequence of this length."""
+        """Returns True if each sharded dim in ``sets`` is sharded exactly as the batch's sequence of its length."""
         return all(index is None or index == self.found((POSITIONS, index.size)) for index in sets)
 
     def _is_shared(self, index: Index) -> bool:
         return index.size in self.shared and index == self._plain(index.size)
 
     def uneven(self, own: Index, causal: bool) -> float:
-        """Returns the attention work of the rank with the most work, divided by the mean over ranks; 1 if it is not
-        known.
+        """Returns the largest attention work of a rank, divided by the mean over ranks; 1 if it is unknown.
 
         ``own``: positions of the queries of each rank. The work is known for packed documents and for a causal mask.
         """
@@ -152,14 +157,14 @@ class ContextOfSequences(AttendingContext):
 
     @property
     def balance(self) -> WorkBalance:
-        """Attention work of each rank in the packed documents of this forward, in (query, key) pairs; empty without
-        documents.
-        """
+        """Attention work of each rank in the packed documents of this forward; empty without packed documents."""
         every = [work_balance(work, self.positions_of(length)).pairs for length, work in self.work.items()]
         return WorkBalance(tuple(map(sum, zip(*every, strict=True))))
 
     def note_unshared(self) -> None:
-        """Logs once, on the first context rank, that this forward had packed documents whose work was not shared."""
+        """Logs a warning once, on the first context rank, if this forward has packed documents with work not shared
+        evenly.
+        """
         if self.work and not self._is_noted and not self.axis.index:
             logger.warning(
                 "parallel.context: packed documents keep two chunks a rank, because this model reads neighbouring "
@@ -168,12 +173,12 @@ class ContextOfSequences(AttendingContext):
             self._is_noted = True
 
     def next_age(self) -> int:
-        """Counts a slice that one rank stores; returns the number of this slice."""
+        """Counts one more slice that a single rank stores; returns its number."""
         self._age += 1
         return self._age
 
     def clear(self) -> None:
-        """Drops the cached tensors and the order of messages of one forward, at its end."""
+        """Drops everything cached for one forward, at its end, also the order of its messages."""
         super().clear()
         self.relay.clear()
 
@@ -183,10 +188,11 @@ def _begins_with(key: Hashable, word: str) -> bool:
 
 
 class SequenceEntry(QuietMode):
-    """Mode of a model's forward: shards the batch tensors that tables and products read.
+    """Function mode of a model's forward that shards batch tensors along positions where embeddings and products read
+    them.
 
-    Token ids [.., S] of an embedding are sharded along the last dim, embeddings [B, S, H] and rows [.., S, H] of a
-    product along the dim before the last one. Other uses of batch tensors read them in full.
+    Token ids [.., S] of an embedding are sharded along the last dim. Embeddings [B, S, H] and rows [.., S, H] of a
+    product are sharded along the dim before the last one. All other uses read the full batch tensors.
 
     A table of learned positions returns the rows of this rank alone.
     """

@@ -22,7 +22,10 @@ from engine.parallel.tensor.global_tensor.index_sets import Index
 
 
 class SeenBlock(NamedTuple):
-    """Block of neighbouring local queries and keys; ``causal``: a square in which a query sees keys up to its own."""
+    """Block of neighbouring queries and keys that one kernel call computes, as slices of a rank's local tensors.
+
+    ``causal``: the block is a square in which a query sees keys up to its own.
+    """
 
     queries: slice
     keys: slice
@@ -30,8 +33,9 @@ class SeenBlock(NamedTuple):
 
 
 def causal_blocks(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
-    """Yields the blocks of visible keys under a causal mask, for the positions of a rank's ``queries`` and of the
-    ``keys`` that it has.
+    """Yields the blocks of visible keys under a causal mask.
+
+    ``queries``: positions of this rank's queries. ``keys``: positions of the keys that it has.
     """
     at_query = 0
     for first, last in queries.tolist():
@@ -58,17 +62,18 @@ def _blocks(query: tuple[int, int, int], key: tuple[int, int, int]) -> Iterator[
 
 
 def all_keys(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
-    """Yields one block of all queries and keys, if there are any."""
+    """Yields one block of all ``queries`` and ``keys``, without a mask; nothing if either is empty."""
     sizes = [int((runs[:, 1] - runs[:, 0]).sum()) for runs in (queries, keys)]
     if all(sizes):
         yield SeenBlock(slice(0, sizes[0]), slice(0, sizes[1]))
 
 
 def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) -> Index | None:
-    """Returns the keys that some query of each rank sees, equal on all ranks; None if the mask has no values yet.
+    """Returns, for each rank, the keys that at least one of its queries sees; the same on all ranks.
 
-    ``causal``: queries see keys up to their own position. ``mask``: plain [.., queries or 1, keys or 1], bool or added
-    to scores; the host waits for its values.
+    Returns None if the values of the mask are not available. ``queries``: positions of the queries of each rank.
+    ``keys``: number of keys. ``causal``: queries see keys up to their own position. ``mask``: plain [.., queries or 1,
+    keys or 1], bool or added to scores; the host waits for its values.
     """
     if causal:
         ends = (int(runs[-1, 1]) if len(runs) else 0 for runs in queries.runs)
@@ -83,12 +88,15 @@ def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) ->
 
 
 def hidden_below(dtype: torch.dtype) -> float:
-    """Returns the largest mask value that hides a key: half of the dtype's lowest number, which models add."""
+    """Returns the largest value by which an additive mask of ``dtype`` hides a key: half of its lowest number."""
     return torch.finfo(dtype).min / 2
 
 
 def unseeing_queries(rows: Tensor) -> Tensor | None:
-    """Returns True [.., Q, 1] where an added mask [.., Q, K] hides all keys of a query; None for a bool mask."""
+    """Returns a bool tensor [.., Q, 1], True where the additive mask ``rows`` [.., Q, K] hides all keys of a query.
+
+    Returns None for a bool mask.
+    """
     return None if rows.dtype is torch.bool else (rows <= hidden_below(rows.dtype)).all(-1, keepdim=True)
 
 

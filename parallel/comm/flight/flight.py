@@ -19,7 +19,7 @@ _NEWEST = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Recorded collective, message or computation. Times: nanoseconds of ``time.monotonic_ns`` on the rank's host."""
+    """One recorded collective, message or computation; times are ``time.monotonic_ns`` of the rank's host."""
 
     sequence: int
     kind: EventKind
@@ -48,7 +48,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Total times of a rank since its start, in nanoseconds."""
+    """Totals of one rank since its start: number of steps, and nanoseconds in steps and in waits."""
 
     steps: int = 0
     in_steps: int = 0
@@ -58,7 +58,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamWaits:
-    """Total waits of a rank for one stream of collectives or messages since its start."""
+    """Totals of one rank's waits for one stream of collectives or messages since its start."""
 
     kind: EventKind
     axis: str
@@ -72,7 +72,7 @@ class StreamWaits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """Snapshot of one rank's flight file."""
+    """State of one rank at one moment, as read from its flight file: phase, step, present wait and total times."""
 
     rank: int
     size: int
@@ -126,7 +126,7 @@ class FlightFile:
         self._map.close()
 
     def read(self) -> Flight:
-        """Returns the current content of the file.
+        """Returns the current content of the file: the rank's phase, step, present wait and total times.
 
         Raises:
             ValueError: this is no flight file, or its header is not yet written.
@@ -165,8 +165,10 @@ class FlightFile:
         )
 
     def events(self, written: int | None = None, most: int = layout.EVENTS) -> list[Event]:
-        """Returns the newest events that the file still contains, at most ``most``, oldest first, without an event that
-        is being overwritten.
+        """Returns at most ``most`` of the newest events in the file, oldest first.
+
+        ``written``: number of events written so far, by default read from the file. Events that the rank is overwriting
+        are left out.
         """
         if written is None:
             (written,) = layout.SEQUENCE.unpack_from(self._map, layout.COUNT_AT)
@@ -235,7 +237,7 @@ def _text(data: bytes) -> str:
 
 
 def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Compresses ranks to runs (first, step, count); the ranks of an axis are few runs at any size."""
+    """Compresses ``ranks`` to arithmetic runs (first, step, count); the ranks of an axis give few runs at any size."""
     runs: list[tuple[int, int, int]] = []
     for rank in ranks:
         if runs:
@@ -248,5 +250,5 @@ def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns the ranks of the runs of :func:`rank_runs`."""
+    """Returns the ranks that :func:`rank_runs` compressed to ``runs``."""
     return tuple(first + step * number for first, step, count in runs for number in range(count))

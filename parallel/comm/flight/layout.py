@@ -35,12 +35,12 @@ MOST_AXES: Final = 16
 
 
 def axis_names(identity: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the axes of a rank in the order of their numbers in events and totals."""
+    """Returns the axis names in ``identity``, the JSON header of a rank; events store an axis as its index here."""
     return tuple(identity.get("axes", {}))[:MOST_AXES]
 
 
 class Phase(IntEnum):
-    """Phase of a rank: user code, step or ended."""
+    """State of a rank: in user code, in a call of the engine, or ended."""
 
     USER = 0
     """User code, between two calls of the engine."""
@@ -51,7 +51,7 @@ class Phase(IntEnum):
 
 
 class EventKind(IntEnum):
-    """Type of an event: collective, send, receive or action."""
+    """Type of a recorded event: collective, send, receive or action (computation of a pipeline stage)."""
 
     COLLECTIVE = 0
     SEND = 1

@@ -21,7 +21,7 @@ now = time.monotonic_ns
 
 
 class Stream(NamedTuple):
-    """Sequence of calls that all ranks of a group, or both ends of a channel, issue in one order."""
+    """Sequence of calls that all ranks of a group, or both ends of a channel, issue in the same order."""
 
     kind: EventKind
     axis: str
@@ -35,7 +35,7 @@ _ACTIONS = Stream(EventKind.ACTION, "", "actions")
 
 
 class FlightRecorder:
-    """Writer of one rank's flight file.
+    """Writer of one rank's flight file, a log of its recent calls that other processes can read at any time.
 
     begin .. wait .. waited   a collective or message: issued, waited for, complete
     begin .. ended            computation of a pipeline stage
@@ -73,7 +73,7 @@ class FlightRecorder:
         return {axis: self._sums[2 + place] / 1e9 for axis, place in self._axes.items()}
 
     def begin(self, stream: Stream, label: str, load: tuple[int, str] = (0, "")) -> int:
-        """Records the start of an event; returns its sequence number.
+        """Records the start of an event of ``stream``; returns its sequence number, from 1.
 
         Args:
             load: bytes and dtype of the full tensor.
@@ -92,17 +92,21 @@ class FlightRecorder:
         return sequence
 
     def ended(self, sequence: int) -> None:
-        """Records the end of an event."""
+        """Records the end of the event ``sequence``."""
         self._end(sequence, now())
 
     def wait(self, sequence: int) -> int:
-        """Records that this rank starts to wait for an event; returns the time in nanoseconds."""
+        """Records that this rank starts to wait for the event ``sequence``; returns the present time in nanoseconds."""
         began = now()
         layout.NOW.pack_into(self._map, layout.WAIT_AT, sequence, began)
         return began
 
     def waited(self, sequence: int, stream: Stream, began: int, size: int = 0) -> None:
-        """Records the end of a wait that began at time ``began``, for a call of ``size`` bytes."""
+        """Records that the event ``sequence`` and the wait for it have ended; adds the wait to the totals of
+        ``stream``.
+
+        ``began``: result of :meth:`wait`. ``size``: bytes of the call.
+        """
         ended = now()
         layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)
         self._end(sequence, ended)
@@ -121,26 +125,29 @@ class FlightRecorder:
         )  # fmt: skip
 
     def act(self, what: str, stage: int, microbatch: int) -> int:
-        """Records the start of an action of a pipeline stage; returns its sequence number."""
+        """Records the start of a pipeline action of ``stage``; returns its sequence number.
+
+        ``what``: name of the action, such as "forward".
+        """
         label = f"{what} of stage {stage}, microbatch {microbatch}"
         sequence = self.begin(_ACTIONS, label)
         layout.NOW.pack_into(self._map, layout.ACTION_AT, sequence, now())
         return sequence
 
     def acted(self, sequence: int) -> None:
-        """Records the end of the action ``sequence``."""
+        """Records the end of the pipeline action that :meth:`act` numbered ``sequence``."""
         layout.SEQUENCE.pack_into(self._map, layout.ACTION_AT, 0)
         self.ended(sequence)
 
     def enter(self, step: int) -> None:
-        """Records the start of a call of the engine, after ``step`` steps; nested calls count once."""
+        """Records that a call of the engine starts, after ``step`` completed steps; nested calls count once."""
         self._depth += 1
         if self._depth == 1:
             self._entered = now()
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.STEP, self._entered)
 
     def leave(self, step: int) -> None:
-        """Records the end of the call of the engine that :meth:`enter` has recorded."""
+        """Records that the call of the engine ends, after ``step`` completed steps; the pair of :meth:`enter`."""
         self._depth -= 1
         if self._depth == 0:
             ended = now()
@@ -150,13 +157,13 @@ class FlightRecorder:
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.USER, ended)
 
     def say(self, words: str) -> None:
-        """Writes the message of the error that ends this rank; does nothing if a message has been written before."""
+        """Writes ``words``, the message of the error that ends this rank; the first message remains."""
         if self._map[layout.WORDS_AT] == 0:
             text = words.encode(errors="replace")[: layout.WORDS_BYTES - 1]
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text
 
     def note(self, text: str) -> None:
-        """Replaces the note of this rank about its training, which ``trine watch`` shows."""
+        """Replaces this rank's note about its training by ``text``; ``trine watch`` shows the note."""
         data = text.encode(errors="replace")[: layout.NOTE_BYTES].ljust(layout.NOTE_BYTES, b"\0")
         self._map[layout.NOTE_AT : layout.NOTE_AT + layout.NOTE_BYTES] = data
 

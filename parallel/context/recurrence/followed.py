@@ -17,7 +17,7 @@ from engine.parallel.tensor.global_tensor.redistribute import full
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Module that runs on full sequences, because its code refuses sharded ones."""
+    """Module that gets gathered, full sequences, because its code refuses sharded ones."""
 
     module: str
     place: str
@@ -26,7 +26,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """Decisions about a model over sharded sequences, equal on all ranks."""
+    """Decisions about how a model runs over sequences sharded along positions, equal on all ranks."""
 
     gathered: tuple[Gathered, ...] = ()
     """Modules that run on full sequences."""
@@ -41,7 +41,10 @@ class ContextPlan:
 
 
 def follow_sequences(model: nn.Module, plan: ContextPlan, patches: ForwardPatches) -> None:
-    """Patches ``model``: scans pass their state from rank to rank, and modules in ``plan.gathered`` get full inputs."""
+    """Patches ``model`` as ``plan`` decides.
+
+    Scans pass their state from rank to rank, and the modules in ``plan.gathered`` get full sequences.
+    """
     relay_scans(model, patches)
     for one in plan.gathered:
         module = model.get_submodule(one.module)
@@ -63,8 +66,9 @@ def _on_full(forward: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 def with_refusal(model: nn.Module, plan: ContextPlan, problem: BaseException) -> ContextPlan | None:
-    """Returns ``plan`` extended by the module that refused a sharded sequence with the error ``problem``; None if no
-    module did, or the plan contains it already.
+    """Returns ``plan`` with one more gathered module: the one in which ``problem``, the error of a forward, was raised.
+
+    Returns None if no module refused a sharded sequence, or if ``plan`` contains the module already.
     """
     names = {id(module): name for name, module in model.named_modules() if name}
     done = {one.module for one in plan.gathered}

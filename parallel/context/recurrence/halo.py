@@ -37,10 +37,11 @@ _Rows = Callable[[], Indices]
 
 
 def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: _Rows) -> Index:
-    """Returns the sharding of a result of ``size`` rows, computed from rows sharded as ``have``.
+    """Returns the sharding of a result that has ``size`` rows and is computed from rows sharded as ``have``.
 
-    It is ``have`` if the size is equal, otherwise that of the batch's sequence of this length. If there is none, each
-    row is on the rank of its source row; ``near`` returns the sources, and ``key`` names them in the cache.
+    The sharding is ``have`` if the size is equal, otherwise the sharding of the batch's sequence of this length. If
+    there is no such sequence, each row is on the rank of its source row; ``near`` returns the source rows. ``key``
+    identifies them in the cache.
     """
     if size == have.size:
         return have
@@ -83,7 +84,10 @@ def pad_positions(
     mode: str = "constant",
     value: float | None = None,
 ) -> Any:
-    """Runs ``F.pad`` with constants along the sharded dim; ``pad`` lists pairs of widths from the last dim."""
+    """Computes ``F.pad`` with a constant, also along the sharded dim; ``pad`` lists pairs of widths from the last dim.
+
+    Along the sharded dim, ranks exchange the rows that move to another rank.
+    """
     if mode != "constant" or type(input) is not GlobalTensor:
         raise NoRuleError("padding along a sharded dim has a rule for constants.")
     widths = [0] * (2 * input.ndim)
@@ -100,7 +104,7 @@ def pad_positions(
 
 
 def roll_positions(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
-    """Runs ``roll``; along a sharded dim, each row is sent to the rank of its new position."""
+    """Computes ``torch.roll``; along a sharded dim, each row is sent to the rank of its new position."""
     shift, dim = (one[0] if isinstance(one, tuple | list) and len(one) == 1 else one for one in (shifts, dims))
     if not isinstance(shift, int) or not isinstance(dim, int):
         return reductions.roll(context, func, input, shifts, dims)
@@ -112,7 +116,7 @@ def roll_positions(context: "GlobalTensorContext", func: Function, input: Any, s
 
 
 def flip_positions(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``flip``; along a sharded dim, each row is sent to the rank of its new position."""
+    """Computes ``torch.flip``; along a sharded dim, each row is sent to the rank of its new position."""
     given = dims if dims is not None else sizes[0] if len(sizes) == 1 else sizes
     x = input
     for dim in reductions.dims_of(input, given):
@@ -131,7 +135,7 @@ def convolve_positions(
     *options: Any,
     **named: Any,
 ) -> Any:
-    """Runs ``F.conv1d`` on [.., C, S] with S sharded: ranks exchange the rows that their windows read.
+    """Computes ``F.conv1d`` on [.., C, S] with S sharded; ranks exchange the rows at their borders that windows read.
 
     Raises:
         NoRuleError: the stride is not one, or another dim is sharded.
@@ -188,10 +192,10 @@ def _windows(held: Runs, reach: int, before: int, length: int) -> Indices:
 
 
 def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, **kwargs: Any) -> Any:
-    """Runs ``cumsum`` and ``cumprod`` along the sharded dim.
+    """Computes ``cumsum`` or ``cumprod`` along the sharded dim.
 
-    Each run of neighbouring rows is computed locally; the totals of all runs are all-gathered, and those before a run
-    are added or multiplied.
+    Each rank scans its runs of neighbouring rows. The totals of all runs are all-gathered, and each run adds, or
+    multiplies by, the totals of earlier runs.
     """
     dim = positive_dim(dim, input.ndim)
     if type(input) is not GlobalTensor or input.sets[dim] is None:
@@ -230,7 +234,7 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 
 
 def with_aligned_rows(rule: "TensorRule") -> "TensorRule":
-    """Returns a rule that tries ``rule``, and after a refusal reshards the operands equally and tries once more."""
+    """Returns a rule that runs ``rule`` and, if it refuses operands sharded differently, reshards them and retries."""
 
     def run(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
         try:

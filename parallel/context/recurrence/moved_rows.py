@@ -30,7 +30,7 @@ HALO = "halo"
 
 
 class RowRun(NamedTuple):
-    """Run of neighbouring rows, ``start`` to ``stop``, in one source."""
+    """Run of neighbouring rows, from ``start`` to before ``stop``, within one source."""
 
     source: int
     """0: rows of this rank; 1: received rows; -1: constants."""
@@ -39,10 +39,10 @@ class RowRun(NamedTuple):
 
 
 class RowMoves:
-    """Exchange of rows along a dim sharded as ``have``, after which rank r has the rows ``wanted[r]``; row -1 is a
-    constant.
+    """Plan of an exchange of rows along a dim sharded as ``have``, after which each rank r has the rows ``wanted[r]``.
 
-    A rank copies the rows that it stores, and receives each other row from the first rank that stores it.
+    A rank copies the rows that it stores, and receives each other row from the first rank that stores it. Row -1 is
+    filled with a constant.
     """
 
     def __init__(self, have: Index, wanted: Sequence[Indices], rank: int) -> None:
@@ -66,17 +66,17 @@ class RowMoves:
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """Number of rows that each rank sends."""
+        """Number of rows that each rank sends in total, by rank."""
         return tuple(self._counts.sum(1).tolist())
 
     @cached_property
     def received(self) -> tuple[int, ...]:
-        """Number of rows that each rank receives."""
+        """Number of rows that each rank receives in total, by rank."""
         return tuple(self._counts.sum(0).tolist())
 
     @property
     def gets(self) -> tuple[int, ...]:
-        """Number of rows that this rank receives from each peer."""
+        """Number of rows that this rank receives from each peer, by rank of the peer."""
         return tuple(self._counts[:, self._rank].tolist())
 
 
@@ -111,7 +111,7 @@ def _runs(places: Indices) -> list[tuple[int, int]]:
 def moved_local(
     x: GlobalTensor, dim: int, key: Hashable, wanted: Callable[[], Sequence[Indices]], fill: float = 0.0
 ) -> Tensor:
-    """Exchanges rows of ``x`` along ``dim``: returns on rank r the rows ``wanted()[r]`` as a local tensor.
+    """Exchanges rows of ``x`` along ``dim`` and returns this rank's new rows, ``wanted()[rank]``, as a local tensor.
 
     ``key`` names the exchange in the cache, so that ``wanted`` is called once. ``fill``: value of the rows -1.
 

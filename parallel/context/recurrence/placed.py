@@ -42,7 +42,7 @@ _CONTENT = frozenset((
 
 
 class SequenceState(Protocol):
-    """Interface of a context of tensors sharded along positions: the part that the rules of single positions use."""
+    """Interface of the context of tensors sharded along positions, as far as the rules of single positions use it."""
 
     relay: Relay
     placed: Mapping[Any, Any]
@@ -50,11 +50,11 @@ class SequenceState(Protocol):
     written: Any
 
     def next_age(self) -> int:
-        """Counts a slice, such as ``x[:, t]``, that one rank stores; returns the number of this slice."""
+        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns its number."""
 
 
 class PlacedTensor(GlobalTensor):
-    """Tensor stored on rank ``rank`` of the axis alone; ``local`` is a meta tensor on all other ranks."""
+    """Tensor that only rank ``rank`` of the axis stores; on all other ranks ``local`` is a meta tensor of its shape."""
 
     rank: int
     age: int
@@ -76,9 +76,10 @@ class PlacedTensor(GlobalTensor):
         device: torch.device,
         carried: bool = False,
     ) -> "PlacedTensor":
-        """Wraps ``local`` as a tensor stored on one rank.
+        """Wraps ``local`` as a tensor that a single rank stores.
 
-        ``home``: (that rank, number of the slice that decided it). ``carried``: True for a result of several slices.
+        ``home``: (rank that stores it, number of the slice that decided the rank). ``carried``: True for a result of
+        several slices, such as the state of a loop. ``device``: device of the tensor on its rank.
         """
         x: PlacedTensor = Tensor._make_wrapper_subclass(
             PlacedTensor,
@@ -113,7 +114,7 @@ class PlacedTensor(GlobalTensor):
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """True if the tensor is on a GPU."""
+        """True if the tensor is on a CUDA device on the rank that stores it."""
         return torch.empty(0, device=self.own_device).is_cuda
 
     @property
@@ -122,7 +123,10 @@ class PlacedTensor(GlobalTensor):
         return self.views.axis.index == self.rank
 
     def on(self, rank: int) -> "PlacedTensor":
-        """Returns the tensor as stored on ``rank``; sends it unless ``rank`` has a copy newer than the last write."""
+        """Returns the same tensor as stored on ``rank``; sends it unless ``rank`` has a copy newer than the last write.
+
+        All ranks call it.
+        """
         if rank == self.rank:
             return self
         relay = state_of(self).relay
@@ -136,8 +140,9 @@ class PlacedTensor(GlobalTensor):
         return done
 
     def everywhere(self, reason: str) -> Tensor:
-        """Broadcasts the tensor from its rank and returns it as a plain tensor. Counts a gather under ``reason`` for
-        the plan's notes.
+        """Broadcasts the tensor from its rank and returns it as a plain tensor on every rank.
+
+        The plan's notes count this gather under ``reason``.
         """
         context = self.views
         context.note_gather(reason)
@@ -170,7 +175,10 @@ def state_of(x: GlobalTensor) -> SequenceState:
 
 
 def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTensor:
-    """Returns rows ``start`` to ``stop`` of the sharded dim, on the rank that has them; nothing is communicated.
+    """Returns the rows from ``start`` to before ``stop`` of the sharded ``dim``, as a tensor on the rank that stores
+    them.
+
+    Communicates nothing.
 
     Raises:
         NoRuleError: the rows are on several ranks, or autocast chooses dtypes that meta tensors do not show.
@@ -196,7 +204,9 @@ def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTen
 
 
 def home_of(context: "GlobalTensorContext", index: Index, start: int, stop: int) -> tuple[int, int]:
-    """Returns the rank that stores rows ``start`` to ``stop``, and the place of the first one in its shard.
+    """Returns the rank that stores the rows from ``start`` to before ``stop`` under the sharding ``index``.
+
+    The second number is the place of the first row in that rank's shard.
 
     Raises:
         NoRuleError: the rows are on several ranks, or several ranks have them.
@@ -230,7 +240,7 @@ def _leaves(values: Any) -> list[Any]:
 
 
 def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> Any:
-    """Runs ``func`` on the rank of its newest slice; arguments stored on other ranks are sent there.
+    """Runs ``func`` on a single rank, the rank of the newest slice among its arguments; other arguments are sent there.
 
     A function that reads values on the host, writes into a plain tensor, or reads a sharded one, runs on all ranks
     after a broadcast.
@@ -300,8 +310,9 @@ def _on_meta(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def with_gradient(local: Tensor, graded: bool) -> Tensor:
-    """Returns ``local``. With ``graded`` a tensor without gradient becomes a leaf that requires one, so that the flag
-    ``requires_grad`` is equal on all ranks.
+    """Returns ``local``, or with ``graded`` a tensor that requires a gradient.
+
+    A floating-point tensor without gradient then becomes a new leaf, so that ``requires_grad`` is equal on all ranks.
     """
     if not graded or local.requires_grad or not (local.is_floating_point() or local.is_complex()):
         return local

@@ -36,7 +36,7 @@ _USES_ALONE = 2
 
 
 class WrittenTensors:
-    """Records of writes by position into results of ``zeros_like`` and similar functions."""
+    """Records of sharded results of ``zeros_like`` and similar functions into which a model writes single positions."""
 
     def __init__(self) -> None:
         self.blank: Any = WeakIdKeyDictionary()
@@ -46,7 +46,7 @@ class WrittenTensors:
 
 
 def select_position(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """Runs ``select``; a selected position stays on the rank that stores it."""
+    """Computes ``select``; along the sharded dim, the result is a tensor on the rank that stores the position."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         place = positive_dim(int(index), input.full[dim])
@@ -56,7 +56,7 @@ def select_position(context: "GlobalTensorContext", func: Function, input: Any, 
 
 
 def get_positions(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Runs ``x[index]``; a single position stays on the rank that stores it."""
+    """Computes ``input[index]``; a single position of the sharded dim stays on the rank that stores it."""
     found = _position(input, index)
     if found is None:
         return slicing.getitem(context, func, input, index)
@@ -93,7 +93,7 @@ def _position(x: Any, index: Any) -> tuple[list[Any], int, int, int] | None:
 
 
 def unbind_positions(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
-    """Runs ``unbind``; along positions, each one stays on its rank."""
+    """Computes ``unbind``; along the sharded dim, each position stays on the rank that stores it."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is None:
         return slicing.unbind(context, func, input, dim)
@@ -101,7 +101,7 @@ def unbind_positions(context: "GlobalTensorContext", func: Function, input: Any,
 
 
 def split_positions(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``split``; along positions, pieces of one position stay on their ranks."""
+    """Computes ``split``; along the sharded dim, pieces of one position stay on the ranks that store them."""
     x, sizes, dim = slicing._split_arguments(*args, **kwargs)
     if type(x) is not GlobalTensor or x.sets[dim] is None or sizes != 1:
         return slicing.split(context, func, *args, **kwargs)
@@ -111,7 +111,7 @@ def split_positions(context: "GlobalTensorContext", func: Function, *args: Any, 
 def narrow_positions(
     context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int
 ) -> Any:
-    """Runs ``narrow``; a single position stays on its rank."""
+    """Computes ``narrow``; a single position of the sharded dim stays on the rank that stores it."""
     at = positive_dim(dim, input.ndim)
     if type(input) is GlobalTensor and input.sets[at] is not None and length == 1 and type(start) is int:
         first = positive_dim(start, input.full[at])
@@ -121,7 +121,7 @@ def narrow_positions(
 
 
 def blank_sequence(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``zeros_like`` and similar functions: the result is sharded as ``input``, until other code needs it full."""
+    """Computes ``zeros_like`` and similar functions; the result is sharded as ``input``, until code needs it full."""
     if type(input) is not GlobalTensor or not any(input.sets):
         return metadata.blank(context, func, input, *args, **kwargs)
     local = func(input.local.detach(), *args, **kwargs)
@@ -137,14 +137,18 @@ def blank_sequence(context: "GlobalTensorContext", func: Function, input: Any, *
 
 
 def blank_of_placed(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``zeros_like`` and similar functions of a tensor on one rank: all ranks have the result."""
+    """Computes ``zeros_like`` and similar functions for a tensor on a single rank; every rank gets the result."""
     if type(input) is not PlacedTensor:
         raise NoRuleError("the result copies the shape of another tensor.")
     return func(torch.empty(1, dtype=input.dtype, device=input.device).expand(input.full), *args, **kwargs)
 
 
 def gathered_or_blank(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Gathers sharded arguments; a tensor without an operand, such as ``zeros_like``, is made in full instead."""
+    """Computes a function without a rule: gathers its sharded arguments and runs it on every rank.
+
+    If the function writes in place into an untouched result of ``zeros_like``, that result is made in full instead of
+    gathered.
+    """
     name, target = function_name(func), args[0] if args else None
     if type(target) is not GlobalTensor or not writes_in_place(name):
         return gathered(context, func, *args, **kwargs)
@@ -169,8 +173,9 @@ def _has_views(x: GlobalTensor) -> bool:
 
 
 def gathered_value(value: Any, name: str) -> Any:
-    """Returns ``value`` as a plain tensor on every rank if it is sharded or stored on one rank; converts the items of a
-    tuple. ``name``: the function for which the gather is counted.
+    """Returns ``value`` as a plain tensor on every rank if it is sharded or on a single rank; otherwise as it is.
+
+    Items of a tuple are converted one by one. ``name``: function under which the plan's notes count the gather.
     """
     if type(value) is PlacedTensor:
         return value.everywhere(name)
@@ -180,8 +185,10 @@ def gathered_value(value: Any, name: str) -> Any:
 
 
 def set_position(context: "GlobalTensorContext", func: Function, target: Any, index: Any, value: Any) -> Any:
-    """Runs ``target[index] = value``: the rank that stores a single position writes it; a write along full dims runs on
-    every rank.
+    """Computes ``target[index] = value`` for a sharded ``target``.
+
+    A single position of the sharded dim is written by the rank that stores it. A write along full dims runs on every
+    rank.
     """
     if type(target) is not GlobalTensor or not any(target.sets):
         raise NoRuleError("the target is not sharded.")
@@ -232,13 +239,17 @@ def _tie(target: GlobalTensor, graded: bool) -> None:
 
 
 def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``stack`` of tensors on single ranks; many tensors of several ranks become one sharded along the new dim."""
+    """Computes ``stack`` of tensors on single ranks.
+
+    Many tensors on several ranks become one tensor that is sharded along the new dim, without communication. Otherwise
+    one rank gets all of them.
+    """
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return _joined(context, func, list(tensors), dim, [1] * len(tensors))
 
 
 def cat_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``cat`` of tensors on single ranks, and of sharded ones."""
+    """Computes ``cat`` of tensors on single ranks, also together with sharded ones."""
     tensors = list(tensors)
     dim = positive_dim(dim, tensors[0].ndim)
     if any(type(one) is GlobalTensor and any(one.sets) for one in tensors):
@@ -273,7 +284,10 @@ def _joined(context: "GlobalTensorContext", func: Function, tensors: list[Any], 
 
 
 def join_pieces(pieces: list[PlacedTensor], dim: int) -> GlobalTensor:
-    """Returns the concatenation of ``pieces`` along ``dim``, each on its rank; nothing is communicated."""
+    """Concatenates ``pieces`` along ``dim`` to a tensor that is sharded along ``dim``: each piece stays on its rank.
+
+    Communicates nothing.
+    """
     context, first = pieces[0].views, pieces[0]
     ranks, sizes = [one.rank for one in pieces], [one.shape[dim] for one in pieces]
     index = context.find(("joined", tuple(ranks), tuple(sizes)), lambda: _index(ranks, sizes, context.axis.size))

@@ -18,7 +18,10 @@ RECURRENT_STATE = "state"
 
 
 class Relay:
-    """Sender of tensors between ranks of ``axis`` in one forward; gradients return in the reversed order."""
+    """Sender of tensors between the ranks of ``axis`` in one forward.
+
+    Backward sends the gradients back in the reversed order.
+    """
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
@@ -28,13 +31,14 @@ class Relay:
         """Number of writes in place into tensors on one rank; a copy of such a tensor is valid until the next one."""
 
     def clear(self) -> None:
-        """Drops the token at the end of a forward, so that the next one starts a new order of messages."""
+        """Forgets the messages of a forward at its end, so that the next forward starts a new order of messages."""
         self.token = None
 
     def send(self, local: Tensor, source: int, targets: tuple[int, ...], label: str, device: torch.device) -> Tensor:
-        """Sends ``local`` from rank ``source`` to ``targets`` and returns it there; other ranks get no elements.
+        """Sends ``local`` from rank ``source`` to the ranks ``targets``; returns it on them and on ``source``.
 
-        All ranks call it, with equal shape, dtype and ``requires_grad``; only ``source`` reads the values.
+        Other ranks get a tensor without elements. All ranks call it, with equal shape, dtype and ``requires_grad``;
+        only ``source`` reads the values.
         """
         axis = self._axis
         size = local.numel() * local.element_size()
@@ -54,9 +58,11 @@ class Relay:
         return made
 
     def tie(self, local: Tensor, graded: bool, in_place: bool = False) -> Tensor:
-        """Returns ``local`` with a graph that contains all messages so far, so that every rank runs their backwards.
+        """Returns ``local`` with an autograd graph that contains all messages so far, so that every rank runs their
+        backward.
 
-        ``graded``: every rank needs a graph, also without a message. ``in_place``: returns the same tensor.
+        ``graded``: True if every rank needs a graph, also without a message. ``in_place``: ties ``local`` itself and
+        returns it.
         """
         if not torch.is_grad_enabled() or not (graded or self.token is not None):
             return local

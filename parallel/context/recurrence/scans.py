@@ -37,7 +37,7 @@ _LENGTH, _PART = 37, 21
 
 
 class Carry(NamedTuple):
-    """Arguments through which a function takes and returns the state, and the dim of positions in its result."""
+    """Names of the arguments by which a scan takes and returns its state, and the dim of positions in its result."""
 
     state: str
     flag: str
@@ -45,9 +45,11 @@ class Carry(NamedTuple):
 
 
 def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches methods of ``model``: scans that they call run on each rank's positions, if a trial proves this equal.
+    """Patches methods of ``model`` so that scan functions they call run on each rank's own positions.
 
-    A scan is a function outside the model that can take and return a state; ranks relay the state.
+    A scan is a function outside the model that can take and return a state; ranks pass the state on in order of
+    position. A trial must first prove that the result is equal. Custom autograd functions also run on each rank's own
+    positions, if a trial permits it.
     """
     relayed: dict[Any, Any] = {}
 
@@ -204,7 +206,9 @@ def _split(out: Any, carry: Carry, length: int) -> tuple[Any, Any]:
 def recurrent_layer(
     context: "GlobalTensorContext", func: Function, input: Any, hx: Any, params: Any, *options: Any
 ) -> Any:
-    """Runs torch's own recurrences (``nn.GRU``, ``nn.LSTM``, ``nn.RNN``) on the runs of positions in their order.
+    """Computes torch's own recurrences (``nn.GRU``, ``nn.LSTM``, ``nn.RNN``) over a sharded sequence.
+
+    Ranks run their positions one after the other, in order of position, and pass the state on.
 
     Raises:
         NoRuleError: the recurrence runs in both directions, or draws dropout between its layers.

@@ -20,7 +20,7 @@ _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class SeenTensor(NamedTuple):
-    """Shape and dtype of a tensor argument."""
+    """Shape and dtype of a tensor argument, recorded in place of the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,14 +28,18 @@ class SeenTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SeenCall:
-    """Recorded arguments of a module call, with shapes in place of tensors."""
+    """Arguments of one recorded module call, flattened, with shape and dtype in place of each tensor."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
 
 
 class LeafForm(NamedTuple):
-    """Condition for one argument: a tensor of ``dims`` dims with positions along ``dim``, or else this ``value``."""
+    """Condition for one argument: a tensor with ``dims`` dims and positions along ``dim``, or a value equal to
+    ``value``.
+
+    ``dim`` None: the tensor has no positions.
+    """
 
     dims: int | None
     dim: int | None = None
@@ -44,13 +48,13 @@ class LeafForm(NamedTuple):
 
 @dataclass(frozen=True)
 class CallForm:
-    """Condition for the arguments of a call: their nesting, and a form for each leaf."""
+    """Conditions for all arguments of a call: their pytree structure, and a form for each leaf."""
 
     spec: pytree.TreeSpec
     leaves: tuple[LeafForm, ...]
 
     def match(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """Returns the arguments as a flat list of leaves; None if they do not satisfy the conditions."""
+        """Returns the arguments as a flat list of leaves; None if they do not satisfy these conditions."""
         if self.positional:  # a tree costs a hundred calls
             leaves, same = args, not kwargs and len(args) == len(self.leaves)
         else:
@@ -60,11 +64,11 @@ class CallForm:
 
     @cached_property
     def positional(self) -> bool:
-        """True if the arguments are leaves without names."""
+        """True if all arguments are positional and none is nested."""
         return bool(self.spec == flatten_leaves(((None,) * len(self.leaves), {}))[1])
 
     def call(self, function: Callable[..., Any], leaves: Iterable[Any]) -> Any:
-        """Calls ``function`` with arguments nested as in :meth:`match`; ``leaves``: their flat list."""
+        """Calls ``function`` with the flat list ``leaves`` as arguments, nested as in :meth:`match`."""
         if self.positional:
             return function(*leaves)
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
@@ -78,7 +82,7 @@ def _fits(given: Any, form: LeafForm) -> bool:
 
 
 def flatten_leaves(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flattens ``tree`` to its leaves and its structure; a tensor of any subclass is a leaf."""
+    """Flattens ``tree`` as a pytree to (leaves, structure); a tensor of any subclass is a leaf."""
     return pytree.tree_flatten(tree, is_leaf=lambda leaf: isinstance(leaf, Tensor))
 
 
@@ -95,7 +99,7 @@ class CallRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records the arguments of all module calls inside the context, by forward pre-hooks."""
+        """Records the arguments of all module calls in the block, by forward pre-hooks."""
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 handle = module.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
@@ -113,19 +117,22 @@ class CallRecorder:
 
 
 class SequenceSize(NamedTuple):
-    """Rows and positions of a batch of sequences."""
+    """Number of rows and of positions of a batch of sequences."""
 
     rows: int
     length: int
 
     def dim_of(self, shape: Sequence[int]) -> int | None:
-        """Returns the dim along which a tensor of ``shape`` has positions; None if it has none."""
+        """Returns the dim along which a tensor of ``shape`` has positions, 0 or 1; None if it has none."""
         if len(shape) > 1 and shape[0] in (self.rows, 1) and shape[1] == self.length:
             return 1
         return 0 if len(shape) > 0 and shape[0] == self.rows * self.length else None
 
     def form_of(self, call: SeenCall) -> CallForm | None:
-        """Returns the conditions that calls like ``call`` satisfy; None if no floating argument has positions."""
+        """Returns the conditions that calls with arguments like ``call`` satisfy.
+
+        Returns None if no floating argument has positions.
+        """
         forms = [
             LeafForm(len(leaf.shape), self.dim_of(leaf.shape))
             if isinstance(leaf, SeenTensor)
@@ -140,7 +147,10 @@ class SequenceSize(NamedTuple):
 
 
 def sequences_of(batch: Iterable[Tensor], calls: Iterable[Sequence[SeenCall]]) -> tuple["SequenceSize", ...]:
-    """Returns the sizes of all sequences: of batch tensors, and of arguments [B, S, H] with the batch's rows."""
+    """Returns the sizes of all sequences in a forward, the longest first.
+
+    These are the sizes of batch tensors, and of recorded floating arguments [B, S, H] with as many rows as the batch.
+    """
     given = [tuple(tensor.shape) for tensor in batch if tensor.ndim]
     rows = {shape[0] for shape in given}
     found = {shape[:2] for shape in given if len(shape) > 1}

@@ -25,13 +25,16 @@ FUNCTION = "function"
 
 
 def is_custom(found: Any) -> TypeGuard[type[Function]]:
-    """Returns True for an autograd function of other code than torch and the engine."""
+    """Returns True if ``found`` is an autograd function class that is part of neither torch nor the engine."""
     own = isinstance(found, type) and issubclass(found, Function)
     return own and found.__module__.split(".")[0] not in ("torch", "engine")
 
 
 def follow_function(function: type[Function]) -> type[Function]:
-    """Returns a class that applies ``function`` to this rank's positions, where a trial permits it."""
+    """Returns a subclass of ``function`` that runs on this rank's positions of sharded arguments.
+
+    It does so only if a trial proves that the function computes each position independently.
+    """
 
     def apply(*args: Any) -> Any:
         try:

@@ -36,9 +36,13 @@ class RowwiseModule(NamedTuple):
 def find_rowwise(
     model: nn.Module, batch: Iterable[Tensor], calls: Mapping[str, Sequence[SeenCall]]
 ) -> tuple[RowwiseModule, ...]:
-    """Finds the outermost modules that treat positions one by one; ``calls``: calls of modules in a forward.
+    """Finds the outermost modules of ``model`` that compute each position independently, by trial.
 
-    Modules are tried from inside to outside: one that contains a module that mixes positions is not tried.
+    Modules are tried from inside to outside; a module that contains one that mixes positions is not tried.
+
+    Args:
+        batch: the batch tensors of the forward in which calls were recorded.
+        calls: recorded calls by module name.
     """
     sizes = sequences_of(batch, calls.values())
     tried: dict[object, tuple[ProvenForm, ...]] = {}
@@ -93,7 +97,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Returns True if hooks inside ``module`` that other code than the engine has registered receive values."""
+    """Returns True if user code has registered hooks on modules inside ``module``, which receive its values."""
     return bool(module._modules) and any(
         not _is_own(hook)
         for each in module.modules()
@@ -109,7 +113,7 @@ def _is_own(hook: Any) -> bool:
 
 
 def run_rowwise(model: nn.Module, found: Iterable[RowwiseModule], patches: ForwardPatches) -> None:
-    """Patches the modules ``found``: a call with sharded positions runs on the positions of this rank."""
+    """Patches the modules ``found``: a call with sharded positions runs on this rank's positions, as plain tensors."""
     known = {each.name: each.forms for each in found}
     modules = {name: model.get_submodule(name) for name in known}
 
@@ -130,7 +134,7 @@ def run_rowwise(model: nn.Module, found: Iterable[RowwiseModule], patches: Forwa
 
 @contextmanager
 def running_rowwise(model: nn.Module, found: Iterable[RowwiseModule]) -> Iterator[None]:
-    """Patches the modules ``found`` inside the context, for a trace."""
+    """Patches the modules ``found`` as :func:`run_rowwise`, in the block only; for a trace."""
     patches = ForwardPatches()
     run_rowwise(model, found, patches)
     try:
@@ -140,7 +144,7 @@ def running_rowwise(model: nn.Module, found: Iterable[RowwiseModule]) -> Iterato
 
 
 class LocalCall(NamedTuple):
-    """Call of a module on the positions of this rank."""
+    """Call of a module, reduced to this rank's positions of its arguments."""
 
     form: ProvenForm
     context: GlobalTensorContext
@@ -152,9 +156,9 @@ class LocalCall(NamedTuple):
 
     @staticmethod
     def of(form: ProvenForm, context: GlobalTensorContext, args: Any, kwargs: Any) -> "LocalCall | None":
-        """Returns the call with this rank's positions of the arguments.
+        """Returns the call with this rank's positions of ``args`` and ``kwargs``.
 
-        None if the arguments do not satisfy the conditions of ``form``, or are sharded along other dims.
+        Returns None if the arguments do not satisfy the conditions of ``form``, or are sharded along other dims.
         """
         leaves = form.call.match(args, kwargs)
         if leaves is None:
@@ -170,7 +174,7 @@ class LocalCall(NamedTuple):
     def run(self, forward: Callable[..., Any], training: bool) -> Any:
         """Runs ``forward`` on this rank's positions; returns its result as global tensors sharded along positions.
 
-        ``training``: the module is in training mode; random numbers then differ between ranks.
+        ``training``: True if the module is in training mode; random numbers then differ between ranks.
         """
         if not (self.form.draws and training):
             out = self.form.call.call(forward, self.leaves)

@@ -39,7 +39,10 @@ _DROPOUT = (functional.dropout, torch.dropout, functional.alpha_dropout)
 
 
 class ProvenForm(NamedTuple):
-    """Form of a call for which a module treats positions one by one."""
+    """Conditions for a call under which a module is proven to compute each position independently.
+
+    It also describes the result of such a call.
+    """
 
     call: CallForm
     spec: pytree.TreeSpec
@@ -58,9 +61,7 @@ class ProvenForm(NamedTuple):
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Hides a trial that is made once, inside the context, from traces and from recomputation of the surrounding
-    forward.
-    """
+    """Hides the block, a trial that is made only once, from traces and from recomputation of the outer forward."""
 
     def same(saved: Tensor) -> Tensor:
         return saved
@@ -70,8 +71,10 @@ def apart() -> Iterator[None]:
 
 
 def prove_rowwise(module: nn.Module, call: SeenCall, size: SequenceSize) -> ProvenForm | None:
-    """Tries the recorded ``call`` on ``module``; returns its form if the module computes each position independently,
-    otherwise None.
+    """Tries ``module`` on random arguments like the recorded ``call``, for sequences of ``size``.
+
+    Returns the form of the call if the module computes each position independently, in values and gradients; otherwise
+    None.
     """
     form = size.form_of(call)
     if form is None:
@@ -236,7 +239,7 @@ class _Trial:
 
 
 def random_twin(module: nn.Module, dtype: torch.dtype, draw: torch.Generator) -> tuple[nn.Module, list[Tensor]]:
-    """Returns a copy of ``module`` with random parameters, and the leaves that these are made of."""
+    """Returns a copy of ``module`` with random parameters of ``dtype``, and the leaf tensors they are made of."""
     leaves, fresh = list[Tensor](), dict[int, Any]()
     for each in module.parameters():
         shape = list(each.shape)

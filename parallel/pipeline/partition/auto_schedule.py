@@ -27,9 +27,9 @@ _LINES = 6
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchCost:
-    """Cost of one call of a unit, or of all calls of a stage, for one microbatch.
+    """Time and memory of one module call, or of all calls of a pipeline stage, for one microbatch.
 
-    Without a measurement, FLOPs take the place of seconds.
+    Without a measurement, the times are FLOPs instead of seconds.
     """
 
     forward_seconds: float
@@ -46,12 +46,12 @@ class MicrobatchCost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of forward and backward."""
+        """Seconds of forward and backward, including weight gradients."""
         return self.forward_seconds + self.input_seconds + self.weight_seconds
 
     @classmethod
     def total(cls, costs: Sequence["MicrobatchCost"]) -> "MicrobatchCost":
-        """Returns the sum of ``costs``."""
+        """Returns the cost of several calls: the sum of each field over ``costs``."""
         return cls(
             forward_seconds=sum(cost.forward_seconds for cost in costs),
             input_seconds=sum(cost.input_seconds for cost in costs),
@@ -63,7 +63,7 @@ class MicrobatchCost:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Pipeline axis as simulated: number of ranks, transfer time, memory limit."""
+    """Conditions of the simulation: pipeline ranks, microbatches, transfer time and memory limit."""
 
     ranks: int
     """Number of ranks of the pipeline axis."""
@@ -76,7 +76,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Simulated time and memory of one kind of schedule."""
+    """Simulated step time and peak memory of one kind of schedule, or the reason why it was rejected."""
 
     kind: str
     virtual_stages: int
@@ -96,7 +96,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDecision:
-    """Chosen schedule, with all simulated alternatives."""
+    """Chosen schedule, with the simulated figures of all alternatives."""
 
     schedule: Schedule
     virtual_stages: int
@@ -106,11 +106,11 @@ class ScheduleDecision:
 
     @property
     def chosen(self) -> Tried:
-        """The chosen kind, first in the ranking."""
+        """Figures of the chosen kind, the first of ``ranking``."""
         return self.ranking[0]
 
     def lines(self) -> tuple[str, ...]:
-        """Formats the ranking as lines: the choice, each other kind that fits, each reason of a rejection."""
+        """Formats ``ranking`` as lines of text: the choice, each kind that fits, then each reason of a rejection."""
         fit = [tried for tried in self.ranking if not tried.refused]
         lines = [
             f"auto: {self.chosen.name}, best of {len(fit)} within {self.limit_bytes / 2**20:.1f} MiB of activations"
@@ -130,10 +130,14 @@ class ScheduleDecision:
 def choose(
     cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleDecision:
-    """Returns the training schedule with the fastest step within the limit. Pure arithmetic, so equal on every rank.
+    """Simulates all ``kinds`` of schedule and returns the one with the fastest step within the memory limit.
+
+    A gain of at most 1 % does not justify more stages or a less simple kind. Every rank computes the same result,
+    without communication.
 
     Args:
         cuts: for each number of stages per rank, the cost of every stage, or the reason why the model has no such cut.
+        kinds: names of the kinds to try, the simplest first.
 
     Raises:
         ScheduleError: no kind fits.
@@ -157,15 +161,16 @@ def choose(
 
 
 def cost_of_stages(stages: Sequence[MicrobatchCost], transfer_seconds: float) -> Cost:
-    """Converts costs of stages to the input of the schedulers and the simulation."""
+    """Converts the costs of ``stages``, and the seconds of one transfer, to the input of schedulers and simulation."""
     times = tuple(StageTimes(s.forward_seconds, s.input_seconds, s.weight_seconds) for s in stages)
     return Cost(transfer=transfer_seconds, times=times)
 
 
 def peak_bytes(schedule: Schedule, stages: Sequence[MicrobatchCost]) -> tuple[int, ...]:
-    """Returns the peak bytes of activations on each rank.
+    """Returns the peak bytes of activations on each pipeline rank; ``stages`` contains the cost of each stage.
 
-    F adds the saved tensors of the stage and B frees them; I frees them except the inputs of W, which W frees.
+    A forward (F) adds the saved tensors of its stage and a backward (B) frees them. A split backward frees them in two
+    parts: I frees all except the inputs of the weight gradients, which W frees.
     """
 
     def change(action: Action) -> int:

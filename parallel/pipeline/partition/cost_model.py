@@ -14,7 +14,11 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 
 def flops_of_calls(trace: ModelTrace) -> list[int]:
-    """Returns the forward FLOPs of each module call and the operations up to the next call; at least 1 each."""
+    """Returns, for each module call of ``trace``, the forward FLOPs of the call and of the operations up to the next
+    call.
+
+    Each number is at least 1.
+    """
     flops = [call.flops + 1 for call in trace.calls]
     for index, extra in glue_flops(trace).items():
         flops[index] += extra
@@ -22,13 +26,15 @@ def flops_of_calls(trace: ModelTrace) -> list[int]:
 
 
 def glue_flops(trace: ModelTrace) -> dict[int, int]:
-    """Returns the FLOPs of operations between module calls, by the index of the call before them."""
+    """Returns the FLOPs of operations between module calls, keyed by the index of the call before them."""
     return by_call(trace, [glue.flops for glue in trace.glue])
 
 
 def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """Sums ``of_glue``, one number per operation between calls, by the index of the module call before the
-    operation.
+    """Adds up numbers of the operations between module calls, by the preceding call.
+
+    ``of_glue`` contains one number for each such operation of ``trace``. Returns the sums, keyed by the index of the
+    call; operations before the first call count for call 0.
     """
     found: dict[int, int] = {}
     for glue, number in zip(trace.glue, of_glue, strict=True) if trace.calls else ():
@@ -38,7 +44,10 @@ def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
 
 
 def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
-    """Estimates costs from shapes alone: FLOPs as seconds, and bytes of a call's inputs and outputs as memory."""
+    """Estimates the cost of each module call from shapes alone, without a measurement.
+
+    Seconds are replaced by FLOPs; bytes are the inputs and outputs of the call.
+    """
     made: dict[int, int] = {}
     for value in trace.values:
         if value.maker == "call":
@@ -51,12 +60,12 @@ def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
 
 
 def values_bytes(trace: ModelTrace, call: int) -> int:
-    """Returns the bytes of the inputs of the call with index ``call``."""
+    """Returns the bytes of all inputs of the module call with index ``call``."""
     return sum(trace.values[number].bytes for number in trace.calls[call].inputs)
 
 
 def stage_costs(stage_of_call: Sequence[int], costs: Sequence[MicrobatchCost]) -> tuple[MicrobatchCost, ...]:
-    """Returns the cost of each stage: the sum over its calls."""
+    """Returns the cost of each stage: the sum of ``costs`` over its calls. ``stage_of_call``: stage of each call."""
     stages: list[list[MicrobatchCost]] = [[] for _ in range(max(stage_of_call, default=0) + 1)]
     for stage, cost in zip(stage_of_call, costs, strict=True):
         stages[stage].append(cost)

@@ -29,7 +29,7 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 @dataclass(frozen=True)
 class Partition:
-    """Trace cut into pipeline stages."""
+    """Division of a traced model into pipeline stages, with the plan of each stage."""
 
     stage_of_call: tuple[int, ...]
     stages: tuple[StagePlan, ...]
@@ -40,7 +40,7 @@ class Partition:
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
-        """Stages that store each parameter, ascending; gradients of several stages are summed."""
+        """Stages that store each parameter, ascending, by parameter name; gradients of several stages are summed."""
         found: dict[str, list[int]] = {}
         for plan in self.stages:
             for name in plan.parameters:
@@ -48,9 +48,10 @@ class Partition:
         return {name: tuple(stages) for name, stages in sorted(found.items())}
 
     def stage_of_buffer(self, trace: ModelTrace, name: str) -> int:
-        """Returns the stage with the current copy of a buffer: the last stage that writes it or calls its unit.
+        """Returns the stage with the current content of the buffer ``name``.
 
-        For a buffer written by code between units, this is the last stage, which runs the program to the end.
+        This is the last stage that calls the module of the buffer or writes the buffer between module calls; if there
+        is none, the last stage of the pipeline.
         """
         writers = {index for index, glue in enumerate(trace.glue) if name in glue.buffers}
         stages = [plan.stage for plan in self.stages if writers & plan.glue]
@@ -64,7 +65,10 @@ Split = Literal["auto"] | Sequence[str]
 
 
 def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None:
-    """Returns the units of a trace with a call for each module in ``split``; None: the usual units."""
+    """Returns the modules to record in a trace, so that the trace has a call of each module named in ``split``.
+
+    Returns None if the usual modules suffice: for ``split`` "auto" or one stage.
+    """
     if split == "auto" or stages == 1:
         return None
     return open_around(find_units(model), [_read_entry(entry)[0] for entry in split])
@@ -73,11 +77,11 @@ def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None
 def make_cut(
     trace: ModelTrace, stages: int, split: Sequence[str] | None = None, costs: Sequence[float] | None = None
 ) -> Partition:
-    """Cuts a trace into ``stages`` of even cost, or before the calls that ``split`` names.
+    """Cuts a traced forward into ``stages`` stages of even cost, or before the module calls that ``split`` names.
 
     Args:
-        costs: cost of each call in any one unit, to be divided evenly; default: FLOPs of the call and of the glue after
-            it.
+        costs: cost of each module call in any one unit, to be divided evenly; default: FLOPs of the call and of the
+            operations up to the next call.
 
     Raises:
         PlanError: the forward has fewer calls of blocks than stages, ``split`` is wrong, or a value cannot be sent.
@@ -93,10 +97,11 @@ def make_cut(
 def repartition(
     trace: ModelTrace, boundaries: Sequence[tuple[str, int]], held: Sequence[Collection[str]] = ()
 ) -> Partition:
-    """Cuts a trace of another input signature at the same calls.
+    """Cuts the trace of another input signature at the same module calls as an earlier partition.
 
     Args:
-        held: parameters stored on each stage; a stage that needs others is refused.
+        boundaries: ``Partition.boundaries`` of the earlier partition.
+        held: names of the parameters stored on each stage; empty: no restriction.
 
     Raises:
         PlanError: the calls are missing or in another order, or a stage needs a parameter that it does not store.
@@ -224,10 +229,10 @@ def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int
 
 
 def balance(cost: Sequence[float], edges: Sequence[int], stages: int) -> list[int]:
-    """Divides consecutive costs into stages so that the largest stage cost is minimal.
+    """Divides a sequence of costs into ``stages`` runs so that the largest sum of a run is minimal.
 
-    Returns the starts of stages 1 to ``stages`` - 1, each one of ``edges``, which ascend, exclude 0 and number at least
-    ``stages`` - 1. Among equally good divisions the earliest is returned.
+    Returns the start indices of runs 1 to ``stages`` - 1, all from ``edges``. ``edges`` ascend, exclude 0 and number at
+    least ``stages`` - 1. Among equally good divisions the earliest is returned.
     """
     before = [0, *accumulate(cost)]
     ends = [0, *edges, len(cost)]

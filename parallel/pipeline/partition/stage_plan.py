@@ -33,7 +33,7 @@ _REUSE = 8
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of one pipeline stage: calls to run, values to receive and send."""
+    """Plan of one pipeline stage for one trace: module calls to run, values to receive and send, parameters."""
 
     stage: int
     last: bool
@@ -64,10 +64,12 @@ class _Draft:
 
 
 class Planner:
-    """Makes the plans of all stages from the stage of each call.
+    """Builder of the plans of all stages, given the stage of each module call.
 
     Args:
-        held: parameters stored on each stage, if a stage cannot get others; empty: no restriction.
+        trace: recorded forward of the model.
+        stage_of_call: stage of each call in ``trace``.
+        held: names of the parameters stored on each stage, if a stage cannot get others; empty: no restriction.
     """
 
     def __init__(self, trace: ModelTrace, stage_of_call: Sequence[int], held: Sequence[Collection[str]] = ()) -> None:
@@ -80,7 +82,7 @@ class Planner:
             self._drafts[stage].calls.add(index)
 
     def plan(self) -> tuple[StagePlan, ...]:
-        """Returns the plans of all stages, in order.
+        """Returns the plans of all stages, in order of stage.
 
         Raises:
             PlanError: a stage needs a value that was written in place and cannot be sent, or a parameter that it does
@@ -263,7 +265,7 @@ _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 
 class VertexCut:
-    """Vertex-weighted graph for a minimum cut; vertices are added one by one."""
+    """Graph with a weight for each vertex, for a minimum vertex cut between a source and the vertices ``wanted``."""
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self._room: dict[_Node, dict[_Node, float]] = defaultdict(lambda: defaultdict(float))
@@ -272,8 +274,9 @@ class VertexCut:
             self._room["out", vertex][_SINK] = inf
 
     def add(self, vertex: int, weight: float, supply: float, after: Iterable[int]) -> None:
-        """Adds ``vertex`` with the cost ``weight`` of cutting it, the capacity ``supply`` from the source, and its
-        predecessors ``after``.
+        """Adds ``vertex``: ``weight`` is the cost of cutting it, ``supply`` the capacity of its edge from the source.
+
+        ``after`` contains its predecessors, which may be added later.
         """
         self._vertices.add(vertex)
         self._room["in", vertex]["out", vertex] = weight
@@ -283,7 +286,10 @@ class VertexCut:
             self._room["out", before]["in", vertex] = inf
 
     def solve(self) -> tuple[int, ...] | None:
-        """Returns the vertices of the cheapest cut, ascending; None if every cut has a vertex of infinite weight."""
+        """Returns the vertices of the cheapest cut, ascending; None if every cut has a vertex of infinite weight.
+
+        Among equally cheap cuts it returns the nearest to the source.
+        """
         while True:
             # shortest augmenting paths (Edmonds and Karp), so the number of rounds has a bound without the weights
             parent = self._reach()

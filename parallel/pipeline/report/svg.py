@@ -37,7 +37,9 @@ text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}.title{font-si
 
 
 def svg(panels: Sequence[Panel], width: int = 960) -> str:
-    """Draws timelines one above the other; timelines with one unit have one scale, and the longest fills the width.
+    """Draws timelines one above the other and returns the text of an SVG picture.
+
+    Timelines in the same unit of time have the same scale, and the longest fills the width.
 
     Args:
         panels: the timelines to show.

@@ -25,7 +25,10 @@ from engine.parallel.pipeline.schedule.simulate import Cost, Span, StepTimeline,
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of one step of a schedule. A *slice* is one rank's share of a model divided evenly over the ranks."""
+    """Figures of one step of a schedule, for comparison with other schedules.
+
+    A slice is one rank's share of a model that is divided evenly over the ranks.
+    """
 
     stages: int
     bubble: float
@@ -41,12 +44,12 @@ class Summary:
 
     @property
     def peak(self) -> Fraction:
-        """Largest peak over all ranks, in slices."""
+        """Largest of ``peak_slices``, the peaks of live activations on each rank, in slices."""
         return max(self.peak_slices)
 
 
 def summarize(timeline: StepTimeline) -> Summary:
-    """Computes the figures of a timeline, simulated or measured."""
+    """Computes the figures of ``timeline``, a simulated or measured step."""
     schedule = timeline.schedule
     rank_of = schedule.rank_of_stage
     sends = Counter(rank_of[action.stage] for row in schedule.per_rank for action in row if schedule.sends(action))
@@ -62,9 +65,10 @@ def summarize(timeline: StepTimeline) -> Summary:
 
 
 def cost_of_slices(schedule: Schedule, whole: Cost) -> Cost:
-    """Converts the time of a rank's whole slice to costs of single stages; the time of a transfer is unchanged.
+    """Converts ``whole``, the times of a rank's whole share of the model, to the times of single stages of
+    ``schedule``.
 
-    This makes schedules with one and with several stages per rank comparable.
+    The time of a transfer is unchanged. Schedules with one and with several stages per rank become comparable.
     """
     return whole.shared(len(schedule.per_rank), schedule.stages)
 
@@ -81,7 +85,7 @@ class Panel:
     """True if times are measured seconds; otherwise they have any unit."""
 
     def headline(self) -> str:
-        """Returns the schedule's name and figures in one line."""
+        """Returns one line with the schedule's name, ``title``, sizes, idle share, peak memory and duration."""
         schedule, figures = self.timeline.schedule, summarize(self.timeline)
         ranks, each = len(schedule.per_rank), schedule.stages / len(schedule.per_rank)
         size = f"{_count(ranks, 'rank')}{f' x {each:g} stages' if each != 1 else ''}"
@@ -92,7 +96,7 @@ class Panel:
         return ", ".join(filter(None, [schedule.name, self.title])) + ": " + ", ".join(filter(None, parts))
 
     def duration(self, time: float) -> str:
-        """Returns a duration as text; empty if the unit of time is unknown."""
+        """Formats ``time`` with its unit, such as ``12.5 ms``; '' unless the panel is in seconds."""
         if not self.seconds:
             return ""
         unit, factor = next((pair for pair in (("s", 1.0), ("ms", 1e3)) if time * pair[1] >= 1), ("us", 1e6))
@@ -100,17 +104,17 @@ class Panel:
 
 
 def end_of(panel: Panel, panels: Sequence[Panel]) -> float:
-    """Returns the latest end of all panels with the unit of ``panel``, which have one scale."""
+    """Returns the end of the longest of ``panels`` with the same unit of time as ``panel``; they share one scale."""
     return max(other.timeline.makespan for other in panels if other.seconds == panel.seconds)
 
 
 def slices(count: Fraction) -> str:
-    """Returns a text such as ``4 slices`` or ``2.5 slices``."""
+    """Formats a number of slices, such as ``4 slices`` or ``2.5 slices``."""
     return f"{number(count)} slice{'s' * (count != 1)}"
 
 
 def number(count: Fraction) -> str:
-    """Returns a number with at most two decimals as text: ``4``, ``2.5``."""
+    """Formats a number with at most two decimals: ``4``, ``2.5``."""
     return f"{float(count):.2f}".rstrip("0").rstrip(".")
 
 
@@ -126,18 +130,19 @@ Label = Callable[[Action], str]
 
 
 def draw(timeline: StepTimeline, width: int = 120) -> str:
-    """Draws a timeline in at most ``width`` columns if the names of ranks leave room, without a final newline.
+    """Draws a timeline as text, without a final newline: one row per rank, time from left to right.
 
-    A cell is as long as the shortest action.
+    Rows have at most ``width`` columns if the names of ranks leave room. A cell is as long as the shortest action.
     """
     return draw_panels((Panel(timeline),), width)
 
 
 def draw_panels(panels: Sequence[Panel], width: int = 120) -> str:
-    """Draws timelines one above the other; timelines with one unit have one scale, and the longest fills all columns.
+    """Draws several timelines as text, one above the other, with at most ``width`` columns.
 
-    Two kinds of schedule become comparable, and a measured step in seconds with the predicted one: equal shapes have
-    equal drawings. The first panel determines the length of a cell.
+    Timelines in the same unit of time have the same scale, and the longest fills all columns. Timelines in different
+    units, such as a prediction and a measured step in seconds, are comparable by shape. The shortest action of the
+    first panel determines the length of a cell.
     """
     names = [f"rank {rank}" for rank in range(max(len(panel.timeline.spans) for panel in panels))]
     margin = max(map(len, names))

@@ -22,11 +22,12 @@ from engine.parallel.comm.encoded_collectives import ActivationFormat
 
 
 class MessageEncoder:
-    """Encoder and decoder of the messages of this rank's stages.
+    """Encoder and decoder of the quantized messages that this rank's pipeline stages send and receive.
 
     Args:
-        feedback: True adds the rounding error of a gradient to the next one; needs 4 bytes per element of each
-            gradient.
+        form: number format of the messages.
+        feedback: True adds the rounding error of a gradient to the gradient of the same value in the next microbatch;
+            needs 4 bytes per element of each gradient.
     """
 
     def __init__(self, form: ActivationFormat, kernels: Kernels, feedback: bool) -> None:
@@ -36,11 +37,11 @@ class MessageEncoder:
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:
-        """Rounding errors of the last sent gradients, one tensor per place."""
+        """Rounding errors of the last sent gradients: fp32, one tensor per value and pair of stages."""
         return tuple(self._residuals.values())
 
     def encodes(self, dtype: torch.dtype, elements: int) -> bool:
-        """Returns True if a message of ``elements`` numbers of ``dtype`` is encoded."""
+        """Returns True if a message of ``elements`` numbers of ``dtype`` is encoded, because this makes it shorter."""
         return self._form.shortens(dtype, elements)
 
     def message_bytes(self, elements: int) -> int:
@@ -49,8 +50,10 @@ class MessageEncoder:
 
     @torch.no_grad()
     def encode(self, tensor: Tensor, flow: Flow, place: tuple[int, int, int]) -> Tensor:
-        """Returns ``tensor`` (any strides) as a message [m]; ``place``: (value number, sending stage, receiving
-        stage).
+        """Returns the encoded message of ``tensor`` (any shape and strides), uint8 [bytes].
+
+        ``place``: (number of the value in the trace, sending stage, receiving stage). With error feedback, gradients
+        (``flow`` "backward") include the rounding error of the last message of this place.
         """
         values = tensor.detach().reshape(1, -1)
         size = self._form.wire.padded(values.shape[1])
@@ -61,7 +64,7 @@ class MessageEncoder:
 
     @torch.no_grad()
     def decode(self, message_m: Tensor, out: Tensor) -> None:
-        """Decodes a message into ``out``, which is contiguous."""
+        """Decodes ``message_m``, uint8 [bytes], into the contiguous tensor ``out``."""
         size = self._form.wire.padded(out.numel())
         if size == out.numel():
             self._codec.decode(message_m.view(1, -1), out.view(1, -1))

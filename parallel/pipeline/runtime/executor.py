@@ -33,7 +33,7 @@ from engine.parallel.trace.model_trace import Value
 
 
 class RankSchedule(NamedTuple):
-    """Actions of one rank in order, with the points at which its sends have completed."""
+    """Actions (F, B, I, W) of one pipeline rank in order, with the points at which memory of earlier sends is freed."""
 
     actions: tuple[Action, ...]
     passes: tuple[Action, ...]
@@ -45,13 +45,13 @@ class RankSchedule(NamedTuple):
 
 
 def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
-    """Returns the actions of ``rank`` in the order of ``schedule``."""
+    """Returns the actions of pipeline rank ``rank`` in ``schedule``, with the points at which it frees sent tensors."""
     waits = releases(schedule)[rank]
     return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), waits, schedule.weights_beside(rank))
 
 
 class StageMicrobatch(NamedTuple):
-    """Plan and values of one stage for one microbatch."""
+    """Plan of one stage for one microbatch, with the description of all values of the trace."""
 
     plan: StagePlan
     values: Sequence[Value]
@@ -59,7 +59,7 @@ class StageMicrobatch(NamedTuple):
 
 
 class StageOutput(NamedTuple):
-    """Result of the forward of a stage."""
+    """Result of the forward of one stage for one microbatch: the tensors to send, and the loss on the last stage."""
 
     sent: Mapping[int, Tensor]
     """Tensors for other stages by value number, attached to the autograd graph."""
@@ -68,26 +68,32 @@ class StageOutput(NamedTuple):
 
 
 class StageRunner(Protocol):
-    """Interface of this rank's stages: the computations that the executor calls."""
+    """Interface by which the executor computes: forward, backward and weight gradients of this rank's stages."""
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the plan of ``stage`` for ``microbatch``, with the values of its trace."""
+        """Returns the plan of ``stage`` for ``microbatch``, with the values of the trace."""
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Computes the forward of ``stage``; the tensors in ``received`` are leaves of the graph."""
+        """Computes the forward of ``stage`` for ``microbatch`` and returns the values to send.
+
+        ``received``: tensors of earlier stages by value number, leaves of the autograd graph.
+        """
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Accumulates parameter gradients of a backward inside the context; an input-gradient action (I) defers weight
-        gradients.
+        """Returns a context in which the executor runs the backward of ``action`` and parameter gradients are
+        accumulated.
+
+        For an input-gradient action (I), weight gradients are deferred to :meth:`weights`.
         """
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Computes the weight gradients that the input-gradient action (I) of ``stage`` and ``microbatch`` has
-        deferred.
-        """
+        """Computes the weight gradients that the input-gradient action (I) of ``stage`` and ``microbatch`` deferred."""
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Allows :meth:`weights` to run ahead during the collectives of the action inside the context."""
+        """Returns a context for another action; during the collectives in it, weight gradients are computed ahead.
+
+        ``stage`` and ``microbatch`` name the deferred weight gradients; :meth:`weights` later computes the rest.
+        """
 
 
 @dataclass(slots=True)
@@ -100,12 +106,14 @@ class _Live:
 
 
 class Executor:
-    """Runs the pipeline actions of one rank (F, B, I, W) in schedule order, with their sends and receives.
+    """Runner of the pipeline actions (F, B, I, W) of one rank in schedule order, with their sends and receives.
 
-    state     of a microbatch                            content
-    posted    its receives are posted, F or B is to come buffers of the receives
-    live      between F and B (or I)                     leaves, sent values and their edges in the graph, loss
-    split     between I and W                            deferred weight gradients
+    It stores a microbatch of a stage in these states:
+
+    state     from .. to                          content
+    posted    receives posted .. F, B or I        buffers of the receives
+    live      F .. B or I                         leaves, autograd edges of sent values, loss
+    split     I .. W                              deferred weight gradients
     """
 
     def __init__(self, transport: Transport, recorder: FlightRecorder | None = None) -> None:
@@ -126,25 +134,28 @@ class Executor:
 
     @property
     def live(self) -> int:
-        """Number of (stage, microbatch) pairs after the forward and before the end of the backward."""
+        """Number of (stage, microbatch) pairs on this rank between their forward and the end of their backward."""
         return len(self._live) + len(self._split)
 
     def apart(self) -> "Executor":
-        """Returns another executor over the same transport, for microbatches that are live at the same time."""
+        """Returns a second executor over the same transport, so that two sets of microbatches can be live at once."""
         return Executor(self._transport, self._recorder)
 
     def run(self, row: RankSchedule, runner: StageRunner) -> None:
-        """Runs all actions of a row. An error leaves no live microbatch on this rank."""
+        """Runs all actions of ``row``, this rank's schedule; ``runner`` computes them.
+
+        If an action raises, all microbatches of this rank are dropped.
+        """
         try:
             self._play(row, runner, range(len(row.actions)))
         finally:
             self._forget()
 
     def run_part(self, row: RankSchedule, runner: StageRunner, part: range) -> None:
-        """Runs consecutive actions of a row that exchange no messages with the row's other actions. Keeps live
-        microbatches.
+        """Runs the actions of ``row`` at the positions ``part``, and retains microbatches that are live at the end.
 
-        An error leaves no live microbatch on this rank.
+        These actions must exchange no messages with other actions of the row. If an action raises, all microbatches of
+        this rank are dropped.
         """
         try:
             self._play(row, runner, part)
@@ -172,7 +183,7 @@ class Executor:
         self._posted.clear()
 
     def post(self, action: Action, runner: StageRunner) -> None:
-        """Posts the receives of ``action`` from other stages, unless they have been posted already."""
+        """Posts the receives that ``action`` needs from other stages, unless they have been posted already."""
         if action in self._posted:
             return
         part = runner.part(action.stage, action.microbatch)
@@ -185,7 +196,11 @@ class Executor:
         self._posted[action] = part, arrivals
 
     def do(self, action: Action, runner: StageRunner, beside: Action | None = None) -> None:
-        """Runs one action; during its collectives computes deferred weight gradients of the action ``beside``."""
+        """Runs ``action``: waits for its receives, computes, and sends the results.
+
+        During collectives of the action, ``runner`` computes deferred weight gradients of the W action ``beside``, if
+        given.
+        """
         self.post(action, runner)
         part, arrivals = self._posted.pop(action)
         arrived = {message: arrive() for message, arrive in arrivals.items()}

@@ -17,7 +17,7 @@ LABEL = "outputs"
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """Source and destinations of the model's outputs."""
+    """Source and destinations of a transfer of the model's outputs from the last pipeline stage."""
 
     comm: Comm
     device: torch.device
@@ -30,13 +30,15 @@ class Carrier:
 def bring_outputs(
     results: Sequence[Any], traces: Sequence[ModelTrace], model: nn.Module, carrier: Carrier
 ) -> list[Any]:
-    """Returns the results of all microbatches on the destination ranks of ``carrier``; an empty list elsewhere.
+    """Returns the outputs of all microbatches on the destination ranks of ``carrier``; an empty list on other ranks.
+
+    The last stage sends tensors only, over axis pp, label "outputs". The receivers take the structure of the results
+    from ``traces`` and the shapes of parameters from ``model``.
 
     Args:
-        results: (output, sum, weight) of each microbatch, or (output,), on the rank with the last stage.
-
-    Traces contain the structure of results, and ``model`` the shapes of parameters, so the last stage sends tensors
-    only: over axis pp, label "outputs".
+        results: on the rank with the last stage, (output, sum of the loss, weight of the loss) of each microbatch, or
+            (output,).
+        traces: recorded forward of each microbatch.
     """
     comm, last = carrier.comm, carrier.last
     coord, first_replica = comm.grid.coord(), comm.grid.is_first("stage")

@@ -58,8 +58,9 @@ class _Deferred(NamedTuple):
 
 
 class DeferredWeightGrads:
-    """Weight gradients of one stage and microbatch that the input-gradient action (I) defers to the weight action
-    (W).
+    """Queue of weight gradients of one stage and microbatch that an input-gradient action (I) defers.
+
+    The weight-gradient action (W) computes them later.
     """
 
     def __init__(self) -> None:
@@ -68,23 +69,25 @@ class DeferredWeightGrads:
         """Gradients that were computed ahead."""
 
     def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
-        """Defers the weight gradient ``compute()`` of parameter ``name``; the W action adds it to the main gradient
-        ``main``, if not None.
+        """Defers the weight gradient of the parameter ``name``, which ``compute()`` returns.
+
+        ``main``: main gradient to which the W action adds the result; None: :meth:`compute` passes the result to
+        ``take``.
         """
         self._work.append(_Deferred(name, compute, _version(compute), main))
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated for deferred gradients; shared storage counts once."""
+        """Bytes allocated for the saved tensors and the gradients computed ahead; shared storage counts once."""
         kept = [arg.untyped_storage() for work in self._work for arg in work.compute.args if isinstance(arg, Tensor)]
         kept += [grad.untyped_storage() for _, grad in self._done]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def ahead(self) -> None:
-        """Computes and stores the next deferred gradient, if any is left.
+        """Computes and stores the next deferred gradient, if there is one, ahead of the W action.
 
-        The call runs inside the forward or backward of another microbatch, so autograd and function modes of that pass
-        are disabled.
+        The call runs inside the forward or backward of another microbatch. Autograd and function modes of that pass are
+        therefore disabled during the call.
         """
         if self._work:
             with _plain(self._work[0].compute):
@@ -93,7 +96,9 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
-        """Computes all remaining weight gradients, calls ``take(name, gradient)`` for each, and frees their inputs.
+        """Computes all remaining weight gradients and frees their inputs; calls ``take(name, gradient)`` for each.
+
+        Gradients that were added to a main gradient are not passed to ``take``.
 
         Raises:
             EngineError: the model has written to a saved tensor in place.
@@ -119,9 +124,9 @@ class DeferredWeightGrads:
 
 
 class SplitBackward:
-    """Patch of the linear layers of ``model`` with a backward that can defer weight gradients.
+    """Patch of the linear layers of ``model``: their backward can defer weight gradients.
 
-    The patch includes sharded layers (``parallel.tensor``), so it is installed after the tensor plan.
+    Install it after the tensor plan, because it also patches sharded layers (``parallel.tensor``).
     """
 
     def __init__(self, model: nn.Module, patches: ForwardPatches, kernels: Kernels = REFERENCE) -> None:
@@ -141,7 +146,7 @@ class SplitBackward:
 
     @contextmanager
     def leaving(self, deferred: DeferredWeightGrads) -> Iterator[None]:
-        """Collects deferrable weight gradients of an input-gradient action in ``deferred`` inside the context."""
+        """Makes backwards in the block put deferrable weight gradients into ``deferred`` instead of computing them."""
         before, self._open = self._open, deferred
         try:
             yield
@@ -150,7 +155,7 @@ class SplitBackward:
 
     @property
     def open(self) -> DeferredWeightGrads | None:
-        """Deferred weight gradients of the running backward; None outside an input-gradient action (I)."""
+        """Queue for the weight gradients of the running backward; None outside an input-gradient action (I)."""
         return self._open
 
 

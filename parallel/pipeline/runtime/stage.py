@@ -43,7 +43,10 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
 class GlueForward(StageForward, TorchFunctionMode):
-    """Type of the tier 2 forward, which decides on each operation between calls."""
+    """Forward of one stage that runs or skips each module call and each operation between calls, as the trace has them.
+
+    The plan's ``tier`` 2 selects it; :class:`StageForward` handles module calls only.
+    """
 
     def _prepare(self) -> None:
         TorchFunctionMode.__init__(self)
@@ -196,7 +199,7 @@ class GlueForward(StageForward, TorchFunctionMode):
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of the forward of one stage."""
+    """Result of the forward of one stage for one microbatch: the return value, and the tensors to send."""
 
     result: Any
     """Return value of the user's forward; None if this stage does not run to its end."""
@@ -208,7 +211,10 @@ class StageResult:
 
 
 class Stage:
-    """Model with a forward that runs one pipeline stage at a time."""
+    """Model with a forward that runs only one pipeline stage.
+
+    Module calls of other stages return received values or NaN.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
         self._model, self._placeholders = model, PlaceholderPool(device)
@@ -223,14 +229,15 @@ class Stage:
     def forward(
         self, trace: ModelTrace, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
     ) -> StageResult:
-        """Runs ``program``, the program of the trace, as far as ``plan`` needs.
+        """Runs ``program``, the user's forward recorded in ``trace``, up to the last event that ``plan`` needs.
 
         Args:
             received: a leaf tensor for each value of ``plan.receives``; in training it requires a gradient if the
                 value's ``grad`` is set.
 
-        The caller runs backward from ``sent`` with the sum of the gradients of all receivers; ``.grad`` of ``received``
-        then contains the gradients for earlier stages.
+        Returns the program's result (on the last stage) and the tensors to send. The caller runs backward from ``sent``
+        with the sum of the gradients of all receivers; ``.grad`` of ``received`` then contains the gradients for
+        earlier stages.
 
         Raises:
             EngineError: the program takes another path than in the trace, or a value has another shape.
@@ -281,9 +288,10 @@ class Stage:
 
 
 class AbsentParameters:
-    """Guards of the parameters of ``model`` that are not in ``present``; tied parameters count once.
+    """Guard of the parameters of ``model`` that this pipeline rank does not store: an outside read raises EngineError.
 
     Args:
+        present: names of the stored parameters; all names of a tied parameter count as one.
         stages: the pipeline ranks that store each parameter, by name.
         rank: this pipeline rank.
     """
@@ -301,7 +309,7 @@ class AbsentParameters:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Allows reads of absent parameters inside the context, for glue in the engine's own passes."""
+        """Allows reads of absent parameters in the block, in which the engine itself runs the model."""
         before, self._running = self._running, True
         try:
             yield
@@ -309,7 +317,7 @@ class AbsentParameters:
             self._running = before
 
     def retire(self) -> None:
-        """Marks the engine as closed, so that later reads raise."""
+        """Marks the engine as closed; later reads of absent parameters raise an error that mentions this."""
         self._closed = True
 
     def _read(self, name: str, where: str) -> None:

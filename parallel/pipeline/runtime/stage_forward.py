@@ -34,7 +34,7 @@ _REMEDY = "its path depends on more than the shapes of the input; make it the sa
 
 
 def leaves_of(out: Any) -> list[Any]:
-    """Returns the leaves of an output, which is usually a single tensor."""
+    """Returns the pytree leaves of ``out``, a module's output; a single tensor is its own leaf."""
     return [out] if type(out) is Tensor else tree_leaves(out)
 
 
@@ -45,7 +45,7 @@ def _has_hook(tensor: Tensor) -> bool:
 
 
 class StopForward(BaseException):
-    """Exception that stops the user's forward once this stage has computed everything that it needs.
+    """Exception that ends the user's forward once this stage has computed everything that it needs.
 
     A BaseException, so that ``except Exception`` in user code does not swallow it.
     """
@@ -56,7 +56,10 @@ class StopForward(BaseException):
 
 
 class StageForward:
-    """Forward of tier 1, which intercepts calls only."""
+    """Forward of one stage for one microbatch: module calls run on their stage only, and all other operations run.
+
+    The plan's ``tier`` 1 selects it.
+    """
 
     def __init__(
         self,
@@ -85,19 +88,22 @@ class StageForward:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Does nothing inside the context: tier 1 does not observe operations between calls."""
+        """Does nothing in the block: this class does not observe operations between module calls."""
         yield
 
     def takes(self, unit: str) -> bool:
-        """Returns True if a call of ``unit`` is recorded in the trace and not nested in another unit."""
+        """Returns True if a call of the module ``unit`` is recorded in the trace and not nested in another unit."""
         return not self.inside and unit in self.trace.unit_names
 
     def skips_next(self) -> bool:
-        """Returns True if the next traced call belongs to another stage."""
+        """Returns True if the next module call of the trace belongs to another stage."""
         return self._calls not in self.plan.calls
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handles a traced call: runs the unit on this stage, or returns received values for another stage."""
+        """Handles one module call of the trace: runs it if it belongs to this stage; otherwise returns received values.
+
+        ``forward`` is the unpatched forward of the module ``unit``.
+        """
         index = self._calls
         call = self.trace.calls[index] if index < len(self.trace.calls) else None
         self.stop_after(call.event if call else None)
@@ -115,10 +121,10 @@ class StageForward:
         return self.keep(call.output, call.writes, leaves, out)
 
     def finish(self) -> None:
-        """Checks that the program has made every planned value, without hooks that the trace lacks.
+        """Checks that the forward has made every value that this stage sends.
 
         Raises:
-            EngineError: the program ended early, or hooked another value.
+            EngineError: the program ended early, or hooked a sent tensor without a hook in the trace.
         """
         for number, tensor in self.sent.items():
             if number not in self._apart and _has_hook(tensor):
@@ -136,13 +142,19 @@ class StageForward:
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Raises StopForward if the stage needs no traced event from number ``event`` on."""
+        """Raises StopForward if this stage needs nothing more of the trace.
+
+        ``event``: number of the next call or operation in the trace; None: there is none.
+        """
         if not self.plan.last and (event is None or event > self.plan.last_event):
             raise StopForward(self)
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
-        """Returns the result of an operation that another stage runs: received values, and NaN in place of other
-        values.
+        """Returns the result of a call or operation that another stage runs: received values, and NaN for all other
+        tensors.
+
+        ``output``: structure of the result. ``writes``: (position in ``arguments``, value number) of tensors written in
+        place.
         """
         for position, number in writes:
             if number in self._received:
@@ -151,10 +163,9 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Stores the tensors of a traced event that other stages receive; returns ``out`` unchanged for the user's
-        code.
+        """Stores the tensors of a call or operation that other stages receive; returns ``out`` for the user's code.
 
-        A hook on a sent tensor also exists on the received tensor, and runs there. It must not run twice: the code gets
+        A hook on a sent tensor also exists on the received tensor, and runs there. To run it only once, the code gets
         an alias of the sent tensor, and the backward of this stage begins at the tensor itself. Without a hook the code
         gets the tensor itself, so that gradients are summed in the order of one process.
         """

@@ -25,7 +25,7 @@ from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 
 
 class Message(NamedTuple):
-    """Key of a message: value or its gradient, microbatch, sending and receiving stage."""
+    """Key of a message between stages: a value of the trace (``flow`` "forward") or its gradient ("backward")."""
 
     flow: Flow
     value: int
@@ -41,44 +41,49 @@ Arrival = Callable[[], Tensor]
 
 
 class Transport(Protocol):
-    """Interface for messages between stages. A send never waits for the receiver."""
+    """Interface by which the executor sends values and gradients between stages; no send waits for its receiver."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Sends ``tensor``, unchanged until the send completes; ``exact`` = False allows an encoding with fewer
-        bits.
+        """Starts to send ``tensor``, which must not change until the send completes.
+
+        ``exact`` = False allows an encoding with fewer bits.
         """
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Posts the receive of ``message``; ``exact`` equals the sender's, and posts follow the order of the sends."""
+        """Starts to receive ``message``; returns a function that waits for it and returns its tensor.
+
+        ``exact`` equals the sender's. Between two stages, receives are posted in the order of the sends.
+        """
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Completes the sends of ``flow`` for ``microbatch`` from ``stage`` to neighbours, which have posted the
-        receives.
+        """Waits until the sends from ``stage`` to its neighbours have completed, for one ``flow`` and ``microbatch``.
+
+        Call it when the neighbours have posted the receives.
         """
 
     def delivered(self, message: Message) -> None:
-        """Releases the sent tensor of ``message`` after its arrival is proven by a later message."""
+        """Frees the sent tensor of ``message``; call it when a later message proves the arrival."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """Returns the memory of a received tensor to the buffers after its last use."""
+        """Gives the memory of a received ``tensor`` back for later receives; call it after the last use."""
 
     def finish(self) -> None:
         """Waits until all sends have completed."""
 
 
 class MemoryTransport:
-    """Transport of stages in one process; a dictionary stores each message until it is received."""
+    """Transport of stages in one process: a dictionary stores each sent tensor until it is received."""
 
     def __init__(self) -> None:
         self._waiting: dict[Message, Tensor] = {}
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Stores the tensor for the receiver."""
+        """Stores ``tensor``, detached and without a copy, for the receiver."""
         assert message not in self._waiting, message
         self._waiting[message] = tensor.detach()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Returns a function that takes the stored tensor."""
+        """Returns a function that removes the stored tensor of ``message`` and returns it."""
 
         def take() -> Tensor:
             tensor = self._waiting.pop(message)
@@ -94,10 +99,10 @@ class MemoryTransport:
         """Does nothing: no send is pending."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """Does nothing: the tensor is the sender's own."""
+        """Does nothing: a received tensor belongs to the sender."""
 
     def finish(self) -> None:
-        """Checks that all messages have been received."""
+        """Checks that every sent message has been received."""
         assert not self._waiting, f"messages were sent but not received: {list(self._waiting)}"
 
 
@@ -109,13 +114,14 @@ class _Sent(NamedTuple):
 
 
 class CommTransport:
-    """Transport between processes through ``comm``, and directly between two stages of one rank.
+    """Transport between pipeline ranks over ``comm``; two stages of one rank exchange tensors directly.
 
-    A sent tensor stays allocated until the send completes. For neighbouring stages the schedule contains the point at
-    which a wait costs no time (``releases``); other tensors stay until their gradient returns, or until the end of the
-    step.
+    A sent tensor stays allocated until its send completes. For a neighbouring stage, the schedule contains a point at
+    which this wait costs no time (``releases``). Other sent tensors stay until their gradient returns, or until the end
+    of the step.
 
     Args:
+        rank_of_stage: index on axis pp of the rank of each stage.
         encoder: codec of messages that may be rounded; None: no message is encoded.
     """
 
@@ -136,7 +142,10 @@ class CommTransport:
         """Sends past a neighbouring stage."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Sends ``tensor`` to the rank of the target stage, over axis pp; encoded in fewer bits unless ``exact``."""
+        """Starts to send ``tensor`` over axis pp to the rank of the target stage.
+
+        The tensor is encoded with fewer bits unless ``exact``.
+        """
         link = self._link(message)
         if link.source == link.target:
             return self._own.send(message, tensor)
@@ -153,7 +162,10 @@ class CommTransport:
         return None
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Posts the receive into a reused buffer; ``exact`` equals the sender's."""
+        """Starts to receive ``message`` into a reused buffer; returns a function that waits and returns the tensor.
+
+        ``exact`` equals the sender's.
+        """
         link = self._link(message)
         if link.source == link.target:
             return self._own.receive(message, shape, dtype)
@@ -185,25 +197,25 @@ class CommTransport:
         return arrive
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Waits until the sends of ``flow`` for ``microbatch`` from ``stage`` to neighbouring stages have completed,
-        and drops the sent tensors. The receives are posted, so the wait takes at most the time of a transfer.
+        """Waits until the sends from ``stage`` to its neighbours have completed, and frees the sent tensors.
+
+        Only sends of this ``flow`` and ``microbatch`` count. Their receives are posted, so the wait takes at most the
+        time of a transfer.
         """
         for sent in self._near.pop((flow, stage, microbatch), ()):
             sent.pending.wait()
 
     def delivered(self, message: Message) -> None:
-        """Completes the send of ``message`` if its receiver is not a neighbouring stage; otherwise does nothing."""
+        """Waits for the send of ``message`` if its receiver is not a neighbouring stage; otherwise does nothing."""
         if message in self._far:
             self._far.pop(message).pending.wait()
 
     def recycle(self, tensor: Tensor) -> None:
-        """Returns the memory of the received ``tensor`` to the buffers, for the next message of equal shape and
-        dtype.
-        """
+        """Gives the memory of the received ``tensor`` back, for the next message of equal shape and dtype."""
         self._buffers.give(tensor)
 
     def finish(self) -> None:
-        """Waits until all sends have completed."""
+        """Waits until all sends have completed, and drops the buffers that are still in use."""
         for sent in (*chain.from_iterable(self._near.values()), *self._far.values()):
             sent.pending.wait()
         self._near.clear()
@@ -217,7 +229,7 @@ class CommTransport:
 
 
 class ReceiveBuffers:
-    """Pool of receive buffers by shape and dtype."""
+    """Pool of receive buffers, reused by shape and dtype."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -226,8 +238,10 @@ class ReceiveBuffers:
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a contiguous tensor with arbitrary content. Callers pass on aliases (``detach``), never the tensor
-        itself."""
+        """Returns a contiguous buffer with arbitrary content, reused or new.
+
+        Callers pass on aliases (``detach``) of the buffer, never the buffer itself.
+        """
         shelf = self._free.get((shape, dtype))
         tensor = shelf.pop() if shelf else torch.empty(shape, dtype=dtype, device=self._device)
         if tensor.numel():
@@ -235,13 +249,13 @@ class ReceiveBuffers:
         return tensor
 
     def lent(self, tensor: Tensor) -> bool:
-        """Returns True if ``tensor`` is a buffer in use."""
+        """Returns True if ``tensor`` shares memory with a buffer in use."""
         return tensor.untyped_storage()._cdata in self._lent
 
     def give(self, tensor: Tensor) -> bool:
-        """Returns a receive buffer, given any alias, to the pool if no other alias is alive; ignores other tensors.
+        """Gives the buffer of which ``tensor`` is an alias to the pool if no other alias is alive.
 
-        Returns True if the buffer will be reused.
+        Returns True if the buffer will be reused; False if it has other aliases or ``tensor`` is no buffer.
         """
         own = self._lent.pop(tensor.untyped_storage()._cdata, None)
         # the user's code may have stored an alias: the next message must not overwrite it
@@ -251,7 +265,7 @@ class ReceiveBuffers:
         return ours
 
     def forget(self) -> None:
-        """Drops all buffers in use without reuse of their memory."""
+        """Drops all buffers in use; their memory is not reused."""
         self._lent.clear()
 
 

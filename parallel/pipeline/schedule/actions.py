@@ -33,7 +33,7 @@ from engine.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """Type of an action: forward, backward, input gradient or weight gradient; the value is its letter in a token."""
+    """Type of a pipeline action; the value is its letter in a token such as ``2F5``."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -48,7 +48,7 @@ _TOKEN = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 class Action(NamedTuple):
-    """Computation of one stage on one microbatch. Prints as ``2F5``: stage 2, forward, microbatch 5."""
+    """Computation of one type for one stage and one microbatch. Prints as ``2F5``: stage 2, forward, microbatch 5."""
 
     op: Op
     stage: int
@@ -72,7 +72,8 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of the actions of all pipeline ranks. ``check`` proves that a schedule is complete and cannot deadlock.
+    """Order of the actions of all pipeline ranks in one step. :func:`check` proves that it is complete and cannot
+    deadlock.
 
     Raises:
         ScheduleError: the numbers of rows and ranks differ, or a stage is on no rank or on several.
@@ -115,17 +116,20 @@ class Schedule:
 
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """Pipeline rank of each stage."""
+        """Pipeline rank of each stage, by stage number."""
         pairs = sorted((stage, rank) for rank, stages in enumerate(self.stages_of_rank) for stage in stages)
         return tuple(rank for _, rank in pairs)
 
     def passes(self, rank: int) -> tuple[Action, ...]:
-        """Returns the actions of ``rank`` that run modules of a stage: all except deferred weight gradients."""
+        """Returns the actions of pipeline rank ``rank`` that run modules of a stage: all but weight gradients (W)."""
         return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
 
     def weights_beside(self, rank: int) -> dict[Action, Action]:
-        """Returns, for actions of a rank, the weight action (W) that can run during their collectives: the row's next
-        one that is ready.
+        """Returns the weight-gradient actions (W) that pipeline rank ``rank`` can compute during collectives of other
+        actions.
+
+        Each key is an F, B or I action of the rank; its value is the next W action of the rank, if its inputs are ready
+        then.
 
         For example:
 
@@ -149,16 +153,16 @@ class Schedule:
 
     @property
     def splits(self) -> bool:
-        """True if the schedule splits backwards into an input-gradient action (I) and a weight-gradient action (W)."""
+        """True if a backward of the schedule is split into an input-gradient (I) and a weight-gradient (W) action."""
         return bool(self._split)
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
-        """Returns the action that computes the gradient of a stage's input: ``I`` of a split backward, else ``B``."""
+        """Returns the action that computes the input gradient of ``stage``: I if this backward is split, else B."""
         split = (stage, microbatch) in self._split
         return Action(Op.BACKWARD_INPUT if split else Op.BACKWARD, stage, microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Returns all actions, on any rank, with results that ``action`` uses."""
+        """Returns the actions, on any rank, that must end before ``action`` because it uses their results."""
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return (Action(Op.FORWARD, stage - 1, microbatch),) if stage else ()
@@ -168,7 +172,10 @@ class Schedule:
         return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
 
     def feeds(self, action: Action) -> Action | None:
-        """Returns the action of a neighbouring stage that uses the result of ``action``; inverse of :meth:`needs`."""
+        """Returns the action that uses the result of ``action``; inverse of :meth:`needs` for neighbouring stages.
+
+        This is the forward of the next stage, or the backward of the previous one; None if there is no such stage.
+        """
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return Action(Op.FORWARD, stage + 1, microbatch) if stage + 1 < self.stages else None
@@ -177,20 +184,20 @@ class Schedule:
         return self.backward_of(stage - 1, microbatch)
 
     def receives(self, action: Action) -> Action | None:
-        """Returns the action on another rank that ``action`` receives from, or None."""
+        """Returns the action on another rank that sends its result to ``action``; None if no other rank does."""
         here = self.rank_of_stage[action.stage]
         away = (need for need in self.needs(action) if self.rank_of_stage[need.stage] != here)
         return next(away, None)
 
     def sends(self, action: Action) -> Action | None:
-        """Returns the action on another rank that uses the result of ``action``, or None."""
+        """Returns the action on another rank that receives the result of ``action``; None if no other rank does."""
         fed = self.feeds(action)
         if fed is None or self.rank_of_stage[fed.stage] == self.rank_of_stage[action.stage]:
             return None
         return fed
 
     def text(self) -> str:
-        """Returns one line of tokens per rank, the format of schedule files."""
+        """Returns the schedule in the format of schedule files: one line per rank, tokens separated by blanks."""
         return "".join(" ".join(map(str, row)) + "\n" for row in self.per_rank)
 
 
@@ -199,20 +206,23 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 def loop(ranks: int, virtual_stages: int) -> Placement:
-    """Places stage s on rank s % ``ranks``, with ``virtual_stages`` stages per rank."""
+    """Returns the placement of a loop: stage s on rank s % ``ranks``, with ``virtual_stages`` stages per rank."""
     return tuple(tuple(range(rank, ranks * virtual_stages, ranks)) for rank in range(ranks))
 
 
 def v_shape(ranks: int) -> Placement:
-    """Places stages r and 2p-1-r on rank r of p (Qi et al. 2024, Pipeline Parallelism with Controllable Memory)."""
+    """Returns the V placement: stages r and 2p-1-r on rank r of p ranks.
+
+    Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory.
+    """
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:
-    """Divides microbatches into rounds; each round passes all stages of a loop before the next round starts.
+    """Divides ``microbatches`` into consecutive rounds; each round passes all stages of a loop before the next starts.
 
     With p ranks, a round of fewer than p microbatches leaves ranks idle, and each microbatch above p costs memory.
-    There are m // p rounds of nearly equal sizes, each at least p if m >= p.
+    There are m // p rounds of nearly equal sizes, each at least p if m >= p, and one round if m < p.
     """
     count = max(1, microbatches // ranks)
     starts = [-(-microbatches * index // count) for index in range(count + 1)]

@@ -25,7 +25,7 @@ Columns = tuple[Sequence[int], ...]
 
 
 class DependencyGraph:
-    """Actions of a complete schedule as numbers, with their dependencies."""
+    """Dependencies among the actions of a complete schedule; actions are numbered rank after rank, in order."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -62,19 +62,21 @@ class DependencyGraph:
 
     @cached_property
     def needs_order(self) -> list[int]:
-        """The :meth:`order` of the actions that dependencies alone determine."""
+        """Action numbers in an order that satisfies every rank's order and every data dependency; see :meth:`order`."""
         return self.order(self.needs)
 
     def sends(self) -> list[tuple[int, int]]:
-        """Returns pairs (source, user) of action numbers for each result used on another rank, ascending by user."""
+        """Returns pairs (source, user) of action numbers for each result that another rank uses, ascending by user."""
         rank = self.rank
         return [
             (source, taker) for taker, source in enumerate(self.needs[1]) if source >= 0 and rank[source] != rank[taker]
         ]
 
     def with_rendezvous(self, receives_ahead: int) -> Columns:
-        """Returns the dependencies, plus the rule that a sender continues only after the receiver has posted the
-        receive.
+        """Returns the data dependencies and one more rule, for sends that block until the receive is posted.
+
+        By this rule a rank's next action starts only after the receiver has posted the receive. A rank posts the
+        receives of ``receives_ahead`` actions after its current one.
         """
         column = [-1] * len(self.actions)
         for source, taker in self.sends():
@@ -85,7 +87,8 @@ class DependencyGraph:
         return (*self.needs, column)
 
     def order(self, rules: Columns) -> list[int]:
-        """Returns the numbers of all actions in an order that satisfies every row and every rule, in linear time.
+        """Returns the numbers of all actions in an order that satisfies every rank's order and all ``rules``, in linear
+        time.
 
         Raises:
             ScheduleError: there is no such order.

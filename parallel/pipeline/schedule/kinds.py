@@ -39,7 +39,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
     Rank r has the stages r and 2p-1-r, each with half of the rank's layers. The bubble is (p-1)/(6m+p-1), and a rank
     has at most 2p + 1 live activations of a stage. In the steady state, a rank pairs every forward of one of its stages
-    with a whole backward of its other stage, so that the messages of one overlap with the compute of the other.
+    with a whole backward of its other stage. The messages of one can thus overlap with the compute of the other.
     """
     rows = tuple(tuple(_Row(ranks, rank).fill(microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", 2 * ranks, microbatches, rows, v_shape(ranks))
@@ -106,7 +106,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """Generator of schedules by name, with its limits on sizes."""
+    """Named kind of pipeline schedule, with its generator and the sizes that it allows."""
 
     name: str
     description: str
@@ -215,7 +215,7 @@ SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind f
 
 
 def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
-    """Returns the error sentence of ``make_schedule`` for these sizes; None if it accepts them."""
+    """Returns the reason why :func:`make_schedule` rejects these sizes, as text; None if it accepts them."""
     if kind not in SCHEDULE_KINDS:
         *names, last = SCHEDULE_KINDS
         return f"schedule {kind!r} does not exist; choose {', '.join(names)} or {last}."
@@ -247,7 +247,7 @@ def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1)
 def make_schedule(
     kind: str, ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None
 ) -> Schedule:
-    """Makes a training schedule of this kind, with ``virtual_stages`` stages on each of ``ranks`` ranks.
+    """Makes a training schedule of ``kind``, with ``virtual_stages`` stages on each of ``ranks`` ranks.
 
     A kind with exactly two stages on a rank ignores the configuration's default of 1. The order of zb-h1 and zb-v
     depends on ``cost``, if given; the placement of stages does not.
@@ -269,10 +269,10 @@ def _held(kind: ScheduleKind, virtual_stages: int) -> int:
 def training_schedule(
     kind: str, ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None
 ) -> Schedule:
-    """Returns the checked training schedule that ``parallel.schedule`` names, a kind or a file.
+    """Returns the training schedule that ``kind``, the value of ``parallel.schedule``, names, after :func:`check`.
 
-    "auto" is 1f1b here: the choice for several ranks needs the costs of a model. zb-h1 and zb-v are ordered for
-    ``cost``, the cost of a rank's whole slice.
+    ``kind`` is a kind of schedule, or the path of a schedule file. "auto" is 1f1b here, because the choice needs the
+    costs of a model. zb-h1 and zb-v are ordered for ``cost``, the times of a rank's whole share of the model.
 
     Raises:
         ScheduleError: the schedule is unknown, would deadlock, or has other stages or microbatches than the run.

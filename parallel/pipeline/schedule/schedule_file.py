@@ -28,7 +28,10 @@ _OVERLAPS = "the overlapped pairs of the file run one after the other"
 
 
 class Extra(NamedTuple):
-    """Token of a file that is no action: word, stage, and the microbatch of a message."""
+    """Token of a schedule file that is no action, such as a send, a parameter gather or a gradient reduction.
+
+    ``microbatch`` is None except for messages.
+    """
 
     word: str
     stage: int
@@ -43,7 +46,7 @@ Entries = tuple[Action | Extra, ...]
 
 
 def read_schedule(path: str) -> Schedule:
-    """Reads a schedule from the file ``path``, unproven until ``check``.
+    """Reads the schedule file ``path``; :func:`check` then validates the order of the actions.
 
     Raises:
         ScheduleError: the file cannot be read, or is not a schedule.
@@ -58,9 +61,11 @@ def read_schedule(path: str) -> Schedule:
 
 
 def parse_schedule(text: str, name: str) -> Schedule:
-    """Reads a schedule: one line of tokens per rank, separated by blanks or commas; ``#`` starts a comment.
+    """Reads a schedule from ``text``: one line of tokens per rank, separated by blanks or commas; ``#`` starts a
+    comment.
 
-    A stage is placed on the rank whose line has its actions. ``check`` validates the order.
+    A stage is placed on the rank of the line that has its actions. ``name`` identifies the schedule in messages. The
+    order of the actions is not validated here, but by :func:`check`.
 
     Raises:
         ScheduleError: a token is wrong, a stage is on several lines, a stage is missing, or messages, gathers or

@@ -21,7 +21,7 @@ from engine.parallel.pipeline.schedule.validate import complete_rules
 
 
 class Span(NamedTuple):
-    """Action with its start and end time."""
+    """Action with its start and end time, in the unit of the costs or in seconds."""
 
     action: Action
     start: float
@@ -29,9 +29,7 @@ class Span(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage: forward, input gradient and weight gradient. A whole backward takes the sum of both
-    gradients.
-    """
+    """Times of one stage: forward, input gradient and weight gradient. A whole backward takes the last two."""
 
     forward: float
     backward_input: float
@@ -40,7 +38,7 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Times of operations and transfers, all in one unit. Integers stay exact."""
+    """Times of actions and transfers for the simulation, all in one unit. Integers stay exact."""
 
     forward: float = 1
     backward: float = 2
@@ -54,11 +52,11 @@ class Cost:
     """Times of each stage, in place of all fields above except ``transfer``; empty: unused."""
 
     def of(self, op: Op) -> float:
-        """Returns the time of ``op`` without the factor of a stage."""
+        """Returns the time of an action of type ``op``, without the factor of its stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:
-        """Returns the time of ``op`` on ``stage``."""
+        """Returns the time of an action of type ``op`` on ``stage``."""
         if not self.times:
             return self.of(op) * (self.stages[stage] if self.stages else 1)
         forward, for_inputs, for_weights = self.times[stage]
@@ -66,43 +64,47 @@ class Cost:
 
     @classmethod
     def of_parts(cls, forward: float, backward_input: float, backward_weight: float, transfer: float = 0) -> "Cost":
-        """Returns costs in which the time of a whole backward is the sum of input-gradient and weight-gradient time."""
+        """Returns costs in which a whole backward takes ``backward_input`` + ``backward_weight``."""
         return cls(forward, backward_input + backward_weight, backward_input, backward_weight, transfer)
 
     def shared(self, ranks: int, stages: int) -> "Cost":
-        """Returns the costs of single stages from these costs of a rank's whole slice of the model, which ``stages``
-        stages on ``ranks`` ranks share evenly; the transfer time is unchanged.
+        """Converts the times of a rank's whole share of the model to the times of single stages; transfers are
+        unchanged.
+
+        ``stages`` stages on ``ranks`` ranks divide the model evenly.
         """
         return replace(self, stages=(ranks / stages,) * stages) if stages != ranks else self
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Step of a schedule in time: spans of each rank's actions, in order."""
+    """Start and end of every action of one step, by rank and in order."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """End of the last action of all ranks."""
+        """End of the last action of all ranks; the step starts at 0."""
         return max(row[-1].end for row in self.spans if row)
 
     @cached_property
     def idle(self) -> float:
-        """Idle time, summed over all ranks."""
+        """Idle time of all ranks together, from 0 to ``makespan``."""
         busy = sum(span.end - span.start for row in self.spans for span in row)
         return self.makespan * len(self.spans) - busy
 
     @property
     def bubble(self) -> float:
-        """Idle fraction of the ranks' time; (p-1)/(m+p-1) for GPipe and 1F1B of equal stages."""
+        """Idle share of the ranks' time, 0 to 1; (p-1)/(m+p-1) for GPipe and 1F1B with equal stages."""
         return self.idle / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
 
 def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
-    """Simulates a schedule: each action starts when its rank is free and all inputs have arrived; sends are
-    asynchronous.
+    """Simulates one step of ``schedule``: each action starts when its rank is free and its inputs have arrived.
+
+    Sends are asynchronous. ``cost`` is by default 1 for each forward, input gradient and weight gradient, 0 for a
+    transfer.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck, or ``cost`` is for another number of stages.
@@ -121,7 +123,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
 
 
 def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[float]]:
-    """Returns start and end times of all actions, by number, if each starts as early as possible.
+    """Returns the start times and the end times of all actions, by action number, if each starts as early as possible.
 
     Raises:
         ScheduleError: the schedule is stuck.
@@ -143,7 +145,7 @@ def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the peak number of live activations on each rank, each of one stage and one microbatch.
+    """Returns the peak number of live activations on each rank; an activation is of one stage and one microbatch.
 
     F adds one, and B or W frees it; in a schedule without backwards the end of F frees it.
     """
@@ -164,12 +166,14 @@ Releases = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
-    """Returns, for each rank and action, positions of earlier actions with sends that must complete first.
+    """Returns, for each rank and each of its actions, positions of earlier actions of the rank.
 
-    Only sends to a neighbouring stage are listed; the end of the row completes all other sends. Such a wait delays no
-    rank at the costs of :class:`Cost`. At other costs it cannot deadlock, which this function proves: the receiver's
-    action that posts the receive precedes the waiting action in some order that satisfies all dependencies. A rank may
-    therefore post and wait in any order.
+    The sends of these earlier actions must complete before the action starts. Only sends to a neighbouring stage are
+    listed; the end of the row completes all others. Such a wait delays no rank at the costs of :class:`Cost`.
+
+    At other costs the waits cannot deadlock, and this function proves it. The receiver's action that posts the receive
+    precedes the waiting action in some order that satisfies all dependencies. A rank may therefore post and wait in any
+    order. ``receives_ahead``: number of following actions for which a rank posts receives.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck.

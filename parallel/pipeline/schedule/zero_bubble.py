@@ -36,7 +36,7 @@ Tick = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Priorities of actions, and limits on live activations, of list scheduling."""
+    """Priorities of actions, and limits on live activations, for greedy list scheduling."""
 
     live: int
     """Maximum number of live activations of a rank, each of one stage and one microbatch."""
@@ -53,10 +53,11 @@ class Policy:
 
 
 def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> list[list[Tick]]:
-    """Schedules all actions greedily; returns the rows of all ranks with start ticks.
+    """Schedules all actions greedily on a clock: at each tick, every rank starts its most urgent possible action.
 
-    A forward reserves memory for one activation of every later stage of its rank, so the oldest microbatch can always
-    advance to its backwards, which free memory.
+    Returns, for each rank, its actions in order as tuples (start tick, type, stage, microbatch). A forward reserves
+    memory for one activation of every later stage of its rank, so the oldest microbatch can always advance to its
+    backwards, which free memory.
     """
     clock = _Clock(placement, microbatches, policy)
     rows: list[list[Tick]] = [[] for _ in placement]
@@ -144,13 +145,14 @@ _SLOW = (Cost(transfer=0.25), Cost(transfer=0.5), Cost(transfer=2))
 #    rank 1   . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
 #    rank 2   .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None) -> Schedule:
-    """Makes ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism), or its interleaved form for several stages on a
+    """Makes ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism), or its interleaved form for several stages per
     rank.
 
-    The bubble is (p-1)/(3vm+p-1) for m >= p, a third of the bubble of 1F1B; a rank has at most pv live activations of a
-    stage, as many as rank 0 of 1F1B. Rank r defers r weight gradients into the time that is idle in 1F1B.
+    With m microbatches on p ranks of v stages, the bubble is (p-1)/(3vm+p-1) for m >= p, a third of the bubble of 1F1B.
+    A rank has at most pv live activations of a stage, as many as rank 0 of 1F1B. Rank r defers r weight gradients into
+    the time that is idle in 1F1B.
 
-    With ``cost``, simulation selects the order with the shortest step among greedy orders and those of
+    With ``cost``, simulation selects the order with the shortest step among greedy orders and orders of
     :func:`interleaved_split`. With several stages on a rank, and if p does not divide the microbatches, a rank may then
     have (v-1)n + p live activations, with n microbatches in the largest of ``rounds``.
     """
@@ -171,12 +173,12 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | N
 #    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1 3B1 0F3 0B0 0B0 3F2 3I2 3W2 0B1 0B1 3F3 3I3 3W3 0B2 0B2 0B3 0B3   .
 #    rank 1    . 1F0 2F0 1F1 2F1 2B0 2B0 1F2 1I0 1W0 2F2 2B1 2B1 1F3 1I1 1W1 2F3 2B2 2B2 1I2 2I3 1I3 1W2 2W3 1W3
 def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
-    """Makes ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r.
+    """Makes ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r of p.
 
-    The bubble is (p-1)/(6m+p-1) for m >= p; every rank has at most 2p live activations of a half slice, as much as rank
-    0 of 1F1B. ZB-V has no slack: if messages or input gradients take longer than planned, dualpipe-v loses less.
-    Simulation selects the order with the shortest step at ``cost`` among greedy orders and the order of
-    :func:`v_split`.
+    With m microbatches, the bubble is (p-1)/(6m+p-1) for m >= p. Every rank has at most 2p live activations of a stage,
+    as much memory as rank 0 of 1F1B. ZB-V has no slack: if messages or input gradients take longer than planned,
+    dualpipe-v loses less. Simulation selects the order with the shortest step at ``cost`` among greedy orders and the
+    order of :func:`v_split`.
     """
     most = 2 * ranks
     ahead = (most,) * ranks
