@@ -21,8 +21,10 @@ _ALIGNED = 16
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
-    """Computes y [R, N]: rows of x [R, K], sorted by expert, times their expert's matrix in weight [X, K, N].
-    Differentiable.
+    """Multiplies the rows of each expert in ``x`` [R, K] by the expert's matrix in ``weight`` [X, K, N]; returns [R,
+    N].
+
+    The rows are sorted by expert. Differentiable.
 
     Args:
         weight: contiguous, or the transpose of a contiguous [X, N, K].
@@ -46,7 +48,10 @@ def grouped_product_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor
 
 
 def grouped_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
-    """Computes the gradient of ``weight`` [X, K, N], in its dtype and memory order, from x [R, K] and dy [R, N]."""
+    """Returns the gradient of ``weight`` [X, K, N] in :func:`grouped_product`, in its dtype and memory order.
+
+    ``dy`` [R, N] is the gradient of the result, and ``ends`` has the index after the last row of each expert.
+    """
     order = weight.is_contiguous()
     if not _fits(x, weight) or dy.dtype != x.dtype or not kernels.triton("grouped", x, x.shape[1]):
         splits = [torch.tensor_split(rows, ends[:-1].cpu().long()) for rows in ((x, dy) if order else (dy, x))]
