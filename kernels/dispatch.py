@@ -48,7 +48,9 @@ class OpenSum(NamedTuple):
 
 
 class MainGradient(Protocol):
-    """Interface to a parameter's main gradient: the tensor, as Megatron-LM's ``main_grad``, that sums its gradients."""
+    """Interface to the main gradient of a parameter: the tensor that sums its gradients (Megatron-LM:
+    ``main_grad``).
+    """
 
     def begin(self, node: Any | None) -> OpenSum | None:
         """Returns the sum to which the running backward adds; None: the backward must return a gradient instead.

@@ -67,7 +67,7 @@ class AdamParams(AdamWParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW8bitParams(AdamWParams):
-    """Parameters of AdamW with moments of 8 bits an element, under the name of bitsandbytes and torchao."""
+    """Parameters of AdamW with 8-bit moments; bitsandbytes and torchao have the same name for it."""
 
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, Choice(
         options=(64, 128, 256, 512, 1024, 2048), noun="a number of elements that share a scale"))  # fmt: skip
@@ -137,7 +137,7 @@ class LARSParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonParams:
-    """Parameters of Muon, with torch's defaults: momentum orthogonalized by Newton-Schulz steps."""
+    """Parameters of Muon, with torch's defaults. Its update is the momentum, orthogonalized by Newton-Schulz steps."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
     """Learning rate, which a schedule may change."""

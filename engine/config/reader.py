@@ -134,8 +134,8 @@ class Typed(Section):
 def setting(default: Any, rule: Rule, *, key: str = "", required: bool = False, kept: bool = True) -> Any:
     """Returns a dataclass field that the reader fills from JSON by ``rule``.
 
-    ``key`` is its JSON name, if it differs from the field's; ``required`` true makes a file without the key a problem;
-    ``kept`` false leaves it out of ``stored``.
+    ``key``: JSON name, if it differs from the field's name. ``required`` true: a file without the key has a problem.
+    ``kept`` false: :func:`stored` leaves the field out.
     """
     return dataclasses.field(default=default, metadata={"rule": rule, "key": key, "required": required, "kept": kept})
 

@@ -114,7 +114,7 @@ class Rule:
     null: bool = False
 
     def accept(self, value: object) -> object:
-        """Returns ``value`` converted for the dataclass.
+        """Returns ``value`` converted to the type of the dataclass field.
 
         Raises:
             RefusedError: this rule does not accept the value.
@@ -130,7 +130,7 @@ class Rule:
         return self.remedy or f"give {self.expected()}"
 
     def read(self, value: object, at: str, problems: Problems) -> object:
-        """Returns ``value`` converted for the dataclass.
+        """Returns ``value`` converted to the type of the dataclass field.
 
         For a wrong value it adds a problem at JSON path ``at`` and returns None.
         """

@@ -147,7 +147,8 @@ NumberFormat = BlockFormat | CastFormat
 
 
 class Codec(Protocol):
-    """Interface of message codecs, which encode values [R, s] to messages uint8 [R, m], and decode them.
+    """Interface of message codecs, which encode R rows of s values [R, s] to messages of m bytes, uint8 [R, m], and
+    decode them.
 
     ``s`` is a multiple of the format's block size.
     """
@@ -279,7 +280,10 @@ def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: K
 
 
 def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: Tensor | None = None) -> Tensor:
-    """Computes :func:`encode_blocks` in PyTorch."""
+    """Encodes each row of ``values_Rs`` [R, s] to a message, uint8 [R, m], in PyTorch.
+
+    It is the reference for :func:`encode_blocks`.
+    """
     rows, elements = values_Rs.shape
     given = values_Rs.float() if residual_Rs is None else values_Rs.float() + residual_Rs
     x_RKB = given.reshape(rows, -1, wire.block)
@@ -301,7 +305,10 @@ def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: T
 
 
 def sum_blocks_reference(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat) -> None:
-    """Computes :func:`sum_blocks` in PyTorch."""
+    """Overwrites ``out_s`` [s] with the sum of all decoded messages, computed in fp32 in PyTorch.
+
+    It is the reference for :func:`sum_blocks`.
+    """
     first, *others = _decoded(messages_Rm, wire)
     for other in others:
         first += other

@@ -69,7 +69,10 @@ def activate(
 
 
 def activate_reference(x: Tensor, bias: Tensor | None, kind: Activation, residual: Tensor | None = None) -> Tensor:
-    """Computes :func:`activate` in PyTorch."""
+    """Computes f(x + bias) + residual in PyTorch; ``kind`` names the activation f.
+
+    It is the reference for :func:`activate`.
+    """
     y = ACTIVATIONS[kind](x if bias is None else x + bias)
     return y if residual is None else y + residual
 
@@ -140,7 +143,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) ->
 
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Computes :func:`gated` in PyTorch."""
+    """Computes f(gate) * up in PyTorch; ``activation`` names f. It is the reference for :func:`gated`."""
     return ACTIVATIONS[activation](gate) * up
 
 

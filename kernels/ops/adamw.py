@@ -77,7 +77,10 @@ def adamw_(
 def adamw_reference_(
     run: AdamRun, rule: AdamRule, step: int, decision: DeviceDecision, rounding: StochasticRounding | None = None
 ) -> None:
-    """Computes :func:`adamw_` in PyTorch."""
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in PyTorch, in place, unless ``decision.go`` is 0.
+
+    It is the reference for :func:`adamw_`.
+    """
     step = rule.age(step)
     wide = torch.promote_types(run.weights.dtype, torch.float32)
     (beta1, beta2), w = rule.betas, run.weights.to(wide)

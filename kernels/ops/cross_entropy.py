@@ -92,7 +92,7 @@ class Exchange(Protocol):
 
 
 def fits_softmax_kernels(logits: Tensor) -> bool:
-    """Returns True if the Triton kernels support ``logits``: fp32, fp16 or bf16, [N, W], with contiguous rows."""
+    """Returns True if the Triton kernels support ``logits``: fp32, fp16 or bf16, two dims, with contiguous rows."""
     narrow = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return narrow and logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1
 
@@ -183,7 +183,9 @@ def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
-    """Computes :func:`find_statistics` in PyTorch."""
+    """Computes the softmax statistics that ``question`` requests in PyTorch; it is the reference for
+    :func:`find_statistics`.
+    """
     wide = torch.promote_types(logits_NW.dtype, torch.float32)
     largest_N = logits_NW.amax(-1).to(wide)
     shifted_NW = logits_NW - largest_N.masked_fill(largest_N.isinf(), 0).unsqueeze(-1)  # fp32 by type promotion
@@ -197,7 +199,10 @@ def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
 
 
 def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes) -> Tensor:
-    """Computes :func:`find_gradient` in PyTorch."""
+    """Computes the gradient of the logits in PyTorch, from the gradients ``slopes`` of their softmax statistics.
+
+    It is the reference for :func:`find_gradient`.
+    """
     log_sum_N, picked_N, weighted_N = slopes
     assert log_sum_N is not None
     shares_NW = (logits_NW - softmax.largest.unsqueeze(-1)).sub_(softmax.log_sum.unsqueeze(-1)).exp_()

@@ -42,7 +42,12 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -
 
 
 def grouped_product_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Computes :func:`grouped_product` in PyTorch; synchronizes to read ``ends``."""
+    """Multiplies the rows of each expert in ``x`` [R, K] by its matrix in ``weight`` [X, K, N] in PyTorch; returns [R,
+    N].
+
+    It is the reference for :func:`grouped_product`, and synchronizes to read ``ends`` [X], the ends of the experts'
+    rows.
+    """
     parts = zip(torch.tensor_split(x, ends[:-1].cpu().long()), weight, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
 

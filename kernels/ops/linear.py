@@ -76,7 +76,10 @@ def linear(
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, residual: Tensor | None = None
 ) -> Tensor:
-    """Computes :func:`linear` in PyTorch."""
+    """Computes f(x weight' + bias) + residual in PyTorch, with the activation f of ``form``.
+
+    It is the reference for :func:`linear`.
+    """
     y = ACTIVATIONS[form.activation](functional.linear(x, weight.t() if form.transposed else weight, bias))
     return y if residual is None else y + residual
 

@@ -70,7 +70,7 @@ class Head(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """Non-tensor options of :func:`linear_terms`."""
+    """Options of :func:`linear_terms` besides tensors to differentiate: kernels, all-reduces, and a known softmax."""
 
     kernels: Kernels
     exchange: Exchange | None = None
@@ -95,9 +95,9 @@ def chunk_tokens(tokens: int, width: int, columns: int) -> int:
     """Returns the number of tokens in a chunk, a power of two, for hidden states of ``width`` and ``columns`` logits
     per token.
 
-    It is at least ``tokens * width / columns``, at which the chunk's logits have as many elements as all hidden states,
-    and at least ``width / 2``. A chunk also has 2048 tokens or more, if that is at most a quarter of all. Such chunks
-    are 8% faster than of 1024 on an H200 (width 2048, vocabulary 128256); of 4096, 9%.
+    It is at least ``LEAST_CHUNK``, ``width / 2`` and ``tokens * width / columns``. With the last size, the chunk's
+    logits have as many elements as all hidden states. A chunk also has 2048 tokens or more, if that is at most a
+    quarter of all. Such chunks are 8% faster than of 1024 on an H200 (width 2048, vocabulary 128256); of 4096, 9%.
     """
     quarter = min(tokens // 4, FAST_CHUNK)
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, quarter, LEAST_CHUNK)

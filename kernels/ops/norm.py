@@ -67,7 +67,7 @@ def add_norm(
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> Tensor:
-    """Computes :func:`norm` in PyTorch."""
+    """Computes RMSNorm or LayerNorm over the last dim of ``x`` in PyTorch; it is the reference for :func:`norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     width, scale = x.shape[-1:], weight.to(wide)
     if form.offset:
@@ -209,7 +209,10 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tens
 
 
 def squared_norm_reference(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Computes :func:`squared_norm` in PyTorch."""
+    """Computes the sum of squares of the tensors marked True in ``parts`` in PyTorch, as an fp64 scalar.
+
+    It is the reference for :func:`squared_norm`.
+    """
     norms = [
         torch.linalg.vector_norm(piece, dtype=torch.float64) * (1.0 if counts else 0.0)
         for values, counts in parts

@@ -44,7 +44,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels
 
 
 def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary) -> tuple[Tensor, Tensor]:
-    """Computes :func:`rotary` in PyTorch."""
+    """Applies rotary position embeddings to ``q`` and ``k`` in PyTorch; it is the reference for :func:`rotary`."""
     cos, sin = cos.unsqueeze(form.heads_dim), sin.unsqueeze(form.heads_dim)
     return _turned(q, cos, sin, form.interleaved), _turned(k, cos, sin, form.interleaved)
 

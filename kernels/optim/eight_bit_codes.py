@@ -118,8 +118,9 @@ def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.floa
 
 
 def chunks(elements: int) -> Iterator[slice]:
-    """Yields consecutive slices of ``elements`` elements; each has ``CHUNK``, a multiple of every block size, the last
-    fewer.
+    """Yields consecutive slices that cover ``elements`` elements.
+
+    Each slice has ``CHUNK`` elements, a multiple of every block size; the last slice may have fewer.
     """
     return (slice(start, min(elements, start + CHUNK)) for start in range(0, elements, CHUNK))
 

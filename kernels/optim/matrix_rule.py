@@ -26,7 +26,7 @@ class MatrixRule(Protocol):
     """Interface of optimizer rules that compute the update of a parameter from its whole matrix, such as Muon."""
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the average number of multiplications for an update of a matrix; ranks divide the matrices by it."""
+        """Returns the average number of multiplications for an update of a matrix, which balances the work of ranks."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Returns the shapes, by name, of the state tensors that belong to a whole matrix of ``shape``.

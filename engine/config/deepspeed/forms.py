@@ -275,8 +275,9 @@ class LayerDrop:
     gamma: float = setting(0.001, Real(low=0), required=True)
 
     def kept(self, steps: int) -> float:
-        """Returns the probability that a layer runs in the step after ``steps`` others; as in DeepSpeed, 1 in the first
-        two.
+        """Returns the probability that a layer runs, after ``steps`` completed steps.
+
+        As in DeepSpeed, it is 1 in the first two steps.
         """
         return (1 - self.theta) * math.exp(-self.gamma * max(0, steps - 1)) + self.theta
 

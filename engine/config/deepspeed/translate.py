@@ -20,7 +20,7 @@ def translate(
     """Returns the config ``raw`` without DeepSpeed's own keys, and one note for each key without effect.
 
     A DeepSpeed key with an equivalent sets that Trine key. ``ours`` are the dotted paths of Trine's keys. Unknown keys
-    stay in the config, because the reader of sections reports them.
+    stay in the config, and ``read_section`` reports them later.
     """
     present, notes = rewritten(raw, problems)
     walk = _Walk(ours, problems)

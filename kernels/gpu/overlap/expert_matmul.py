@@ -62,8 +62,8 @@ def dispatch_product_kernel(
 ):  # fmt: skip
     """Sends rows of ``tokens`` [T, K] to the experts' ranks, and multiplies received rows by ``matrices`` [X, K, N].
 
-    It writes out [R, N]. ``sent`` and ``received`` are tables of tiles (:class:`ExpertRows`). PUSHES and MULTIPLIES
-    select the two halves; a tile is multiplied once its rows have arrived.
+    It writes out [R, N] for R received rows and X experts of this rank. ``sent`` and ``received`` are tables of tiles
+    (:class:`ExpertRows`). PUSHES and MULTIPLIES select the two halves; a tile is multiplied once its rows have arrived.
     """
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
@@ -135,8 +135,8 @@ def collect_rows_kernel(
 def launch_dispatch_product(
     tokens_TK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall, half: Half = "both"
 ) -> Tensor:
-    """Sends ``tokens_TK`` to the experts' ranks, and returns this rank's received rows times its experts' matrices, [R,
-    N].
+    """Sends ``tokens_TK`` to the experts' ranks; returns the R rows that this rank receives times its experts'
+    matrices, [R, N].
 
     ``tokens_TK`` is contiguous, sorted by expert, and has the dtype of the matrices. ``half``: "push" only sends, and
     returns undefined content; "multiply" only receives and multiplies.
@@ -174,7 +174,8 @@ def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRow
 
 
 def launch_collect_rows(columns: int, rows: ExpertRows, call: KernelCall, dtype: torch.dtype) -> Tensor:
-    """Returns the rows that the experts' ranks have sent back to this rank, [T, N], in the order of its tokens.
+    """Returns the rows that the experts' ranks have sent back for this rank's T tokens, [T, N], in the order of the
+    tokens.
 
     ``columns`` is N.
     """

@@ -93,8 +93,8 @@ def gather_product_kernel(
 ):  # fmt: skip
     """Sends ``part`` [B, L, K] to all ranks, and multiplies the rows of all ranks by ``matrix`` [K, N], plus ``bias``.
 
-    It writes out [B, W, L, N]. PUSHES and MULTIPLIES select the two halves; a tile is multiplied once its rows have
-    arrived.
+    It writes out [B, W, L, N] for B sequences of L rows on each of W ranks. PUSHES and MULTIPLIES select the two
+    halves; a tile is multiplied once its rows have arrived.
 
     Args:
         patience: number of polls after which a signal counts as lost.
@@ -131,7 +131,8 @@ def product_scatter_kernel(
     PRECISION: tl.constexpr, PLUS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends rows [B, w, L, N] to rank w.
+    """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends rows [B, w, L, N] to rank w of
+    W.
 
     With EVERYWHERE ``whole`` is [B, L, K], and all rows go to all ranks. With STAYS a tile stays in the memory of this
     rank, and its owner reads it there. ``out`` only determines the dtype of sent rows.
@@ -170,7 +171,10 @@ def sum_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sums the rows that all ranks have sent to this rank, in fp32 and in rank order; writes out [B, L, N]."""
+    """Sums the rows that all ranks have sent to this rank, in fp32 and in rank order; writes out [B, L, N].
+
+    B is the number of sequences of L rows.
+    """
     each = tl.cdiv(L, BM)
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), B * each * columns, tl.num_programs(0)):
@@ -209,7 +213,7 @@ def collect_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies the rows that every rank has sent to this rank to out [W, L, N], each tile once it has arrived."""
+    """Copies the L rows that each of W ranks has sent to this rank to out [W, L, N], each tile once it has arrived."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -254,7 +258,8 @@ def multicast_sum_kernel(
     like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sums this rank's rows [L, N] of the products of all ranks through the switch, and sends the sums to all ranks.
+    """Sums this rank's rows [L, N] of the products of all ranks through the NVLink switch, and sends the sums to all
+    ranks.
 
     Call ``epoch`` has written the products, and the sums belong to call ``epoch`` + 1. A tile that some rank has not
     written is not sent. ``like`` determines the dtype, with BYTES per element; without INSTRUCTIONS the switch is
@@ -306,11 +311,10 @@ class KernelCall:
         return self.tile or tile_of(dtype)
 
     def grid(self, device: torch.device) -> tuple[int]:
-        """Returns the number of programs of a launch.
+        """Returns the number of programs of a launch, as a tuple.
 
-        All of them must run at once, so that no waiting program blocks another.
-
-        Interpreted programs run one after the other, so there is one program.
+        All programs must run at once, so that none waits for one that has not started. Interpreted programs run one
+        after the other, so there is one program.
         """
         return (1 if is_host(device) else self.programs or processors(device),)
 
@@ -328,8 +332,9 @@ def launch_gather_product(
 ) -> Tensor:
     """All-gathers ``part_BLK`` and returns the rows of all ranks times ``matrix_KN``, plus ``bias``: [B, W, L, N].
 
-    ``part_BLK`` is contiguous; it and the result have the dtype of the matrix. ``half``: "push" only sends, and returns
-    undefined content; "multiply" only receives and multiplies.
+    B is the number of sequences of L rows on each of W ranks. ``part_BLK`` is contiguous; it and the result have the
+    dtype of the matrix. ``half``: "push" only sends, and returns undefined content; "multiply" only receives and
+    multiplies.
     """
     matrix, transposed = as_it_lies(matrix_KN)
     (sequences, rows, depth), columns = part_BLK.shape, matrix_KN.shape[1]
@@ -349,8 +354,9 @@ def launch_product_scatter(
 ) -> None:
     """Multiplies ``whole`` [B, W, L, K] by ``matrix_KN``, adds ``plus`` [B, W, L, N], and sends each rank w its rows.
 
-    The rows are sent in ``dtype``. The product of a ``whole`` of three dims, [B, L, K], is sent to all ranks. With
-    ``stays`` the rows stay in the memory of this rank, for :func:`launch_multicast_sum`.
+    B is the number of sequences of L rows on each of W ranks. The rows are sent in ``dtype``. The product of a
+    ``whole`` of three dims, [B, L, K], is sent to all ranks. With ``stays`` the rows stay in the memory of this rank,
+    for :func:`launch_multicast_sum`.
     """
     everywhere = whole.dim() == 3
     matrix, transposed = as_it_lies(matrix_KN)
@@ -368,7 +374,7 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
     """Returns the sum, [B, L, N] in ``dtype``, of the rows that all ranks have sent with
     :func:`launch_product_scatter`.
 
-    ``sequences``, ``rows`` and ``columns`` are B, L and N.
+    B is the number of ``sequences``, each with L ``rows`` of N ``columns``.
     """
     shape, mailbox = call.shape(dtype), call.mailbox
     out = torch.empty((sequences, rows, columns), dtype=dtype, device=mailbox.status.device)
@@ -416,7 +422,7 @@ def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
 
 
 def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
-    """Returns the rows that every rank has sent with :func:`launch_forward_slots`, [W, L, N].
+    """Returns the rows that each of W ranks has sent with :func:`launch_forward_slots`, [W, L, N].
 
     ``part_LN``, this rank's own rows, determines shape and dtype.
     """
