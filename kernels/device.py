@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Row of :data:`ACCELERATORS`: properties of a device type that torch does not report."""
+    """Properties of a device type that torch does not report, as a row of :data:`ACCELERATORS`."""
 
     collectives: str
     """Backend of ``torch.distributed`` for tensors of the type."""
@@ -58,12 +58,12 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
 
 
 def find_accelerator() -> str | None:
-    """Returns the type of the accelerators visible to this process; None without accelerators."""
+    """Returns the type of the accelerators visible to this process, such as "cuda"; None without accelerators."""
     return next((name for name in ACCELERATORS if _module(name).is_available()), None)
 
 
 def count_devices(kind: str) -> int:
-    """Returns the number of devices of a type visible to this process."""
+    """Returns the number of devices of type ``kind``, such as "cuda", that are visible to this process."""
     count: int = _module(kind).device_count()
     return count
 
@@ -74,25 +74,27 @@ def is_host(device: torch.device) -> bool:
 
 
 def compiles_triton(device: torch.device) -> bool:
-    """Returns True if Triton kernels are compiled for ``device``."""
+    """Returns True if Triton compiles this package's kernels for ``device``."""
     row = ACCELERATORS.get(device.type)
     return row is not None and row.compiles_triton
 
 
 def multiplies_wide(device: torch.device) -> bool:
-    """Returns True if torch multiplies 16-bit matrices into an fp32 matrix on ``device``."""
+    """Returns True if torch can multiply bf16 or fp16 matrices into an fp32 matrix on ``device``."""
     row = ACCELERATORS.get(device.type)
     return row is not None and row.multiplies_wide
 
 
 def collectives_for(device: torch.device) -> str:
-    """Returns the backend of ``torch.distributed`` for tensors on ``device``; gloo for unknown types."""
+    """Returns the torch.distributed backend for tensors on ``device``, such as "nccl"; "gloo" for unknown types."""
     row = ACCELERATORS.get(device.type)
     return "gloo" if row is None else row.collectives
 
 
 def expected_link(kind: str) -> tuple[float, float]:
-    """Returns rough (latency in seconds, bytes per second) between two ranks of a node with this device type."""
+    """Returns rough (latency in seconds, bytes per second) between two ranks on one node with devices of
+    type ``kind``.
+    """
     row = ACCELERATORS.get(kind)
     return _GLOO_LINK if row is None else row.link
 
@@ -102,13 +104,16 @@ _GLOO_LINK = (200e-6, 1e9)
 
 
 def use_device(device: torch.device) -> None:
-    """Makes ``device`` the current device of this thread; does nothing for the CPU."""
+    """Makes ``device`` the current device of this thread, as ``torch.cuda.set_device`` does; no effect for the CPU."""
     if _is_accelerator(device):
         _module(device.type).set_device(device)
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Returns ``device`` with an index, by default the current device of this thread; the CPU is unchanged."""
+    """Returns ``device`` with an index: its own, or that of this thread's current device.
+
+    The CPU is returned unchanged.
+    """
     if not _is_accelerator(device):
         return device
     index = _module(device.type).current_device() if device.index is None else device.index
@@ -122,9 +127,9 @@ def finish(device: torch.device) -> None:
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """Records an event after the queued work of the current stream; None on the host, which queues nothing.
+    """Records an event in the current stream of ``device``, after the work queued so far.
 
-    The current device of this thread must be ``device``.
+    ``device`` must be the current device of this thread. Returns None on the host, which queues no work.
     """
     if not _is_accelerator(device):
         return None
@@ -134,7 +139,7 @@ def record_event(device: torch.device) -> torch.Event | None:
 
 
 def device_generator(device: torch.device) -> torch.Generator | None:
-    """Returns the random generator of ``device``; None on the host, which uses torch's default generator."""
+    """Returns torch's default random generator of ``device``; None on the host."""
     if not _is_accelerator(device):
         return None
     module = _module(device.type)
@@ -144,34 +149,44 @@ def device_generator(device: torch.device) -> torch.Generator | None:
 
 
 def host_words(count: int, device: torch.device) -> torch.Tensor:
-    """Returns int32 zeros in host memory that kernels on ``device`` read in place."""
+    """Returns ``count`` int32 zeros in host memory, page-locked for an accelerator, so that its kernels read them in
+    place.
+    """
     return torch.zeros(count, dtype=torch.int32, pin_memory=_is_accelerator(device))
 
 
 def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns host memory of the size of ``tensor``, with undefined content, pinned for asynchronous copies."""
+    """Returns a host tensor with shape and dtype of ``tensor``, pinned for asynchronous copies; its content is
+    undefined.
+    """
     if not _is_accelerator(tensor.device):
         return torch.empty_like(tensor)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
 
 def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns zeros in host memory, page-locked if ``device`` is an accelerator, for asynchronous copies."""
+    """Returns ``count`` zeros of ``dtype`` in host memory, page-locked for asynchronous copies if ``device`` is an
+    accelerator.
+    """
     return torch.zeros(count, dtype=dtype, pin_memory=_is_accelerator(device))
 
 
 def host_bytes(count: int, pinned: bool) -> torch.Tensor:
-    """Returns ``count`` bytes of host memory with undefined content; page-locked if ``pinned``."""
+    """Returns a uint8 tensor of ``count`` elements in host memory, page-locked if ``pinned``; its content
+    is undefined.
+    """
     return torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
 
 
 def peak_allocated(device: torch.device) -> int | None:
-    """Returns the peak of allocated bytes on ``device``; None on the host, which does not count them."""
+    """Returns the peak number of bytes that torch has allocated on ``device``; None on the host, which does not count
+    them.
+    """
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Returns the bytes of memory of ``device``; None on the host, which shares its memory with others."""
+    """Returns the size of the memory of ``device`` in bytes; None on the host, where other processes use it too."""
     if not _is_accelerator(device):
         return None
     memory: int = _module(device.type).get_device_properties(device).total_memory
@@ -179,17 +194,17 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def attends_in_blocks(device: torch.device) -> bool:
-    """Returns True if torch has flash attention kernels for ``device`` that take and return log-sum-exps."""
+    """Returns True if torch has flash attention kernels for ``device`` that return and accept log-sum-exps."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the vendor's name of the device, such as "NVIDIA H100 80GB HBM3", or the type on the host."""
+    """Returns the vendor's name of the device, such as "NVIDIA H100 80GB HBM3"; on the host "cpu"."""
     return str(_module(device.type).get_device_name(device)) if _is_accelerator(device) else device.type
 
 
 def triton_target(capability: tuple[int, int]) -> Any:
-    """Returns Triton's target for an NVIDIA GPU of a compute capability."""
+    """Returns Triton's compilation target for an NVIDIA GPU of compute capability (major, minor)."""
     from triton.backends.compiler import GPUTarget
 
     major, minor = capability
@@ -197,7 +212,10 @@ def triton_target(capability: tuple[int, int]) -> Any:
 
 
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Makes the current stream of ``device`` wait for ``event`` of another stream before it reads ``tensors``."""
+    """Makes ``tensors`` usable on the current stream of ``device``, which waits for ``event`` of another stream.
+
+    Their memory is not reused before this stream has read them. Nothing happens if ``event`` is None.
+    """
     if event is None:
         return
     event.wait()
@@ -208,30 +226,31 @@ def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable
 
 
 class PostedCopy:
-    """Copy of ``tensor`` made on the current stream, readable on any stream of its device."""
+    """Copy of ``tensor`` for another rank in a thread of this process; any stream may read it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.detach().clone()
         self._event = record_event(tensor.device)
 
     def read_on(self, device: torch.device) -> torch.Tensor:
-        """Returns the copy on ``device``, for its current stream."""
+        """Returns the copy as a tensor on ``device``, ready for use on its current stream."""
         if self._copy.device == device:
             hand_over(device, self._event, (self._copy,))
         return self._copy.to(device)
 
 
 class PinnedCopies:
-    """Copies from pageable memory to a device, through pinned memory that stays until the device has read it.
+    """Asynchronous copies from pageable host memory to a device, through pinned memory.
 
-    A driver copies pageable memory through an internal buffer, and the host may wait for the device's queue.
+    Each pinned tensor stays until the device has read it. Without it, the driver copies through a buffer of its own,
+    and the host may wait for the device's queue.
     """
 
     def __init__(self) -> None:
         self._unread: deque[tuple[torch.Event, torch.Tensor]] = deque()
 
     def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copies ``tensor`` to ``device``, the current device of this thread, without blocking the host."""
+        """Returns a copy of ``tensor`` on ``device``, the current device of this thread, without blocking the host."""
         pageable = _is_accelerator(device) and is_host(tensor.device) and tensor.numel() and not tensor.is_pinned()
         if not pageable:
             return tensor.to(device, non_blocking=True)
@@ -245,7 +264,7 @@ class PinnedCopies:
 
 
 class SideStream:
-    """Second queue of work on ``device``; on the host, work runs immediately."""
+    """Second stream of ``device``, next to the current one; on the host its work runs immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -253,7 +272,7 @@ class SideStream:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Queues the work inside the context after all earlier work of the current stream."""
+        """Queues the work inside the context on this stream, after all work queued on the current stream so far."""
         if self._stream is None:
             yield
             return
@@ -263,7 +282,9 @@ class SideStream:
 
     @contextmanager
     def after(self, events: Iterable[torch.Event | None]) -> Iterator[None]:
-        """Queues the work inside the context after ``events`` of :func:`record_event` only."""
+        """Queues the work inside the context on this stream, after ``events`` but not after other work of the current
+        stream.
+        """
         if self._stream is None:
             yield
             return
@@ -274,12 +295,12 @@ class SideStream:
             yield
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """Prevents reuse of the memory of ``tensor`` until the work queued on this stream so far has ended."""
+        """Prevents reuse of the memory of ``tensor`` until the work now queued on this stream has ended."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def join(self) -> None:
-        """Makes the current stream wait for the queued work of this stream."""
+        """Makes the current stream wait for all work queued on this stream."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 

@@ -39,7 +39,7 @@ logger = logging.getLogger("trine")
 
 
 class OpenSum(NamedTuple):
-    """Gradient sum of one parameter to which a product may add."""
+    """Gradient sum of one parameter to which the backward of a matrix product may add in place."""
 
     into: Tensor
     """Gradient sum in the shape of the parameter; fp32, or the parameter's dtype."""
@@ -48,20 +48,24 @@ class OpenSum(NamedTuple):
 
 
 class MainGradient(Protocol):
-    """Interface to the gradient sum of one parameter, for products that add in place."""
+    """Interface to the main gradient of a parameter: the tensor that sums its gradients (Megatron-LM:
+    ``main_grad``).
+    """
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the sum for additions in the running backward; None: the caller must return a gradient.
+        """Returns the sum to which the running backward adds; None: the backward must return a gradient instead.
 
-        ``node``: the node that accumulates the parameter's gradients in this backward; None: without autograd.
+        ``node``: autograd node that accumulates the parameter's gradients; None: called without autograd.
         """
 
     def end(self, node: Any | None) -> None:
-        """Ends the addition, after the kernel of the product has been launched."""
+        """Ends the addition that :meth:`begin` has opened for ``node``, once the kernel that adds has been launched."""
 
 
 class MainGradients:
-    """Registry of one engine's main gradients by parameter; if empty, every gradient is a separate tensor."""
+    """Registry of an engine's main gradients by parameter; a parameter without an entry gets gradients from
+    autograd.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Tensor, MainGradient]] = {}
@@ -70,17 +74,17 @@ class MainGradients:
         return bool(self._of)
 
     def register(self, parameter: Tensor, main: MainGradient) -> None:
-        """Registers ``main``, to which products add the gradient of ``parameter``."""
+        """Registers ``main`` as the sum to which products add the gradient of ``parameter``."""
         self._of[id(parameter)] = parameter, main
 
     def clear(self) -> None:
-        """Removes all entries, so that products return separate gradients."""
+        """Removes all entries, so that autograd returns the gradients of all parameters."""
         self._of.clear()
 
     def use(self, weight: Tensor) -> MainGradient | None:
         """Returns the main gradient to which the backward of a product with ``weight`` may add.
 
-        None: this exact tensor is not registered, or the backward must return a gradient.
+        None: ``weight`` is not itself a registered parameter, needs no gradient, or is used inside torch.compile.
         """
         if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
             return None
@@ -89,7 +93,7 @@ class MainGradients:
 
 
 def is_executed(node: Any) -> bool:
-    """Returns True if the running backward executes ``node``.
+    """Returns True if the running backward executes the autograd node ``node``.
 
     A nested ``torch.autograd.grad`` inside a recomputed block computes other gradients and may skip the node.
     """
@@ -100,9 +104,10 @@ def is_executed(node: Any) -> bool:
 
 
 def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
-    """Returns the sum that a product of a backward adds to; None: the product must return a gradient.
+    """Returns the sum to which the running backward of a product adds; None: it must return a gradient instead.
 
-    ``node``: as in :meth:`MainGradient.begin`. Second derivatives need returned gradients.
+    ``node`` is the argument of :meth:`MainGradient.begin`. A backward that is itself differentiated returns its
+    gradients.
     """
     if main is None or torch.is_grad_enabled() or (node is not None and not is_executed(node)):
         return None
@@ -116,7 +121,9 @@ NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
-    """Row of ``tuned.json``: the faster implementation of an operator from ``width`` on."""
+    """Row of ``tuned.json``: the faster implementation, Triton or PyTorch, of an operator for rows of ``width`` and
+    more.
+    """
 
     operator: str
     device: str
@@ -131,7 +138,7 @@ class TunedChoice:
 
 
 def read_choices(text: str) -> tuple[TunedChoice, ...]:
-    """Parses a table of choices from JSON."""
+    """Returns the rows of a table of choices, parsed from the JSON text of a file like ``tuned.json``."""
     return tuple(TunedChoice(**row) for row in json.loads(text)["winners"])
 
 
@@ -142,10 +149,10 @@ def shipped_choices() -> tuple[TunedChoice, ...]:
 
 
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
-    """Returns the row for a call: a row of this device before "*", then the largest width up to ``width``.
+    """Returns the row that applies to an operator on rows of ``width`` elements; None if there is none.
 
-    "*" is any GPU: on CPUs an interpreter runs Triton, for tests of the kernels only, and takes a hundred times as
-    long.
+    Rows that name the ``device`` precede rows of "*", which is any GPU; among them the largest width up to ``width``
+    applies. "*" excludes the CPU, where an interpreter runs Triton for tests and takes a hundred times as long.
     """
     held = [
         row
@@ -170,12 +177,12 @@ def is_interpreted() -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Returns True if kernels can run on tensors of ``device``."""
+    """Returns True if Triton kernels can run on tensors of ``device``, compiled or interpreted."""
     return has_triton() and (compiles_triton(device) or (is_host(device) and is_interpreted()))
 
 
 class Kernels:
-    """Kernel selection of one run, cached by operator, device, dtype and width."""
+    """Choice between Triton and PyTorch for every operator of a run, cached by operator, device, dtype and width."""
 
     def __init__(self, mode: Mode = "auto", winners: tuple[TunedChoice, ...] | None = None) -> None:
         self.mode = mode
@@ -190,19 +197,22 @@ class Kernels:
         """Main gradients to which products add the gradients of weights."""
 
     def replaces(self, device: torch.device) -> bool:
-        """Returns True if the engine replaces modules of a model by its operators; "auto" leaves CPU models
+        """Returns True if models on ``device`` get this package's operators; with "auto", models on the CPU stay
         unchanged.
         """
         return self.mode != "auto" or not is_host(device)
 
     def takes(self, operator: str, x: Tensor) -> bool:
-        """Returns True if a Triton kernel should run on the rows of ``x``, in a dtype that the kernels support."""
+        """Returns True if a Triton kernel should run ``operator`` on ``x``, and supports its dtype; the last dim is the
+        width.
+        """
         return self.mode != "reference" and is_narrow(x) and self.triton(operator, x, x.shape[-1])
 
     def for_products(self, x: Tensor) -> "Kernels":
-        """Returns the kernels of a layer's products with ``x``: these, or the reference if Triton is never faster.
+        """Returns the choice for a linear layer's products with ``x``: this one, or ``REFERENCE`` if Triton is never
+        faster.
 
-        A layer asks once; with the reference, its three products need no further lookup.
+        A layer asks once; with ``REFERENCE`` its three products need no further lookup.
         """
         if self.mode == "reference":
             return self
@@ -215,9 +225,9 @@ class Kernels:
         return found
 
     def summary(self) -> str:
-        """Returns all choices so far as the text of one log line; "" if there are none.
+        """Returns all choices made so far as the text of one log line; "" if there are none.
 
-        Each choice with its dtype and width, and the measured time, is logged at debug level when it is made.
+        A debug-level log line reports each choice when it is made, with dtype, width and measured speedup.
         """
         return "; ".join(
             why.format("; ".join(f"{', '.join(operators)}: {name}" for name, operators in sorted(names.items())[::-1]))
@@ -225,7 +235,10 @@ class Kernels:
         )
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
-        """Returns True if a Triton kernel should run on ``x``. Each new choice is logged once, at debug level."""
+        """Returns True if ``operator`` should run in Triton on ``x`` with rows of ``width`` elements.
+
+        Each new choice is logged once, at debug level.
+        """
         if torch.compiler.is_compiling():
             # torch.compile may pass a symbolic width; the length of a range is a concrete int
             return self._known(operator, x.device, x.dtype, len(range(width)))
@@ -284,12 +297,14 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def is_narrow(x: Tensor) -> bool:
-    """Returns True if the kernels support ``x``: fp32, fp16 or bf16, with a last dim."""
+    """Returns True if the Triton kernels support ``x``: fp32, fp16 or bf16, with a nonempty last dim."""
     return x.dtype in NARROW and x.dim() > 0 and x.shape[-1] > 0
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Views [.., H] as [N, H] with contiguous rows; copies only where the leading dims cannot be merged."""
+    """Returns ``x`` [.., H] as [N, H] with contiguous rows; copies only if the leading dims cannot be
+    merged in a view.
+    """
     x_NH = x.reshape(-1, x.shape[-1])
     return x_NH if x_NH.stride(1) == 1 or x_NH.shape[1] == 1 else x_NH.contiguous()
 
@@ -326,7 +341,9 @@ def _is_seen(tensor: Tensor) -> bool:
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Returns ``function.apply`` for calls with a tensor as first argument; fast in eager mode."""
+    """Returns a function equal to ``function.apply`` that is faster in eager mode; its first argument must
+    be a tensor.
+    """
     plain = _plain_apply(function)
 
     def apply(x: Tensor, *more: Any) -> Any:
@@ -338,7 +355,7 @@ def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 class FusedOperator(Generic[R]):
-    """Torch custom operator made from a function of tensors.
+    """Torch custom operator made from a function of tensors, with a fast path for eager mode.
 
     The function takes positional arguments and returns new tensors; it writes to the arguments named in ``mutates``.
     """
@@ -351,7 +368,9 @@ class FusedOperator(Generic[R]):
         self._plain_eager: Callable[..., Any]
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
-        """Registers the function that returns outputs of correct shape and dtype for fake inputs."""
+        """Registers ``fake``, which returns outputs of correct shape and dtype for tensors without content;
+        returns it.
+        """
 
         def on_shapes(*args: Any) -> R:
             if _LAUNCHES.get():
@@ -363,7 +382,11 @@ class FusedOperator(Generic[R]):
         return fake
 
     def register_autograd(self, gradients: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
-        """Registers the backward: ``setup_context(ctx, inputs, output)``, then ``gradients(ctx, *slopes)``."""
+        """Registers the backward of the operator.
+
+        The forward calls ``setup_context(ctx, inputs, output)``; the backward calls ``gradients(ctx, *slopes)`` with
+        the gradients of the outputs, and it returns the gradients of the inputs.
+        """
         self.registered.register_autograd(gradients, setup_context=setup_context)
         function: Callable[..., R] = self._function
 
@@ -403,7 +426,10 @@ class FusedOperator(Generic[R]):
 
 @contextmanager
 def launching_on_shapes() -> Iterator[None]:
-    """Runs the operators' functions on the meta device too inside the context, so that launches are recorded."""
+    """Makes operators launch their kernels for tensors without content too, inside the context.
+
+    ``warm_cache`` records these launches in order to compile the kernels.
+    """
     token = _LAUNCHES.set(True)
     try:
         yield
@@ -420,7 +446,9 @@ def _without_content(given: Any) -> Any:
 
 
 def fused_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], FusedOperator[R]]:
-    """Registers the decorated function as the operator ``name``; ``mutates``: names of written arguments."""
+    """Returns a decorator that makes a function the torch operator ``name``; ``mutates`` names arguments that it
+    writes.
+    """
     return lambda function: FusedOperator(name, function, mutates)
 
 

@@ -47,7 +47,7 @@ IN_KERNEL: frozenset[Way] = frozenset({"fused", "copied"})
 
 
 class ProductSizes(NamedTuple):
-    """Sizes of a product [rows, depth] x [depth, columns]; ``rows`` counts all ranks together."""
+    """Sizes of a matrix product [rows, depth] x [depth, columns]; ``rows`` counts the rows of all ranks together."""
 
     rows: int
     columns: int
@@ -56,7 +56,7 @@ class ProductSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapChoice:
-    """Row of ``overlap.json``: the fastest implementation of an operation at one size."""
+    """Row of ``overlap.json``: the fastest way to overlap a matrix product of one size with its communication."""
 
     operation: Operation
     device: str
@@ -75,18 +75,18 @@ class OverlapChoice:
 
     @property
     def fuses(self) -> bool:
-        """True if the implementation has a communicating kernel."""
+        """True if this way runs a kernel that both computes and communicates."""
         return self.way in IN_KERNEL
 
 
 class OverlapChoices:
-    """Measured choices for one GPU and number of ranks."""
+    """Measured choices for one type of GPU and one number of ranks."""
 
     def __init__(self, rows: Iterable[OverlapChoice]) -> None:
         self.rows = tuple(rows)
 
     def find(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> OverlapChoice | None:
-        """Returns the choice for a product; None if it was not measured."""
+        """Returns the choice for ``operation`` on a product of ``sizes``; None if no such product was measured."""
         product = (sizes.columns, sizes.depth)
         held = [
             row for row in self._of(operation, dtype) if (row.columns, row.depth) == product and row.rows <= sizes.rows
@@ -97,7 +97,7 @@ class OverlapChoices:
         self, operation: Operation, rows: int, dtype: torch.dtype, *, columns: int | None = None,
         depth: int | None = None,
     ) -> bool:  # fmt: skip
-        """Returns True if measurements favor a communicating kernel for a product of ``rows`` rows in ``dtype``.
+        """Returns True if a communicating kernel was the fastest way for a product with ``rows`` rows in ``dtype``.
 
         ``columns``, ``depth``: sizes of the product; None: any measured size.
         """
@@ -115,25 +115,25 @@ class OverlapChoices:
 
 
 def read_overlap(text: str) -> tuple[OverlapChoice, ...]:
-    """Parses a table of choices from JSON."""
+    """Returns the rows of a table of choices, parsed from the JSON text of a file like ``overlap.json``."""
     rows = json.loads(text)["winners"]
     return tuple(OverlapChoice(**(row | {"tile": tuple(row["tile"])} if row.get("tile") else row)) for row in rows)
 
 
 @cache
 def shipped_overlap() -> tuple[OverlapChoice, ...]:
-    """Returns the table of choices that ships with this package."""
+    """Returns the table of measured choices that ships with this package (``overlap.json``)."""
     return read_overlap((Path(__file__).resolve().parent / "overlap.json").read_text(encoding="utf-8"))
 
 
 def overlap_choices(device: str, ranks: int) -> OverlapChoices:
-    """Returns the measured choices for the GPU ``device`` with ``ranks`` ranks."""
+    """Returns the shipped choices for the GPU named ``device`` and ``ranks`` ranks."""
     return OverlapChoices(row for row in shipped_overlap() if row.ranks == ranks and fnmatchcase(device, row.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mailbox:
-    """Addresses of all ranks' symmetric memory on an axis, as one rank maps it."""
+    """Memory that all ranks of an axis can write: the addresses of each rank's buffers, as one rank maps them."""
 
     rank: int
     slots: Tensor
@@ -160,7 +160,7 @@ class Mailbox:
 
 
 class Missing(NamedTuple):
-    """First signal that did not arrive: writer, tile, epoch."""
+    """First signal that a kernel did not receive: from ``rank``, for ``tile``, in call number ``epoch``."""
 
     rank: int
     tile: int
@@ -168,13 +168,16 @@ class Missing(NamedTuple):
 
 
 def read_status(word: int) -> Missing | None:
-    """Decodes a status word; None if all signals have arrived."""
+    """Decodes the status word of a :class:`Mailbox`; returns None if all signals have arrived."""
     return Missing(word >> 24 & 0xFF, (word & 0xFFFFFF) - 1, word >> 32) if word else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """Number of rows that every rank sends to every expert, equal on all ranks, with views for the rank ``rank``."""
+    """Counts of token rows that each rank sends to each expert, and the views of rank ``rank`` on them.
+
+    ``counts`` is equal on all ranks.
+    """
 
     counts: Tensor
     """Number of rows from each rank to each expert, integers [W, E] on the host."""
@@ -190,7 +193,7 @@ class ExpertRows:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on the axis."""
+        """Number of ranks among which the experts are divided."""
         return len(self.counts)
 
     @property
@@ -200,63 +203,77 @@ class ExpertRows:
 
     @cached_property
     def sent(self) -> Tensor:
-        """Number of rows that this rank sends to each expert of each rank, [W, X]."""
+        """Number of rows that this rank sends to each expert, int64 [ranks, experts of a rank]."""
         return self.counts[self.rank].view(self.ranks, -1).long()
 
     @cached_property
     def received(self) -> Tensor:
-        """Number of rows that each rank sends to each of this rank's experts, [W, X]."""
+        """Number of rows that each rank sends to each of this rank's experts, int64 [ranks, experts of this rank]."""
         return self.counts.view(self.ranks, self.ranks, -1)[:, self.rank].long()
 
     @property
     def own(self) -> int:
-        """Number of rows of this rank's tokens, T."""
+        """Number of rows that this rank sends to experts on all ranks."""
         return int(self.sent.sum())
 
     @property
     def here(self) -> int:
-        """Number of rows for this rank's experts, R."""
+        """Number of rows that this rank's experts receive from all ranks."""
         return int(self.received.sum())
 
     @property
     def sizes(self) -> Tensor:
-        """Number of rows of each of this rank's experts, over all ranks, [X]."""
+        """Number of rows that each of this rank's experts receives from all ranks, int64 [experts of this rank]."""
         return self.received.sum(0)
 
     def most_rows(self) -> int:
-        """Returns the maximum number of rows from one rank to another."""
+        """Returns the largest number of rows that one rank sends to the experts of one rank."""
         return int(self.counts.view(self.ranks, self.ranks, -1).sum(2).max())
 
     def most_tiles(self, height: int) -> int:
-        """Returns the maximum number of tiles of ``height`` rows from one rank to another; at least 1."""
+        """Returns the largest number of tiles that one rank sends to the experts of one rank; at least 1.
+
+        A tile has at most ``height`` rows, all for one expert.
+        """
         tiles = -(-self.counts.view(self.ranks, self.ranks, -1) // height)
         return max(1, int(tiles.sum(2).max()))
 
     def source_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Returns descriptors, int32 [n, 6], of the tiles of this rank's rows, sent to experts (``sends``) or received
-        back.
+        """Returns a table of this rank's own rows in tiles of at most ``height`` rows, int32 [n, 6], on the host.
+
+        ``sends``: True for rows on the way to the experts, False on the way back. Fields: other rank, number of the
+        tile, expert, first row in the slot, number of rows, first row of this rank.
         """
         starts = (self.sent.flatten().cumsum(0) - self.sent.flatten()).view_as(self.sent)
         return self._tiles(self.sent, starts, height, sends)
 
     def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Returns descriptors, int32 [n, 6], of the tiles for this rank's experts, received or sent back
-        (``sends``).
+        """Returns a table of the rows for this rank's experts in tiles of at most ``height`` rows, int32 [n, 6], on the
+        host.
+
+        ``sends``: True for results on the way back, False for rows received. It has the fields of :meth:`source_tiles`.
         """
         return self._tiles(self.received, self._starts(), height, sends)
 
     def by_expert(self, parts: Sequence[Tensor]) -> Tensor:
-        """Sorts rows received from each rank, [rows, ..] each, by expert, then by rank, to [R, ..]."""
+        """Concatenates the rows received from each rank, in order of expert, then of rank; returns [R, ..].
+
+        ``parts``: one tensor [rows, ..] per rank, sorted by expert.
+        """
         pieces = [torch.split(part, rows.tolist()) for part, rows in zip(parts, self.received, strict=True)]
         return torch.cat([piece[expert] for expert in range(self.experts) for piece in pieces])
 
     def by_rank(self, rows: Tensor) -> list[Tensor]:
-        """Splits rows [R, ..], sorted by expert, by the rank that they return to; inverse of :meth:`by_expert`."""
+        """Splits results ``rows`` [R, ..], in the order of :meth:`by_expert`, into one tensor for each rank that gets
+        them back.
+        """
         pieces = torch.split(rows, self.received.t().flatten().tolist())
         return [torch.cat(pieces[rank :: self.ranks]) for rank in range(self.ranks)]
 
     def to_owners(self, tokens: Tensor) -> list[Tensor]:
-        """Splits ``tokens`` [T, ..], sorted by expert, by the rank with the expert."""
+        """Splits this rank's ``tokens`` [T, ..], sorted by expert, into one tensor for each rank that owns
+        the experts.
+        """
         return list(torch.split(tokens, self.sent.sum(1).tolist()))
 
     def _starts(self) -> Tensor:

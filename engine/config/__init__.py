@@ -236,7 +236,7 @@ class Config:
 
     @cached_property
     def cp(self) -> int:
-        """Size of the context axis."""
+        """Number of ranks on the context axis."""
         return self._settled("context")
 
     @cached_property
@@ -265,7 +265,7 @@ class Config:
         return int(sizes[name])
 
     def grid(self, rank: int) -> Grid:
-        """Returns the grid of ranks with the coordinates of ``rank``."""
+        """Returns the grid of all ranks with the coordinates of ``rank``, a number from 0."""
         asked = self.zero_optimization.shard_size
         shards = asked if asked is not None and asked < self.dp else None
         sizes = {axis.name: self._settled(axis.noun) for axis in grid.AXES}
@@ -280,16 +280,14 @@ class Config:
         return load_config(self, world_size)
 
     def for_accelerators(self) -> "Config":
-        """Returns the config with the default bucket size of GPUs, unless ``reduce_bucket_size`` is set."""
+        """Returns the config with the default ``reduce_bucket_size`` of GPUs, unless one is set."""
         zero = self.zero_optimization
         if zero.reduce_bucket_size is not None:
             return self
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the config as a JSON object; ``load_config`` reads it back to an equal config, except for the
-        notes.
-        """
+        """Returns the config as a JSON object, from which ``load_config`` makes an equal config without ``notes``."""
         return dump_section(self)
 
 
@@ -302,10 +300,11 @@ def load_config(
     overrides: Sequence[str] = (),
     pass_strangers: bool = False,
 ) -> Config:
-    """Loads the config from a dict, a JSON, TOML or YAML file or a Config; ``world_size`` fills in all sizes.
+    """Loads a config from a dict, a JSON, TOML or YAML file, or another Config, and checks it.
 
-    ``overrides`` are words such as ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``,
-    unknown top-level keys that resemble no known key get a note instead of an error: a script may read them itself.
+    ``world_size``, the number of processes, determines all "auto" and missing sizes. ``overrides`` are words such as
+    ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``, unknown top-level keys that
+    resemble no known key get a note instead of an error, because a script may read them itself.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
@@ -322,7 +321,7 @@ def load_config(
 
 
 def load_raw(source: "ConfigSource", overrides: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Returns the JSON object of a file or dict, with only the ``overrides`` applied.
+    """Returns the JSON object in a file or dict, unchecked, with the ``overrides`` applied.
 
     Raises:
         ConfigError: the file cannot be read, or it contains no JSON object.
@@ -419,7 +418,10 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
 
 
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int | Literal["auto"]]:
-    """Returns the configured size of each axis of the grid; an axis without a key has its size in ``grid.AXES``."""
+    """Returns the size, or "auto", of each axis of the grid by name.
+
+    An axis without a configuration key has its default size in ``grid.AXES``.
+    """
     others = {axis.noun: getattr(parallel, axis.noun, axis.size) for axis in grid.AXES if axis.noun not in AXES}
     return {axis: getattr(parallel, axis) for axis in AXES} | others
 

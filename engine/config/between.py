@@ -24,7 +24,9 @@ from engine.config.wording import shown_value
 
 
 def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastConfig, problems: Problems) -> None:
-    """Adds a problem if bf16, fp16 and autocast exclude each other."""
+    """Adds a problem for each combination of ``bf16``, ``fp16`` and ``torch_autocast`` settings that exclude each
+    other.
+    """
     if autocast.enabled and fp16.enabled:
         problems.add(
             "torch_autocast.enabled",
@@ -41,7 +43,9 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
 
 
 def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
-    """Adds a problem if checkpoints in memory lack ``checkpoint.folder``, which stores the run's identity."""
+    """Adds a problem if ``checkpoint.memory_every`` is set without ``checkpoint.folder``, which stores the run's
+    identity.
+    """
     if checkpoint.memory_every and checkpoint.folder is None:
         problems.add(
             "checkpoint.memory_every",
@@ -51,7 +55,9 @@ def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
 
 
 def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
-    """Adds problems for activation-checkpointing keys that the mode does not read, or that contradict each other."""
+    """Adds problems for keys of ``activation_checkpointing`` that its ``mode`` does not read, or that contradict each
+    other.
+    """
     takes = {
         "save": given.mode == "selective" or (given.mode, given.others) == ("offload", "selective"),
         "every": given.mode in ("selective", "offload"),
@@ -86,7 +92,10 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
 def check_tiles(
     given: ActivationCheckpointingConfig, parallel: ParallelConfig, compiled: bool, problems: Problems
 ) -> None:
-    """Adds a problem if ``tile_tokens`` is set with tensor ranks or with blocks ``compiled`` by torch."""
+    """Adds a problem if ``activation_checkpointing.tile_tokens`` is set with tensor ranks or with torch.compile.
+
+    ``compiled`` is the configuration value ``compile``.
+    """
     other = "compile true" if compiled else f"parallel.tensor {shown_value(parallel.tensor)}"
     why = "compiled blocks run as a whole" if compiled else "a tile would repeat the sums over tensor ranks"
     if given.tile_tokens is not None and (compiled or parallel.tensor != 1):
@@ -97,7 +106,7 @@ def check_tiles(
 
 
 def check_zero(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds problems for ZeRO settings that need another stage, or a folder on disk."""
+    """Adds problems for ZeRO settings that need another stage, and for offload settings that lack another setting."""
     _check_offload(zero.offload_optimizer, problems)
     if zero.reduce == "microbatch" and zero.stage < 2:
         problems.add(
@@ -158,7 +167,7 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
 
 
 def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if secondary shards (hpZ) are configured but no gather would read them."""
+    """Adds a problem if secondary shards (ZeRO++ hpZ) are configured but no all-gather would read them."""
     asked = zero.zero_hpz_partition_size
     if asked in (0, 1):
         return
@@ -177,7 +186,10 @@ def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds problems for quantized ZeRO traffic that the stage does not send, and settings of unquantized traffic."""
+    """Adds problems if ZeRO messages are quantized that the stage does not send.
+
+    It also adds problems for settings of a quantization that is off.
+    """
     for key, what in (("zero_quantized_weights", "gather parameters"), ("zero_quantized_gradients", "reduce shards")):
         if getattr(zero, key) and zero.stage == 0:
             problems.add(
@@ -220,7 +232,10 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 
 
 def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if steps run twice with error feedback, because each run would add a rounding error."""
+    """Adds a problem for ``integrity.rerun`` with error feedback of gradients.
+
+    Each of the two runs of a step would add the rounding error of the last one.
+    """
     if integrity.rerun and zero.zero_gradient_error_feedback:
         problems.add(
             "integrity.rerun",
@@ -230,7 +245,7 @@ def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problem
 
 
 def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if a moving average would read weights during a delayed update."""
+    """Adds a problem if a moving average of the weights would read them during a delayed optimizer update."""
     if ema is not None and zero.offload_optimizer.delayed_update:
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
@@ -239,7 +254,10 @@ def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -
 
 
 def check_uneven(uneven: bool, parallel: ParallelConfig, problems: Problems) -> None:
-    """Adds a problem if data ranks with different numbers of microbatches would meet in every forward."""
+    """Adds a problem for ``uneven`` microbatches with expert ranks, which exchange rows in every forward.
+
+    ``uneven`` is the configuration value ``uneven_microbatches``.
+    """
     if uneven and parallel.expert > 1:
         problems.add(
             "uneven_microbatches",
@@ -249,7 +267,11 @@ def check_uneven(uneven: bool, parallel: ParallelConfig, problems: Problems) -> 
 
 
 def check_managed(managed: bool, parallel: ParallelConfig, problems: Problems) -> None:
-    """Adds a problem if a pipeline's schedule would run for each microbatch."""
+    """Adds a problem for pipeline ranks if ``managed`` is False, because a schedule needs a fixed number of
+    microbatches.
+
+    ``managed`` is the configuration value ``managed_gradient_accumulation``.
+    """
     if not managed and parallel.pipeline not in (1, "auto"):
         problems.add(
             "managed_gradient_accumulation",
@@ -259,7 +281,10 @@ def check_managed(managed: bool, parallel: ParallelConfig, problems: Problems) -
 
 
 def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Problems) -> None:
-    """Adds a problem if ``monitor.profile`` is not a range of steps, or lacks a folder or a flight recorder."""
+    """Adds a problem if ``monitor.profile`` is not a range of steps such as "10:12".
+
+    It also adds one if the profile lacks its folder or the watchdog's flight recorder.
+    """
     if (given := monitor.profile) is None:
         return
     steps = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", given)
@@ -291,7 +316,10 @@ _ORDERED = (
 def check_optimizer(
     optimizer: OptimizerConfig | None, zero: ZeroConfig, bf16: Bf16Config, ema: EmaConfig | None, problems: Problems
 ) -> None:
-    """Adds problems for contradicting optimizer params, and for settings that a list or a type does not support."""
+    """Adds problems for optimizer params that contradict each other.
+
+    It also adds problems for settings that the optimizer's type, or a list of optimizers, does not support.
+    """
     if optimizer is None:
         return
     for index, entry in enumerate(optimizer.entries):
@@ -365,7 +393,7 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
 
 
 def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None, problems: Problems) -> None:
-    """Adds problems for scheduler params that contradict each other or the optimizer."""
+    """Adds problems for scheduler params that contradict each other or the optimizer's params."""
     if scheduler is None:
         return
     params, at = scheduler.params, "scheduler.params"

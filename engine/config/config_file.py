@@ -22,7 +22,7 @@ _LAST_COMMA = re.compile(_TEXT + r"|,(?=\s*[}\]])", flags=re.DOTALL)
 
 
 class FileObject(dict[str, Any]):
-    """JSON object read from a file, with the list of its duplicate keys."""
+    """JSON object read from a file, with the keys that the file gives twice in it."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         dict.__init__(self, pairs)
@@ -32,7 +32,7 @@ class FileObject(dict[str, Any]):
 
 
 def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mapping[str, Any]:
-    """Returns the object in a file, read in the format of its suffix; duplicate keys become problems.
+    """Reads a file as JSON, TOML or YAML, by its suffix, and returns its value; adds a problem for each duplicate key.
 
     Raises:
         ConfigError: the file is unreadable or malformed.
@@ -51,7 +51,7 @@ def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mappin
 
 
 def remarks(raw: object) -> tuple[str, ...]:
-    """Returns a note if the file of this object was not in the format of its suffix; () otherwise."""
+    """Returns a note if the file with the object ``raw`` was read as Hjson, because it is not JSON; otherwise ()."""
     return (raw.remark,) if isinstance(raw, FileObject) and raw.remark else ()
 
 
@@ -126,7 +126,10 @@ def _parsed_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
 
 
 def note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
-    """Adds a problem for each duplicate key in ``raw``, the value at JSON path ``at``."""
+    """Adds a problem for each key that an object in ``raw`` has twice.
+
+    ``at`` is the JSON path of ``raw``, and ``depth`` the number of enclosing objects and lists.
+    """
     if depth > _DEPTH:
         return  # no section is nested so deeply; the reader reports the key above as unknown
     if isinstance(raw, list):
@@ -208,12 +211,14 @@ _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=", flags=re.ASCII)
 
 
 def is_override(word: str) -> bool:
-    """Returns True if a command-line word has the form KEY=VALUE with a dotted key."""
+    """Returns True if a command-line word has the form KEY=VALUE with a dotted key, such as
+    ``optimizer.params.lr=3e-4``.
+    """
     return bool(_OVERRIDE.match(word))
 
 
 def overridden(raw: Mapping[str, Any], overrides: Sequence[str], problems: Problems) -> Mapping[str, Any]:
-    """Returns a copy of the configuration with every KEY=VALUE applied; for equal keys, the last one wins.
+    """Returns a copy of the configuration ``raw`` with every KEY=VALUE word in ``overrides`` applied, in order.
 
     A value is JSON, or text if it is not JSON: ``true``, ``3e-4``, ``["*.bias"]``, ``1f1b``. A number in a key is the
     index of a list: ``optimizer.groups.0.lr=1e-5``. Missing objects on the path are created. Mistakes become problems.

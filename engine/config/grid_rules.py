@@ -10,7 +10,7 @@ from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
 
 def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
-    """Adds problems for ``parallel`` keys that contradict each other."""
+    """Adds problems for keys of section ``parallel`` that contradict each other."""
     automatic = [axis for axis in ("data", "tensor", "pipeline", "context") if getattr(parallel, axis) == "auto"]
     if len(automatic) > 1:
         named = " and ".join(automatic)
@@ -33,7 +33,10 @@ def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
 
 
 def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Adds problems if data ranks do not divide evenly into nodes, shard or expert groups. Sizes must be known."""
+    """Adds problems if data ranks do not divide evenly into nodes, shard groups or expert groups.
+
+    Sizes that are still "auto" are not checked.
+    """
     asked, ranks, shared = zero.zero_hpz_partition_size, parallel.data, zero.shard_size
     fits = shared is None or (isinstance(ranks, int) and ranks % shared == 0)
     if fits and isinstance(ranks, int) and isinstance(parallel.context, int):
@@ -84,7 +87,10 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
 
 
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Adds problems for ``wire`` settings that the format ignores, and for overlaps that cannot encode messages."""
+    """Adds problems for ``wire`` settings that the chosen format ignores.
+
+    It also adds problems for formats that exclude ``parallel.overlap`` or ``integrity.rerun``.
+    """
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
     if wire.block_size != 256 and not blocks:
         problems.add(
@@ -113,10 +119,12 @@ def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityC
 
 
 def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
-    """Raises if a schedule or a tensor plan is invalid for every model; checks that need unknown sizes are left out.
+    """Raises an error if the pipeline schedule or the tensor plan is invalid for every model.
+
+    ``microbatches`` is the number per step; None: unknown. Checks that need unknown sizes are left out.
 
     Raises:
-        ConfigError, PlanError, ScheduleError: the same sentence as ``engine.initialize`` raises.
+        ConfigError, PlanError, ScheduleError: with the text that ``engine.initialize`` would raise.
     """
     kind, ranks = parallel.schedule, parallel.pipeline
     if isinstance(ranks, int) and microbatches is not None and (kind != "auto" or ranks == 1):

@@ -35,7 +35,7 @@ MOMENTA = AnyOf(
 
 
 def one_of(*options: str, noun: str) -> Rule:
-    """Returns a rule that accepts one of the words ``options``."""
+    """Returns a rule that accepts one of the words ``options``; ``noun`` names such a word in an error."""
     return Choice(options=options, noun=noun)
 
 
@@ -57,7 +57,7 @@ class AdamWParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams(AdamWParams):
-    """Parameters of Adam with weight decay in the gradient; "Adam" is AdamW unless adam_w_mode is false."""
+    """Parameters of Adam. Weight decay is decoupled, as in AdamW, unless ``adam_w_mode`` is false."""
 
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Weight decay, added to the gradient."""
@@ -67,7 +67,7 @@ class AdamParams(AdamWParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW8bitParams(AdamWParams):
-    """Parameters of AdamW with moments of 8 bits an element, under the name of bitsandbytes and torchao."""
+    """Parameters of AdamW with 8-bit moments; bitsandbytes and torchao have the same name for it."""
 
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, Choice(
         options=(64, 128, 256, 512, 1024, 2048), noun="a number of elements that share a scale"))  # fmt: skip
@@ -92,7 +92,7 @@ class SgdParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LionParams:
-    """Parameters of Lion, which steps by the sign of an interpolated momentum."""
+    """Parameters of Lion, which updates by the sign of an interpolated momentum."""
 
     lr: float = setting(1e-4, NOT_NEGATIVE)
     """Learning rate, which a schedule may change."""
@@ -104,7 +104,10 @@ class LionParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LambParams(AdamWParams):
-    """Parameters of LAMB, with DeepSpeed's names and defaults: Adam with steps scaled by the norm of the weights."""
+    """Parameters of LAMB, with DeepSpeed's names and defaults.
+
+    LAMB is Adam with each update scaled by the norm of the weights.
+    """
 
     eps_inside_sqrt: bool = setting(False, Flag())
     """Add eps to the mean square instead of its root."""
@@ -118,7 +121,7 @@ class LambParams(AdamWParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LARSParams:
-    """Parameters of LARS, as published: momentum of steps scaled by the norm of the weights."""
+    """Parameters of LARS, as published: SGD with momentum, and steps scaled by the norm of the weights."""
 
     lr: float = setting(1e-1, NOT_NEGATIVE)
     """Learning rate, which a schedule may change."""
@@ -134,7 +137,7 @@ class LARSParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonParams:
-    """Parameters of Muon, with torch's defaults: momentum orthogonalized by Newton-Schulz steps."""
+    """Parameters of Muon, with torch's defaults. Its update is the momentum, orthogonalized by Newton-Schulz steps."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
     """Learning rate, which a schedule may change."""
@@ -216,7 +219,10 @@ class ShampooParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdafactorParams:
-    """Parameters of Adafactor, with torch's defaults: second moments of matrices as row and column means."""
+    """Parameters of Adafactor, with torch's defaults.
+
+    For matrices it stores second moments only as row and column means.
+    """
 
     lr: float = setting(1e-2, NOT_NEGATIVE)
     """Upper bound of the relative step size; update t is also bounded by 1 / sqrt(t)."""
@@ -257,7 +263,7 @@ class ScheduleFreeAdamWParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRRangeTestParams:
-    """Learning rate that grows step by step, to find the range of rates that train."""
+    """Parameters of LRRangeTest, a learning rate that grows step by step, to find the range of rates that train."""
 
     lr_range_test_min_lr: float | tuple[float, ...] = setting(1e-3, RATES)
     """Learning rate at the start."""
@@ -271,7 +277,7 @@ class LRRangeTestParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneCycleParams:
-    """One cycle of the learning rate up and down, with the momentum moving opposite, then decay."""
+    """Parameters of OneCycle: the learning rate rises, falls, then decays, and the momentum moves opposite to it."""
 
     cycle_min_lr: float | tuple[float, ...] = setting(0.0, RATES, required=True)
     """Learning rate at the start and the end of the cycle."""
@@ -301,7 +307,7 @@ class OneCycleParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupLRParams:
-    """Learning rate that rises and is then constant."""
+    """Parameters of WarmupLR, a learning rate that rises and is then constant."""
 
     warmup_min_lr: float | tuple[float, ...] = setting(0.0, RATES)
     """Learning rate at the start; a list has one for each parameter group."""
@@ -315,7 +321,7 @@ class WarmupLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupDecayLRParams(WarmupLRParams):
-    """Learning rate that rises and then falls linearly to its minimum."""
+    """Parameters of WarmupDecayLR, a learning rate that rises and then falls linearly to its minimum."""
 
     total_num_steps: int = setting(1, SIZE, required=True)
     """Step number at which the learning rate is at its minimum."""
@@ -325,7 +331,10 @@ class WarmupDecayLRParams(WarmupLRParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupCosineLRParams:
-    """Learning rate that rises and then falls along a cosine; all ratios multiply the optimizer's learning rate."""
+    """Parameters of WarmupCosineLR, a learning rate that rises and then falls along a cosine.
+
+    All ratios multiply the optimizer's learning rate.
+    """
 
     total_num_steps: int = setting(1, SIZE, required=True)
     """Step number at which the learning rate is at its minimum."""
@@ -396,27 +405,27 @@ class OptimizerConfig:
 
     @property
     def entries(self) -> "tuple[OptimizerConfig, ...]":
-        """All optimizers of a list, in order; the last one, this section, updates all parameters that no other
+        """All configured optimizers in order; this section is the last, and updates the parameters that no other one
         matches.
         """
         return (*self.before, self)
 
     @property
     def kind(self) -> str:
-        """Names of all optimizers of a list, such as "Muon + AdamW"."""
+        """Names of all configured optimizers, such as "Muon + AdamW"."""
         return " + ".join(dict.fromkeys(entry.type for entry in self.entries))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedOptimizerConfig(OptimizerConfig):
-    """Optimizer of a list for parameters with matching names."""
+    """Entry of a list of optimizers: it updates the parameters with matching names."""
 
     match: str | tuple[str, ...] = setting((), AnyOf(rules=(Text(), GLOBS)), required=True)
     """Name patterns of the parameters that it updates."""
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Name patterns of the parameters that it updates, as a tuple."""
+        """Name patterns of the parameters that this optimizer updates."""
         return (self.match,) if isinstance(self.match, str) else self.match
 
 

@@ -200,11 +200,11 @@ _REASONS = MappingProxyType({word: why for why, words in _NOT_KEYS.items() for w
 
 
 def other_engines_word(path: str) -> str | None:
-    """Returns advice about ``path``, the path of a configuration key of another engine: Trine's equivalent key, or the
-    reason why there is none. Returns None if the key is unknown.
+    """Returns advice about the configuration key ``path`` of another training engine; None if the key is unknown.
 
-    A word that is ambiguous alone, such as ``name``, is recognized only in its section. ``ep`` is recognized only at
-    the top level and in ``parallel``; elsewhere it is a misspelt ``eps``.
+    The advice is Trine's equivalent key, or the reason why there is none. A word that is ambiguous alone, such as
+    ``name``, is recognized only in its section. ``ep`` is recognized only at the top level and in ``parallel``;
+    elsewhere it is a misspelt ``eps``.
     """
     plain = path.lower().replace("-", "_")
     section, _, word = plain.rpartition(".")

@@ -37,7 +37,7 @@ DELTA_PERIOD = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptimizerConfig:
-    """Optimizer of a store, with its params."""
+    """Optimizer with which the store of an outer loop updates its weights, with its params."""
 
     type: Literal["SGD", "AdamW", "Adam", "Lion"] = setting("SGD", Choice(
         options=STORE_OPTIMIZERS, noun="an optimizer of a store", fold=True,
@@ -57,7 +57,7 @@ OUTER_DEFAULTS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
-    """Outer loop: this engine is one of several sites that meet in a store."""
+    """Outer loop: this engine is one of several sites that train apart and merge their updates in a store."""
 
     url: tuple[str, ...] | str | None = setting(None, AnyOf(
         rules=(Text(noun="an address"), ListOf(each=Text(), least=1, noun="a list of addresses")),
@@ -134,20 +134,28 @@ class OuterConfig:
 
     @property
     def steps(self) -> int:
-        """Steps between two pushes of a tensor."""
+        """Number of local steps between two pushes of a tensor to the store."""
         if self.period is not None:
             return self.period
         return 1 if self.rule in SERVER_RULES or self.rule == "hogwild" else DELTA_PERIOD
 
     @property
     def content(self) -> Literal["sums", "gradients", "deltas"]:
-        """Pushed values: sums of gradients for optimizers of the sites, gradients for the store's, or differences."""
+        """Kind of values that a site pushes.
+
+        "sums": gradients, summed over sites for the sites' own optimizers. "gradients": gradients for the store's
+        optimizer. "deltas": differences of weights since the last push.
+        """
         if self.steps > 1 or self.rule in ("quorum", "hogwild"):
             return "deltas"
         return "gradients" if self.rule in SERVER_RULES else "sums"
 
     def store_optimizer(self, training: OptimizerConfig | None) -> StoreOptimizerConfig:
-        """Returns the optimizer of the store; ``training``: the configuration's own."""
+        """Returns the optimizer with which the store updates its weights.
+
+        ``training`` is the section ``optimizer``, which the store uses if sites push gradients and ``outer.optimizer``
+        is not set.
+        """
         if self.optimizer is not None:
             return self.optimizer
         if self.content == "gradients" and training is not None:
@@ -160,7 +168,7 @@ PAUSES = ("wait", "abort", "keep", "retract", "in_place")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerConfig:
-    """Consumer of published weights: one of ``folder``, ``vllm`` and ``sglang``."""
+    """Receiver of published weights: a ``folder``, or a ``vllm`` or ``sglang`` server."""
 
     folder: str | None = setting(None, FOLDER)
     """Folder into which rank 0 writes each version as ``version-000007``, with safetensors by Hugging Face names."""
@@ -185,13 +193,15 @@ class ConsumerConfig:
 
     @property
     def address(self) -> str:
-        """Address of its server; empty for a folder."""
+        """Address of the vLLM or SGLang server; empty for a folder."""
         return self.vllm or self.sglang or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsOutConfig:
-    """Published weights: versions that receivers on any cut read from the ranks of this training."""
+    """Published weights: versions of the weights that receivers, such as inference servers, read from the training
+    ranks.
+    """
 
     to: tuple[ConsumerConfig, ...] = setting((), Sections(cls=ConsumerConfig))
     """Consumers to which rank 0 passes each version, like ``[{"vllm": "http://vllm:8000"}]``: all get it, or none."""
@@ -226,14 +236,20 @@ class WeightsOutConfig:
 
 
 def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) -> OptimizerConfig | None:
-    """Returns the optimizer of a process: without state if a store updates the weights, otherwise ``training``."""
+    """Returns the optimizer section that this process uses: ``training``, unless a store updates the weights.
+
+    Then it is SGD, which has no state.
+    """
     if outer is None or training is None or outer.content != "gradients":
         return training
     return replace(training, type="SGD", params=stored(SgdParams(lr=training.params["lr"])), before=())
 
 
 def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clipping: float) -> dict[str, Any]:
-    """Returns the settings, as JSON values, that the store and all its sites must share."""
+    """Returns the settings, as JSON values, that the store and all its sites must have in common.
+
+    ``clipping`` is the norm to which gradients are clipped; 0: no clipping.
+    """
     names = (
         "sites", "rule", "staleness", "least", "grace", "fragments", "delay", "mixing", "wire", "density", "bits",
         "feedback", "weights", "lease",
@@ -247,7 +263,9 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
 
 
 def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) -> None:
-    """Adds problems of consumers: several kinds or none in one entry, addresses, modes of pauses."""
+    """Adds problems for entries of ``weights_out.to``: none or several kinds of receivers, bad addresses, unknown
+    pauses.
+    """
     for index, each in enumerate(weights_out.to if weights_out is not None else ()):
         at = f"weights_out.to[{index}]"
         if problems.touch(at):
@@ -266,7 +284,7 @@ def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) 
 
 
 def check_address(key: str, url: str | None, problems: Problems) -> None:
-    """Adds the problem of an address of a server in a key."""
+    """Adds a problem if ``url``, the value of the configuration key ``key``, is not an http address with a host."""
     if url is not None and not (url.startswith(("http://", "https://")) and _has_host(url)):
         problems.add(key, f"{shown_value(url)} is not an address; give http://HOST:PORT.")
 
@@ -278,8 +296,9 @@ def check_outer(
     zero: ZeroConfig,
     problems: Problems,
 ) -> None:
-    """Adds problems of settings that exclude each other or have no effect; ``clipping``: norm to which gradients are
-    clipped, 0 for none.
+    """Adds problems for settings of section ``outer`` that have no effect or exclude each other or other sections.
+
+    ``clipping`` is the norm to which gradients are clipped; 0: no clipping.
     """
     if outer is None:
         return

@@ -134,30 +134,31 @@ class Typed(Section):
 def setting(default: Any, rule: Rule, *, key: str = "", required: bool = False, kept: bool = True) -> Any:
     """Returns a dataclass field that the reader fills from JSON by ``rule``.
 
-    ``key`` is its JSON name, if it differs from the field's; ``required`` true makes a file without the key a problem;
-    ``kept`` false leaves it out of ``stored``.
+    ``key``: JSON name, if it differs from the field's name. ``required`` true: a file without the key has a problem.
+    ``kept`` false: :func:`stored` leaves the field out.
     """
     return dataclasses.field(default=default, metadata={"rule": rule, "key": key, "required": required, "kept": kept})
 
 
 def settings(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """Returns the fields of a section dataclass in order, by JSON name."""
+    """Returns the fields of the section dataclass ``cls`` by JSON name, in order of declaration."""
     return {f.metadata["key"] or f.name: f for f in dataclasses.fields(cls) if "rule" in f.metadata}
 
 
 def stored(params: Any, everything: bool = False) -> FrozenMap:
-    """Returns the params of an optimizer or scheduler as a read-only mapping; ``everything`` includes fields with
-    ``kept`` false.
+    """Returns the params of an optimizer or scheduler as a read-only mapping by field name.
+
+    Fields declared with ``kept`` false are left out, unless ``everything`` is True.
     """
     kept = [f.name for f in dataclasses.fields(params) if everything or f.metadata["kept"]]
     return FrozenMap({name: getattr(params, name) for name in kept})
 
 
 def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
-    """Returns dataclass ``cls`` read from a JSON object; a wrong or missing key gets its default, and mistakes become
-    problems.
+    """Reads the JSON object ``raw`` at JSON path ``at`` into the dataclass ``cls``.
 
-    ``at``: JSON path of the object. ``beside``: valid keys that the caller reads.
+    A wrong or missing key gets its default, and each mistake becomes a problem. ``beside`` are further valid keys,
+    which the caller reads.
     """
     known = settings(cls)
     if not isinstance(raw, Mapping):
@@ -179,12 +180,14 @@ def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside:
 
 
 def dump_section(section: Any) -> dict[str, Any]:
-    """Returns a section as a JSON object that reads back to an equal section."""
+    """Returns a section as a JSON object, from which ``read_section`` makes an equal section."""
     return {key: f.metadata["rule"].dump(getattr(section, f.name)) for key, f in settings(type(section)).items()}
 
 
 def paths(cls: type[Any], at: str = "") -> Iterator[str]:
-    """Yields the dotted paths of all keys of a section, including the params of every type."""
+    """Yields the dotted paths of all keys of the section ``cls``, including the params of every optimizer or scheduler
+    type.
+    """
     for key, entry in settings(cls).items():
         here, rule = join_path(at, key), entry.metadata["rule"]
         yield here
@@ -196,7 +199,9 @@ def paths(cls: type[Any], at: str = "") -> Iterator[str]:
 
 
 def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, Any], list[str]]:
-    """Returns the configuration with renamed keys under their present names, and a note for each."""
+    """Returns the configuration with keys of earlier versions under their present names, and a note for
+    each such key.
+    """
     present, notes = dict(raw), list[str]()
     for old, meaning in OLD_KEYS.items():
         section, _, word = old.partition(".")
@@ -227,8 +232,9 @@ def _spread_context(present: dict[str, Any], problems: Problems) -> None:
 
 
 def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
-    """Sets the key ``target`` to ``value``, as key ``origin`` demands; a different value already there becomes a
-    problem.
+    """Sets the dotted key ``target`` in ``raw`` to ``value``, because the key ``origin`` is given.
+
+    If ``target`` is already given with a different value, it stays, and a problem is added.
     """
     if (given := put_at(raw, target, value)) != value:
         rival = f"which is given as {shown_value(given)}"
@@ -236,8 +242,9 @@ def move(raw: dict[str, Any], target: str, value: object, origin: str, problems:
 
 
 def put_at(raw: dict[str, Any], path: str, value: object) -> object:
-    """Sets the value of a dotted path unless one is present, and returns the value there. Nested objects are copied
-    first.
+    """Sets the dotted key ``path`` in ``raw`` to ``value``, unless it has a value; returns the value that it then has.
+
+    Nested objects on the path are copied, not changed in place.
     """
     *parents, leaf = path.split(".")
     for parent in parents:

@@ -52,7 +52,7 @@ class FrozenMap(Mapping[str, Any]):
 
 
 class Problems:
-    """Collector of all mistakes of one config, so that the user sees them at once."""
+    """Collector of all mistakes in one config, so that one error reports them together."""
 
     def __init__(self, source: str, ours: Sequence[str] = (), theirs: Sequence[str] = ()) -> None:
         """Takes the dotted paths of Trine's and DeepSpeed's keys, ``ours`` and ``theirs``, for "did you mean"."""
@@ -65,7 +65,7 @@ class Problems:
         """Collects unknown top-level keys that resemble no known one; None: they are problems too."""
 
     def add(self, at: str, sentence: str) -> None:
-        """Adds a mistake: a sentence about the value at JSON path ``at``."""
+        """Adds a mistake about the value at JSON path ``at``; ``sentence`` describes it and gives a remedy."""
         self._found.append((at, sentence))
 
     def unknown(self, at: str, key: object, level: Sequence[str]) -> None:
@@ -99,33 +99,41 @@ class Problems:
 
 
 class RefusedError(ValueError):
-    """Error of a rule about a value; its message is a clause that completes the sentence of a problem."""
+    """Error that a rule raises about a value. Its message is a clause, such as "is below 0", that follows the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """Base class of rules for the JSON value of a key.
 
-    ``remedy`` is the advice in an error; without it, the advice is "give" and ``expected``. ``null`` accepts null.
+    ``remedy`` is the advice in an error; without it, the advice is "give" and the result of ``expected``. With ``null``
+    the rule accepts null.
     """
 
     remedy: str = ""
     null: bool = False
 
     def accept(self, value: object) -> object:
-        """Returns the converted value, or raises RefusedError if this rule does not accept it."""
+        """Returns ``value`` converted to the type of the dataclass field.
+
+        Raises:
+            RefusedError: this rule does not accept the value.
+        """
         raise NotImplementedError
 
     def expected(self) -> str:
-        """Returns words for the accepted values, such as "a positive number"."""
+        """Returns a description of the accepted values for an error, such as "a positive number"."""
         raise NotImplementedError
 
     def ask(self) -> str:
-        """Returns the advice of an error, such as "give a number"."""
+        """Returns the advice for an error, such as "give a number"."""
         return self.remedy or f"give {self.expected()}"
 
     def read(self, value: object, at: str, problems: Problems) -> object:
-        """Returns the converted value; for a wrong value, adds a problem at JSON path ``at`` and returns None."""
+        """Returns ``value`` converted to the type of the dataclass field.
+
+        For a wrong value it adds a problem at JSON path ``at`` and returns None.
+        """
         if value is None and self.null:
             return None
         try:
@@ -136,7 +144,7 @@ class Rule:
             return None
 
     def dump(self, value: Any) -> Any:
-        """Returns the converted value as JSON again."""
+        """Returns a converted value as a JSON value again."""
         if isinstance(value, Mapping):
             return dict(value)
         return list(value) if isinstance(value, tuple) else value
@@ -144,7 +152,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag(Rule):
-    """Rule for true or false."""
+    """Rule for a JSON value true or false."""
 
     def accept(self, value: object) -> object:
         if not isinstance(value, bool):
@@ -194,7 +202,7 @@ class Real(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int(Real):
-    """Rule for a whole number; 4e6 is one, since DeepSpeed's files write bucket sizes so."""
+    """Rule for a whole number. Also accepts 4e6, because DeepSpeed's files write bucket sizes in this form."""
 
     def accept(self, value: object) -> object:
         number = _number(value)
@@ -210,7 +218,7 @@ class Int(Real):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(Rule):
-    """Rule for one of a few words or numbers.
+    """Rule for one of the words or numbers in ``options``.
 
     ``fold`` ignores letter case; ``also`` maps further spellings to options.
     """
@@ -236,7 +244,7 @@ class Choice(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(Rule):
-    """Rule for nonempty text or a path object. ``ends`` lists the allowed endings of a file name."""
+    """Rule for nonempty text or a path object. If ``ends`` is given, the text ends with one of its entries."""
 
     noun: str = "text"
     ends: tuple[str, ...] = ()
@@ -255,7 +263,7 @@ class Text(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorName(Text):
-    """Rule for a category of operators, or a name that may be an operator of torch: "aten.mm", "aten.mm.default"."""
+    """Rule for a category of torch operators, or the name of one operator, such as "aten.mm" or "aten.mm.default"."""
 
     def accept(self, value: object) -> object:
         word = Text.accept(self, value)
@@ -268,7 +276,10 @@ class OperatorName(Text):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListOf(Rule):
-    """Rule for a list with entries of rule ``each``; ``length`` fixes its length, ``least`` is the smallest."""
+    """Rule for a list with entries that the rule ``each`` accepts.
+
+    ``length`` is the required number of entries, if not None; ``least`` is the smallest allowed number.
+    """
 
     each: Rule
     noun: str
@@ -315,8 +326,9 @@ class TextMap(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyOf(Rule):
-    """Rule that accepts the values of any of ``rules``; the first that accepts converts, the last one words the
-    error.
+    """Rule for values that any of ``rules`` accepts.
+
+    The first rule that accepts a value converts it; if none does, the error is that of the last rule.
     """
 
     rules: tuple[Rule, ...]

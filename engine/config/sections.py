@@ -42,7 +42,7 @@ class ScheduleCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextConfig:
-    """Context axis as an object: the keys ``parallel.context`` and ``parallel.context_method``."""
+    """Context axis written as one object: the keys ``parallel.context`` and ``parallel.context_method``."""
 
     size: int | Literal["auto"] = setting(1, AXIS, required=True)
     """Size of the context axis."""
@@ -197,13 +197,13 @@ class ZeroConfig:
 
     @property
     def bucket_elements(self) -> int:
-        """Elements of a bucket; without ``reduce_bucket_size``, the default of CPUs."""
+        """Number of elements in a bucket: ``reduce_bucket_size``, or the default of CPUs if it is not set."""
         return self.reduce_bucket_size or HOST_BUCKET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireConfig:
-    """Activations and their gradients sent in fewer bits between ranks; every element is rounded."""
+    """Activations and their gradients sent in fewer bits between pipeline or tensor ranks; every element is rounded."""
 
     pipeline: Literal["exact", "bf16", "fp16", "int8", "int4"] = setting("exact", NUMBERS)
     """Format of messages between stages; error of an element: half a scale, max |block| / 127 (int8) or / 7 (int4)."""
@@ -424,7 +424,7 @@ class WatchdogConfig:
 
 
 def check_installed(monitor: MonitorConfig) -> None:
-    """Raises if a configured log needs a package that is not installed, on every rank, before anything is started."""
+    """Raises a ConfigError on every rank, before anything is started, if a configured log needs a missing package."""
     for key, install in (("tensorboard", "'trine[ui]'"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if (value := getattr(monitor, key)) and find_spec(key) is None:
             raise ConfigError(

@@ -12,7 +12,7 @@ _SECONDS = Real(above=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeTenants:
-    """Limits of the models of clients."""
+    """Limits on the models that clients of the training service have."""
 
     most: int = setting(16, SIZE)
     """Number of models at a time."""
@@ -22,7 +22,7 @@ class ServeTenants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeQueue:
-    """Limits of requests that wait."""
+    """Limits on the requests of clients that wait for their turn."""
 
     depth: int = setting(256, SIZE)
     """Commands that wait, over all sessions; further ones are answered 429."""
@@ -36,7 +36,7 @@ class ServeQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeJournal:
-    """Journal of accepted commands."""
+    """Journal of accepted commands, from which a restarted service continues."""
 
     snapshot_every: int = setting(50, SIZE)
     """Commands of a model between two snapshots; a start runs later ones again."""
@@ -44,7 +44,7 @@ class ServeJournal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeHeld:
-    """Limits of forwards that wait for their backward (second door)."""
+    """Limits on forwards that wait for a client to compute the loss and request the backward."""
 
     bytes: float = setting(2e9, Real(low=0))
     """Bytes of graphs and of earlier weights on a rank; above it the oldest forward is dropped."""
@@ -58,7 +58,7 @@ class ServeHeld:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSampler:
-    """Sampler of saved weights."""
+    """Sampler of text from weights that clients save."""
 
     vllm: str | None = setting(None, Text(noun="an address", null=True))
     """Address of a vLLM server that gets the weights that a full-parameter model saves for sampling, and samples from
@@ -68,7 +68,7 @@ class ServeSampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Training service: clients keep data and losses, these ranks keep the models."""
+    """Training service: clients have the data and the losses, and the ranks of this service have the models."""
 
     host: str = setting("127.0.0.1", Text(noun="an address"))
     """Address to serve; other hosts are served only with a token."""
@@ -99,7 +99,7 @@ class ServeConfig:
 
 
 def check_serve(serve: ServeConfig | None, problems: Problems) -> None:
-    """Adds problems of settings that exclude each other."""
+    """Adds problems for settings of section ``serve`` that exclude each other."""
     if serve is None:
         return
     check_address("serve.sampler.vllm", serve.sampler.vllm, problems)

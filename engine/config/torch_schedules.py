@@ -15,7 +15,7 @@ _FACTOR = Real(low=0, high=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantLRParams:
-    """Learning rate multiplied by ``factor`` for ``total_iters`` steps."""
+    """Parameters of ConstantLR, which multiplies the learning rate by ``factor`` in the first ``total_iters`` steps."""
 
     factor: float = setting(1 / 3, _FACTOR)
     """Fraction of the learning rate at the start."""
@@ -25,7 +25,7 @@ class ConstantLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLRParams:
-    """Learning rate that changes linearly from one fraction of its value to another."""
+    """Parameters of LinearLR, which changes the learning rate linearly from one fraction of its value to another."""
 
     start_factor: float = setting(1 / 3, Real(above=0, high=1))
     """Fraction of the learning rate at the start."""
@@ -37,7 +37,7 @@ class LinearLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExponentialLRParams:
-    """Learning rate multiplied by ``gamma`` in every step."""
+    """Parameters of ExponentialLR, which multiplies the learning rate by ``gamma`` in every step."""
 
     gamma: float = setting(1.0, Real(above=0), required=True)
     """Factor of the learning rate in each step."""
@@ -45,7 +45,7 @@ class ExponentialLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolynomialLRParams:
-    """Learning rate that decays to 0 along a polynomial."""
+    """Parameters of PolynomialLR, which lowers the learning rate to 0 along a polynomial."""
 
     total_iters: int = setting(5, _SIZE)
     """Number of steps until the rate is 0."""
@@ -55,7 +55,7 @@ class PolynomialLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLRParams:
-    """Learning rate multiplied by ``gamma`` every ``step_size`` steps."""
+    """Parameters of StepLR, which multiplies the learning rate by ``gamma`` every ``step_size`` steps."""
 
     step_size: int = setting(1, _SIZE, required=True)
     """Number of steps between two decays."""
@@ -65,7 +65,7 @@ class StepLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiStepLRParams:
-    """Learning rate multiplied by ``gamma`` at each of the ``milestones``."""
+    """Parameters of MultiStepLR, which multiplies the learning rate by ``gamma`` at each of the ``milestones``."""
 
     milestones: tuple[int, ...] = setting((), ListOf(each=_SIZE, noun="a list of steps"), required=True)
     """Step numbers of the decays."""
@@ -75,7 +75,7 @@ class MultiStepLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CosineAnnealingLRParams:
-    """Learning rate that falls along a cosine to ``eta_min`` (Loshchilov and Hutter 2017)."""
+    """Parameters of a learning rate that falls along a cosine to ``eta_min`` (Loshchilov and Hutter 2017)."""
 
     T_max: int = setting(1, _SIZE, required=True)
     """Number of steps until the rate is ``eta_min``."""
@@ -85,7 +85,10 @@ class CosineAnnealingLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CosineAnnealingWarmRestartsParams:
-    """Learning rate that repeatedly falls along a cosine from its full value (Loshchilov and Hutter 2017)."""
+    """Parameters of a learning rate that falls along a cosine again and again (Loshchilov and Hutter 2017).
+
+    Each time it starts from its full value.
+    """
 
     T_0: int = setting(1, _SIZE, required=True)
     """Number of steps of the first cosine."""
@@ -97,7 +100,7 @@ class CosineAnnealingWarmRestartsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneCycleLRParams:
-    """Learning rate of one cycle up and down, as in torch's OneCycleLR (Smith 2018)."""
+    """Parameters of torch's OneCycleLR: the learning rate rises and falls once (Smith 2018)."""
 
     max_lr: float = setting(1e-3, _NOT_NEGATIVE, required=True)
     """Learning rate at the peak."""

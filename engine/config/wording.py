@@ -16,7 +16,7 @@ _PLAIN_KEY = re.compile(rf"[\w$-]{{1,{_ROOM}}}")
 
 
 def shown_value(value: object) -> str:
-    """Returns the value as text close to its JSON, on one line and shortened."""
+    """Returns a value for an error text: close to its JSON, on one line, and at most 60 characters long."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -26,14 +26,17 @@ def shown_value(value: object) -> str:
 
 
 def show_path(name: str) -> str:
-    """Returns a file path as text on one line; JSON text passed by mistake as a path is shortened."""
+    """Returns a file path for an error text, on one line.
+
+    JSON text that was passed by mistake as a path is shortened.
+    """
     if name.isprintable() and 0 < len(name) <= _PATH_ROOM:
         return name
     return shown_value(name) if len(name) <= _PATH_ROOM else printable(name[: _ROOM - 3]) + "..."
 
 
 def join_path(at: str, key: object) -> str:
-    """Returns the JSON path ``at`` extended by a key; unusual keys, such as one with a dot, are quoted."""
+    """Returns the JSON path ``at`` extended by ``key``; an unusual key, such as one with a dot, is quoted."""
     word = key if isinstance(key, str) else shown_value(key)
     if not _PLAIN_KEY.fullmatch(word):
         word = shown_value(word)
@@ -41,25 +44,27 @@ def join_path(at: str, key: object) -> str:
 
 
 def kind(value: object) -> str:
-    """Returns plain words for the type of a JSON value, such as "an object"."""
+    """Returns words for the JSON type of a value, such as "an object" for a dict."""
     words = ((bool, "a true/false value"), (type(None), "no value"), (str, "text"), (RealNumber, "a number"),
              (Mapping, "an object"), ((list, tuple), "a list"))  # fmt: skip
     return next((word for types, word in words if isinstance(value, types)), f"a {type(value).__name__}")
 
 
 def either(numbers: Sequence[int]) -> str:
-    """Returns numbers as a choice: "1, 2 or 4"."""
+    """Returns numbers as text with a choice, such as "1, 2 or 4"."""
     words = [str(number) for number in numbers]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def divisors(number: int) -> list[int]:
-    """Returns the divisors of a number that an error suggests; for a large number, only divisors up to 4,096."""
+    """Returns the divisors of ``number`` in ascending order, only up to 4,096."""
     return [size for size in range(1, min(number, 4096) + 1) if number % size == 0]
 
 
 def printable(text: str) -> str:
-    """Returns text with invisible characters escaped: control characters, lone surrogates, direction marks."""
+    """Returns text with invisible characters (control characters, lone surrogates, direction marks) as escape
+    sequences.
+    """
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
 
 

@@ -11,8 +11,9 @@ from engine.parallel.comm.world import read_world
 
 
 class Accelerator:
-    """DeepSpeed's accelerator object; other attributes come from torch's module for the device type
-    (``torch.cuda``).
+    """Object of ``deepspeed.accelerator.get_accelerator`` for the device of this process.
+
+    Attributes that are not defined here come from torch's module of the device type, such as ``torch.cuda``.
     """
 
     def __init__(self) -> None:
@@ -26,19 +27,23 @@ class Accelerator:
         return getattr(self._module, name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Returns the type of the device, followed by an index if one is passed and the type has several devices."""
+        """Returns the device type, such as "cuda", or with ``device_index`` the device, such as "cuda:1"; on the CPU
+        always "cpu".
+        """
         return self._kind if device_index is None or self._is_host else f"{self._kind}:{device_index}"
 
     def current_device(self) -> Any:
-        """Returns the index of the device, or its type if there is only one device of the type."""
+        """Returns the index of the current device, or "cpu" on the CPU."""
         return self._kind if self._is_host else self._module.current_device()
 
     def current_device_name(self) -> str:
-        """Returns the name of this process's device, equal to ``str(tensor.device)``."""
+        """Returns the current device as text, such as "cuda:0" or "cpu"; equals ``str(tensor.device)`` for tensors on
+        it.
+        """
         return self._kind if self._is_host else f"{self._kind}:{self._module.current_device()}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Returns a context in which the device with this index is current."""
+        """Returns a context manager that makes the device with this index current; it has no effect on the CPU."""
         return nullcontext() if self._is_host else self._module.device(device_index)
 
     def set_device(self, device_index: int) -> None:
@@ -47,7 +52,7 @@ class Accelerator:
             self._module.set_device(device_index)
 
     def device_count(self) -> int:
-        """Returns the number of devices visible to this process."""
+        """Returns the number of accelerators visible to this process; 1 on the CPU."""
         return 1 if self._is_host else int(self._module.device_count())
 
     def is_available(self) -> bool:
@@ -59,11 +64,11 @@ class Accelerator:
         return self._is_host
 
     def communication_backend_name(self) -> str:
-        """Returns the torch.distributed backend of the device, such as "nccl"."""
+        """Returns the name of the torch.distributed backend for the device, such as "nccl"."""
         return default_backend(self._kind)
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Waits until the device has finished its queued work."""
+        """Waits until the device ``device_index`` (default: the current one) has finished its queued work."""
         if not self._is_host:
             self._module.synchronize(device_index)
 
@@ -73,37 +78,37 @@ class Accelerator:
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Returns the bytes of tensors on the device; 0 on the host."""
+        """Returns the bytes that tensors now occupy on the device (default: the current one); 0 on the CPU."""
         return 0 if self._is_host else int(self._module.memory_allocated(device_index))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Returns the peak bytes of tensors on the device; 0 on the host."""
+        """Returns the peak of ``memory_allocated`` since the start or the last reset; 0 on the CPU."""
         return 0 if self._is_host else int(self._module.max_memory_allocated(device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Resets the peak of ``max_memory_allocated``."""
+        """Makes ``max_memory_allocated`` count its peak from now on."""
         if not self._is_host:
             self._module.reset_peak_memory_stats(device_index)
 
     def manual_seed(self, seed: int) -> None:
-        """Seeds the random generator of the device."""
+        """Seeds the random generator of the current device."""
         torch.manual_seed(seed) if self._is_host else self._module.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     def initial_seed(self) -> int:
-        """Returns the seed of the device's random generator."""
+        """Returns the seed of the current device's random generator."""
         return torch.initial_seed() if self._is_host else int(self._module.initial_seed())
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Returns the state of the device's random generator."""
+        """Returns the state of the device's random generator (default: the current device), as torch's uint8 tensor."""
         if self._is_host:
             return torch.get_rng_state()
         state: torch.Tensor = self._module.get_rng_state(*(() if device_index is None else (device_index,)))
         return state
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Sets the state of the device's random generator."""
+        """Restores the device's random generator to ``new_state``, a result of ``get_rng_state``."""
         if self._is_host:
             torch.set_rng_state(new_state)
         else:
@@ -122,19 +127,19 @@ class Accelerator:
         return not self._is_host
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Returns the floating-point dtypes in which models can be trained."""
+        """Returns the dtypes in which models can be trained: fp32, bf16 and, except on the CPU, fp16."""
         half = [] if self._is_host else [torch.float16]
         return [torch.float32, torch.bfloat16, *half]
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Returns True if the tensor is on the type of device of this process."""
+        """Returns True if the tensor is on a device of this process's device type."""
         return tensor.device.type in (self._kind,)
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Returns a page-locked copy of a tensor; on the CPU, the tensor itself."""
+        """Returns a page-locked copy of a tensor, or the tensor itself on the CPU; ``align_bytes`` has no effect."""
         return tensor if self._is_host else tensor.pin_memory()
 
 
 def get_accelerator() -> Accelerator:
-    """Returns DeepSpeed's accelerator object for this process."""
+    """Returns a new object with DeepSpeed's accelerator methods, for the device of this process."""
     return Accelerator()

@@ -10,7 +10,9 @@ from engine.precision.dtypes import NAMED_DTYPES
 
 
 class Throughput:
-    """DeepSpeed's ``tput_timer``; measures nothing, because the step report has the throughput."""
+    """Timer for DeepSpeed's attribute ``tput_timer``; it measures nothing, because each ``StepReport`` has the
+    throughput.
+    """
 
     def __init__(self) -> None:
         self.epoch_count = 0
@@ -20,71 +22,80 @@ class Throughput:
         self.epoch_count += 1
 
     def start(self) -> None:
-        """Does nothing; the step report has the throughput."""
+        """Does nothing; each ``StepReport`` has the throughput."""
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Does nothing; the step report has the throughput."""
+        """Does nothing; each ``StepReport`` has the throughput."""
 
 
 class Timers:
-    """DeepSpeed's ``timers``; returns a timer that measures nothing for any name."""
+    """Object for DeepSpeed's attribute ``timers``: a call with any name returns a timer that measures nothing."""
 
     def __call__(self, name: str) -> Throughput:
         """Returns a timer."""
         return Throughput()
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Does nothing; the step report has the times."""
+        """Does nothing; each ``StepReport`` has the times of its step."""
 
 
 class DeepSpeedMonitor:
-    """DeepSpeed's ``monitor``; does nothing, because section ``monitor`` configures logs."""
+    """Object for DeepSpeed's attribute ``monitor``; it writes nothing.
+
+    The configuration section ``monitor`` chooses the logs, and the engine writes them.
+    """
 
     enabled = False
 
     def write_events(self, events: list[Any], flush: bool = True) -> None:
-        """Does nothing; section ``monitor`` configures logs."""
+        """Does nothing; the engine writes the logs of the configuration section ``monitor``."""
 
 
 class AskedSettings:
-    """Configuration values as methods with DeepSpeed's names."""
+    """Base class of ``DeepSpeedEngine`` with DeepSpeed's getters of configuration values.
+
+    A getter of a feature that Trine always has, or never has, returns a constant.
+    """
 
     engine: Engine
 
     def steps_per_print(self) -> int:
-        """Returns the number of steps between two logged reports."""
+        """Returns the configuration value ``monitor.every``: the number of steps between two logged step reports."""
         return self.engine.config.monitor.every
 
     def optimizer_name(self) -> str | None:
-        """Returns the name of the configured optimizer in lower case."""
+        """Returns the type of the configured optimizer in lower case, such as "adamw"; None if none is configured."""
         section = self.engine.config.optimizer
         return section.type.lower() if section is not None else None
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Returns the params of the configured optimizer."""
+        """Returns the ``params`` of the configured optimizer, with defaults; None if none is configured."""
         section = self.engine.config.optimizer
         return dict(section.params) if section is not None else None
 
     def scheduler_name(self) -> str | None:
-        """Returns the type of the configured learning-rate schedule."""
+        """Returns the type of the configured learning-rate schedule, such as "WarmupLR"; None if none is configured."""
         section = self.engine.config.scheduler
         return section.type if section is not None else None
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Returns the params of the configured learning-rate schedule."""
+        """Returns the ``params`` of the configured learning-rate schedule; None if none is configured."""
         section = self.engine.config.scheduler
         return dict(section.params) if section is not None else None
 
     def dynamic_loss_scale(self) -> bool:
-        """Returns True if the loss scale is dynamic."""
+        """Returns True in an fp16 run without a fixed loss scale."""
         return self.engine.config.fp16.enabled and not self.engine.config.fp16.loss_scale
 
     def initial_dynamic_scale(self) -> float:
-        """Returns the initial loss scale of dynamic scaling."""
+        """Returns the loss scale with which dynamic scaling starts: 2 to the power of ``fp16.initial_scale_power``."""
         return float(2**self.engine.config.fp16.initial_scale_power)
 
     def managed_gradient_accumulation(self) -> bool:
-        """Returns True if ``step`` updates only every ``gradient_accumulation_steps`` calls."""
+        """Returns True if ``step`` updates the weights only at every ``gradient_accumulation_steps``-th call.
+
+        False: every call of ``step`` updates the weights.
+        """
         return self.engine.config.managed_gradient_accumulation
 
     def torch_autocast_enabled(self) -> bool:
@@ -92,7 +103,7 @@ class AskedSettings:
         return self.engine.config.torch_autocast.enabled
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        """Returns the dtype of torch.autocast; None if it is off."""
+        """Returns ``torch.bfloat16`` if forwards run inside torch.autocast, otherwise None."""
         return torch.bfloat16 if self.torch_autocast_enabled() else None
 
     def zero_optimization_partition_gradients(self) -> bool:
@@ -124,7 +135,9 @@ class AskedSettings:
         return True
 
     def zero_reduce_bucket_size(self) -> int:
-        """Returns the number of elements of a bucket."""
+        """Returns the number of elements of a bucket, the unit in which gradients are reduced and
+        parameters gathered.
+        """
         return self._zero.bucket_elements
 
     zero_allgather_bucket_size = zero_reduce_bucket_size  # buckets are gathered as they are reduced
@@ -136,23 +149,25 @@ class AskedSettings:
     zero_model_persistence_threshold = zero_param_persistence_threshold
 
     def zero_hpz_partition_size(self) -> int | str:
-        """Returns the number of data ranks over which secondary shards (hpZ) are divided; 1: there are none."""
+        """Returns the number of data ranks that share one secondary copy of the parameters (ZeRO++ hpZ); 1: no such
+        copy.
+        """
         return self._zero.zero_hpz_partition_size
 
     def mics_shard_size(self) -> int:
-        """Returns the number of data ranks in a shard group; -1: all data ranks."""
+        """Returns the number of data ranks over which ZeRO shards one copy of the state (MiCS); -1: all data ranks."""
         return self._zero.shard_size or -1
 
     def zero_quantized_weights(self) -> bool:
-        """Returns True if parameter all-gathers are quantized."""
+        """Returns True if parameters are quantized for all-gathers (ZeRO++ qwZ)."""
         return self._zero.zero_quantized_weights
 
     def zero_quantized_gradients(self) -> bool:
-        """Returns True if gradient reductions are quantized."""
+        """Returns True if gradients are quantized for reductions (ZeRO++ qgZ)."""
         return self._zero.zero_quantized_gradients
 
     def zero_quantized_nontrainable_weights(self) -> bool:
-        """Returns True if frozen weights are quantized."""
+        """Returns True if frozen weights are stored quantized, as the section ``quantize_frozen`` configures."""
         return self.engine.config.quantize_frozen is not None
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
@@ -168,7 +183,7 @@ class AskedSettings:
         return True
 
     def zero_load_from_fp32_weights(self) -> bool:
-        """Returns True, because masters are loaded from the fp32 weights of a checkpoint."""
+        """Returns True, because fp32 master weights are loaded from the fp32 weights of a checkpoint."""
         return True
 
     def zero_legacy_stage1(self) -> bool:
@@ -176,15 +191,17 @@ class AskedSettings:
         return False
 
     def zero_allow_untested_optimizer(self) -> bool:
-        """Returns True, because every optimizer with a shardable update is accepted; others raise."""
+        """Returns True, because ``initialize`` accepts every optimizer that can update shards, and raises for any
+        other.
+        """
         return True
 
     def zero_offload_optimizer(self) -> Any:
-        """Returns the section ``offload_optimizer``; None if optimizer state is on the GPU."""
+        """Returns the section ``zero_optimization.offload_optimizer``; None if optimizer state is on the GPU."""
         return self._zero.offload_optimizer if self._zero.offload_optimizer.device != "none" else None
 
     def zero_offload_param(self) -> Any:
-        """Returns the section ``offload_param``; None if parameters are on the GPU."""
+        """Returns the section ``zero_optimization.offload_param``; None if parameters are on the GPU."""
         return self._zero.offload_param if self._zero.offload_param.device != "none" else None
 
     def zero_use_cpu_optimizer(self) -> bool:
@@ -196,15 +213,15 @@ class AskedSettings:
         return self._zero.offload_optimizer.device == "cpu"
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Returns True if optimizer moments are on disk."""
+        """Returns True if the optimizer's moments are on disk."""
         return self._zero.offload_optimizer.device == "nvme"
 
     def zero_partial_offload(self) -> float | str:
-        """Returns the fraction of elements with offloaded optimizer state."""
+        """Returns the fraction of parameter elements, 0 to 1, with offloaded optimizer state."""
         return self._zero.offload_optimizer.ratio
 
     def bf16_master_weights_and_gradients(self) -> bool:
-        """Returns True if a bf16 run stores no fp32 masters."""
+        """Returns True if a bf16 run updates its bf16 weights directly, without fp32 master weights."""
         return self.engine.config.bf16.bf16_master_weights_and_grads
 
     def bf16_optimizer_states(self) -> bool:
@@ -212,16 +229,16 @@ class AskedSettings:
         return self.engine.config.bf16.bf16_optimizer_states
 
     def fp16_master_weights_and_gradients(self) -> bool:
-        """Returns False, because an fp16 run always has fp32 masters."""
+        """Returns False, because an fp16 run always has fp32 master weights."""
         return False
 
     def fp16_auto_cast(self) -> bool:
-        """Returns True if floating inputs are cast to the model's dtype."""
+        """Returns True if floating-point inputs of forward are cast to the model's dtype."""
         return self.engine.config.cast_forward_inputs
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
-        """Dtype of gradients in reductions; None: the dtype of accumulation."""
+        """Dtype in which gradients are reduced over ranks; None: the dtype in which they are accumulated."""
         return NAMED_DTYPES[self.engine.config.communication_data_type]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -233,7 +250,7 @@ class AskedSettings:
         return torch.float16 if config.fp16.enabled else torch.float32, torch.float32
 
     def amp_enabled(self) -> bool:
-        """Returns False, because ``amp`` is converted to ``torch_autocast``."""
+        """Returns False, because the configuration section ``amp`` is converted to ``torch_autocast``."""
         return False
 
     def sparse_gradients_enabled(self) -> bool:
@@ -246,7 +263,7 @@ class AskedSettings:
         return set()
 
     def flops_profiler_enabled(self) -> bool:
-        """Returns False, because the step report has the FLOP/s."""
+        """Returns False; each ``StepReport`` has the FLOP/s without a profiler."""
         return False
 
     def use_node_local_storage(self) -> bool:
@@ -254,7 +271,7 @@ class AskedSettings:
         return False
 
     def load_universal_checkpoint(self) -> bool:
-        """Returns True, because every checkpoint loads on any grid."""
+        """Returns True, because every checkpoint loads on any number of data, tensor and pipeline ranks."""
         return True
 
     def autotp_size(self) -> int:
@@ -270,11 +287,11 @@ class AskedSettings:
         return 1.0
 
     def wall_clock_breakdown(self) -> bool:
-        """Returns False, because the step report has the times."""
+        """Returns False; each ``StepReport`` has the times of its step."""
         return False
 
     def memory_breakdown(self) -> bool:
-        """Returns False, because the step report has the peak memory."""
+        """Returns False; each ``StepReport`` has the peak memory."""
         return False
 
     def dump_state(self) -> bool:
@@ -290,7 +307,7 @@ class AskedSettings:
         return False
 
     def eigenvalue_enabled(self) -> bool:
-        """Returns False, because eigenvalues of blocks are not supported."""
+        """Returns False, because DeepSpeed's estimate of each block's eigenvalue is not supported."""
         return False
 
     def autotuning_enabled(self) -> bool:

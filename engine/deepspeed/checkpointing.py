@@ -19,12 +19,15 @@ def __getattr__(name: str) -> Any:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns ``function(*args)``; backward recomputes its activations with the random numbers of the forward."""
+    """Runs ``function(*args)`` and returns its output without storing its activations.
+
+    The backward recomputes the activations, with the same random numbers as the forward.
+    """
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
 def configure(*_: Any, **__: Any) -> None:
-    """Does nothing, because DeepSpeed's options only choose where activations are stored."""
+    """Does nothing, because DeepSpeed's options choose only where stored activations are placed."""
 
 
 def is_configured() -> bool:
@@ -33,7 +36,10 @@ def is_configured() -> bool:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the device. During training, tensor ranks draw different random numbers for sharded tensors in any case."""
+    """Seeds the random generator of the current device.
+
+    Tensor ranks need no seeds of their own: in training they draw different numbers for sharded tensors in any case.
+    """
     get_accelerator().manual_seed(seed)
 
 

@@ -21,15 +21,16 @@ def init_distributed(
     verbose: bool = True, timeout: timedelta | None = None, init_method: str | None = None,
     dist_init_required: bool | None = None, config: Any = None, rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
-    """Starts torch's default process group over the launcher's ranks, unless there is one; ``initialize`` does too.
-    Collective.
+    """Starts torch's default process group over all ranks of the launcher, unless one exists. Collective.
 
-    The backend is NCCL on GPUs and gloo otherwise, with the timeout of ``TRINE_TIMEOUT_SECONDS``. Other arguments have
-    no effect.
+    ``deepspeed.initialize`` starts the group too. The backend is NCCL on GPUs and gloo on the CPU. Arguments that are
+    not listed have no effect.
 
     Args:
+        timeout: used only with ``init_method`` or ``rank``; otherwise ``TRINE_TIMEOUT_SECONDS`` applies.
         init_method: torch's rendezvous URL, in place of the launcher's.
-        rank: rank of this process in ``world_size``; -1: the launcher's value.
+        rank: rank of this process, from 0, among ``world_size`` processes; -1: the launcher's value.
+        world_size: number of processes; -1: the launcher's value.
     """
     if not dist.is_initialized() and (init_method is not None or rank >= 0):
         told = read_world()
@@ -44,12 +45,12 @@ def init_distributed(
 
 
 def default_backend(kind: str) -> str:
-    """Returns the torch.distributed backend of a device type."""
+    """Returns torch's default torch.distributed backend for device type ``kind``, such as "nccl" for "cuda"."""
     return str(dist.get_default_backend_for_device(kind))
 
 
 def world_group() -> Any:
-    """Returns the group of all ranks; None in one process without a group."""
+    """Returns torch's default process group, which has all ranks; None if no group was started."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -60,13 +61,16 @@ def wait_for_all() -> None:
 
 
 def share_from(tensor: torch.Tensor, rank: int) -> None:
-    """Broadcasts a tensor in place from ``rank`` to all ranks."""
+    """Broadcasts ``tensor`` in place from rank ``rank`` to all ranks. Collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(tensor, src=rank)
 
 
 def from_every_rank(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """All-gathers a tensor of equal shape over all ranks; returns one tensor a rank."""
+    """All-gathers ``tensor``, of the same shape on all ranks; returns one tensor per rank, in rank order.
+
+    Collective.
+    """
     if not dist.is_initialized():
         return [tensor]
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]

@@ -32,7 +32,10 @@ _COUNTED = {"micro_steps", "client_state"}
 
 
 class DeepSpeedEngine(ScheduledMembers, AskedSettings):
-    """DeepSpeed's engine object, the first value of ``deepspeed.initialize``; other attributes come from the model."""
+    """Engine object with DeepSpeed's methods, the first value that ``deepspeed.initialize`` returns.
+
+    Attributes that are not defined here come from the model.
+    """
 
     def __init__(
         self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None, scheduled: Scheduled,
@@ -72,9 +75,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     forward = __call__
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Runs the backward of a microbatch; returns the loss divided by ``gradient_accumulation_steps``.
+        """Runs the backward of one microbatch, and returns ``loss`` divided by ``gradient_accumulation_steps``.
 
-        With ``scale_wrt_gas=False`` gradients are summed over the microbatches, not averaged.
+        With ``scale_wrt_gas=False`` gradients are summed over the microbatches, not averaged, and ``loss`` is returned
+        unchanged.
         """
         steps = self.gradient_accumulation_steps()
         self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph)
@@ -82,18 +86,24 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return loss / steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Updates the weights at the end of an accumulation; otherwise only ends a microbatch."""
+        """Ends a microbatch; after the last one of an accumulation, also updates the weights.
+
+        ``lr_kwargs`` has no effect.
+        """
         self.micro_steps += 1
         self._counted.end_step()
         self._last.take(self.engine.step())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns the loss times the loss scale, for ``loss.backward()``."""
+        """Returns ``loss`` times the fp16 loss scale (otherwise 1), so that a script can call ``backward()`` on the
+        result.
+        """
         return self.engine.scale(loss)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Runs one training step on microbatches of ``data_iter`` (default: the training data); returns the mean
-        loss.
+        """Runs one training step, and returns the mean loss of its microbatches as a 0-dim tensor.
+
+        ``data_iter`` yields the microbatches of this data rank; None: the training data passed to ``initialize``.
         """
         self._scheduled.refuse_whole_steps()
         report = self.engine.train_batch(self._given(data_iter))
@@ -107,12 +117,15 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
         reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
     ) -> Any:  # fmt: skip
-        """Returns the mean loss over the microbatches of a step; with ``return_logits`` (loss, outputs).
+        """Computes the mean loss over as many microbatches of ``data_iter`` as a step has, without an update.
 
-        Without ``compute_loss`` it returns the outputs. All ranks get the result; ``bcast_loss`` has no effect.
+        Returns:
+            The loss as a 0-dim tensor; (loss, outputs) with ``return_logits``; only the outputs if ``compute_loss`` is
+                False. All ranks get the result, so ``bcast_loss`` has no effect.
 
         Raises:
-            EngineError: ``reduce_output`` is not "avg", or ``num_micro_batches`` is not the accumulation.
+            EngineError: ``reduce_output`` is not "avg", or ``num_micro_batches`` differs from
+                ``gradient_accumulation_steps``.
         """
         if reduce_output != "avg":
             raise EngineError(
@@ -135,11 +148,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return items if self._batch_fn is None else map(self._batch_fn, items)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Sets the loader of microbatches for ``train_batch``; it restarts at its end."""
+        """Makes ``train_batch`` read its microbatches from ``loader``, which restarts when it is exhausted."""
         self.training_dataloader, self._items = loader, iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Sets the iterator of microbatches for ``train_batch``."""
+        """Makes ``train_batch`` read its microbatches from ``iterator``."""
         self.training_dataloader, self._items = None, iterator
 
     def deepspeed_io(
@@ -147,11 +160,13 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         data_sampler: Sampler[Any] | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:  # fmt: skip
-        """Returns a loader of this data rank's rows of ``dataset``, in microbatches.
+        """Returns a DataLoader over this data rank's rows of ``dataset``, in microbatches.
 
         Args:
+            batch_size: rows of a microbatch; None: the configured number.
             route: "train" shuffles the rows; "eval" and "predict" keep their order.
-            data_sampler: sampler of this rank's rows; None: a distributed sampler.
+            data_sampler: sampler of this rank's rows; None: torch's DistributedSampler over the data ranks.
+            collate_fn: function that makes a batch of rows; None: the one passed to ``initialize``.
             num_local_io_workers: number of reader processes; None: this process reads.
         """
         return loader_of_a_rank(
@@ -166,22 +181,22 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         )
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Sets a function that is applied to each microbatch of ``train_batch`` and ``eval_batch``."""
+        """Sets a function that converts each microbatch before ``train_batch`` or ``eval_batch`` uses it."""
         self._batch_fn = fn
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Raises unless the batch size equals the configured one.
+        """Checks that ``train_batch_size`` equals the configured size, which cannot change in a run.
 
         Raises:
-            EngineError: the size differs, because a plan is made for one size.
+            EngineError: the size differs, because the plan of a run is made for one size.
         """
         self._refuse_size("train_batch_size", train_batch_size, self.train_batch_size())
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Raises unless the microbatch size equals the configured one.
+        """Checks that ``micro_batch_size`` equals the configured size, which cannot change in a run.
 
         Raises:
-            EngineError: the size differs, because a plan is made for one size.
+            EngineError: the size differs, because the plan of a run is made for one size.
         """
         self._refuse_size("train_micro_batch_size_per_gpu", micro_batch_size, self.train_micro_batch_size_per_gpu())
 
@@ -193,11 +208,13 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             )
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Returns an empty context, because gradients of several backwards are reduced together in any case."""
+        """Returns a context manager without effect, because gradients of several backwards are reduced together in any
+        case.
+        """
         return nullcontext()
 
     def zero_grad(self) -> None:
-        """Drops the gradients of an unfinished accumulation."""
+        """Drops the gradients that were accumulated since the last update."""
         self.engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -205,12 +222,12 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return self.engine.no_sync()
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
-        """Sets the model to training mode."""
+        """Sets the model to training mode, or to evaluation mode if ``mode`` is False; returns this engine."""
         self.engine.module.train(mode)
         return self
 
     def eval(self) -> "DeepSpeedEngine":
-        """Sets the model to evaluation mode."""
+        """Sets the model to evaluation mode; returns this engine."""
         return self.train(False)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -231,7 +248,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, save_dir: str | os.PathLike[str], tag: str | int | None = None, client_state: Any = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Saves to ``save_dir/tag`` and writes the tag into ``save_dir/latest``; returns once written. Collective."""
+        """Saves a checkpoint in the folder ``save_dir/tag``; returns True once it is written. Collective.
+
+        ``tag`` is ``global_stepN`` by default; with ``save_latest`` it is written into the file ``save_dir/latest``.
+        ``load_checkpoint`` returns ``client_state`` again.
+        """
         if save_dir is None or not os.fspath(save_dir):
             raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; pass the folder of the run.")
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
@@ -249,9 +270,12 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Loads a checkpoint of Trine or DeepSpeed; returns (folder, client state). Collective.
+        """Loads the checkpoint ``load_dir/tag``, of Trine or DeepSpeed. Collective.
 
-        Returns (None, None) if ``load_dir`` has no file ``latest``.
+        ``tag=None`` loads the checkpoint that the file ``load_dir/latest`` names.
+
+        Returns:
+            (folder of the checkpoint, client state); (None, None) if neither ``tag`` nor a file ``latest`` is given.
 
         Raises:
             EngineError: ``custom_load_fn`` is passed.
@@ -282,7 +306,12 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Writes the full weights into one safetensors file; the suffix of the name is replaced. Collective."""
+        """Writes the full weights into the safetensors file ``save_dir/save_filename`` on rank 0; returns True.
+
+        Collective.
+
+        Another suffix of ``save_filename`` is replaced by ``.safetensors``.
+        """
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
@@ -296,7 +325,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Returns the full weights on rank 0 and an empty dict on other ranks. Collective.
+        """Returns the state dict of the whole model on rank 0, and an empty dict on other ranks. Collective.
 
         Raises:
             EngineError: ``destination``, ``prefix`` or ``keep_vars`` is passed.
@@ -315,10 +344,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, state_dict: Mapping[str, Tensor], strict: bool = True, custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
     ) -> None:  # fmt: skip
-        """Loads full weights and buffers into the model. Collective; every rank passes the same values.
+        """Copies full parameters and buffers from ``state_dict``, equal on all ranks, into the model. Collective.
 
         Raises:
-            EngineError: names differ under ``strict``, or ``custom_load_fn`` is passed.
+            EngineError: with ``strict``, if the names differ from the model's; ``custom_load_fn`` is passed.
         """
         _refuse_load_fn("load_module_state_dict", custom_load_fn)
         with self.engine.full_parameters() as parameters, torch.no_grad():
@@ -344,13 +373,14 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves weights, gradients and optimizer state to host memory until ``reload_states``; see
-        :meth:`Engine.offload_states`.
+        """Moves weights, gradients and optimizer state to host memory until ``reload_states``.
+
+        It takes the arguments of :meth:`Engine.offload_states`.
         """
         self.engine.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves offloaded state back to the device."""
+        """Moves the state that ``offload_states`` has moved to host memory back to the device."""
         self.engine.reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
@@ -362,7 +392,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return self.engine.config.compile
 
     def compile(self, *_: Any, **__: Any) -> None:
-        """Raises unless the configuration has compiled the model's blocks.
+        """Does nothing if the configuration has compiled the model's blocks, and raises otherwise.
 
         Raises:
             EngineError: ``compile`` is not configured; a sharded model cannot be compiled later.

@@ -17,7 +17,7 @@ from engine.parallel.comm.launcher import local_rank
 
 
 class MicrobatchCount:
-    """Count of microbatches over all steps, which may have different numbers of them."""
+    """Counter of microbatches over all steps, for runs in which steps may have different numbers of microbatches."""
 
     KEY = "microbatches"
 
@@ -29,23 +29,27 @@ class MicrobatchCount:
         """Microbatches of all steps; None: each step has the same number."""
 
     def end_step(self) -> None:
-        """Adds the microbatches since the last step."""
+        """Adds the backwards since the last step to the count."""
         if self.taken is not None:
             self.taken += self.waiting
         self.waiting = 0
 
     def kept(self) -> dict[str, int]:
-        """Returns the count as entries of a checkpoint's client state."""
+        """Returns the count as an entry of a checkpoint's client state; empty if all steps have the same number of
+        microbatches.
+        """
         return {} if self.taken is None else {self.KEY: self.taken}
 
     def restore(self, found: Mapping[str, Any], steps: int) -> None:
-        """Restores the count from client state, or from a number of steps of equal size."""
+        """Restores the count from the client state ``found``; without an entry, from ``steps`` steps of the configured
+        size.
+        """
         if self.taken is not None:
             self.taken = int(found.get(self.KEY, steps * self._steps))
 
 
 class EngineState:
-    """Attributes and getters of DeepSpeed's engine object."""
+    """Base class of ``DeepSpeedEngine`` with getters of ranks, batch sizes, counters and learning rates."""
 
     engine: Engine
     optimizer: Any
@@ -54,95 +58,95 @@ class EngineState:
 
     @property
     def module(self) -> nn.Module:
-        """User's model."""
+        """User's model, with its parameters sharded in place."""
         return self.engine.module
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of this rank's parameters."""
         return self.engine.device
 
     @property
     def config(self) -> dict[str, Any]:
-        """Configuration as JSON, with defaults filled in."""
+        """Configuration as a JSON object, with defaults filled in."""
         return dict(self.engine.config.to_json())
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process in the world."""
+        """Rank of this process among all processes, from 0."""
         return self.engine.grid.rank
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process on its node."""
+        """Rank of this process on its node, from 0."""
         return local_rank(os.environ, self.global_rank)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the world."""
+        """Number of processes of the job."""
         return self.engine.grid.world_size
 
     @property
     def dp_world_size(self) -> int:
-        """Number of data ranks."""
+        """Number of ranks on the data axis."""
         return self.engine.grid.row_ranks
 
     @property
     def mp_world_size(self) -> int:
-        """Number of tensor ranks."""
+        """Number of ranks on the tensor axis."""
         return self.engine.grid.tp
 
     def get_data_parallel_rank(self) -> int:
-        """Returns this rank's index on the data axis."""
+        """Returns this rank's index on the data axis, from 0."""
         return self.engine.grid.row_rank
 
     def get_model_parallel_rank(self) -> int:
-        """Returns this rank's index on the tensor axis."""
+        """Returns this rank's index on the tensor axis, from 0."""
         return self.engine.grid.coord().tp
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
     def get_pipeline_parallel_rank(self) -> int:
-        """Returns this rank's index on the pipeline axis."""
+        """Returns this rank's index on the pipeline axis, from 0."""
         return self.engine.grid.coord().pp
 
     @property
     def global_steps(self) -> int:
-        """Number of training steps, including skipped ones."""
+        """Number of training steps so far, including steps skipped because of non-finite gradients."""
         return self.engine.step_count + self.engine.skipped_steps
 
     @property
     def global_samples(self) -> int:
-        """Number of rows of all training steps."""
+        """Number of batch rows in all training steps so far, over all ranks."""
         if (taken := self._counted.taken) is None:
             return self.global_steps * self.train_batch_size()
         return taken * self.train_batch_size() // self.gradient_accumulation_steps()
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps skipped because of non-finite gradients."""
+        """Number of steps so far that were skipped because of non-finite gradients."""
         return self.engine.skipped_steps
 
     @property
     def cur_scale(self) -> float:
-        """Loss scale of the next step."""
+        """Loss scale of the next step; 1 except under fp16."""
         return self.engine.loss_scale
 
     @property
     def loss_scale(self) -> float:
-        """Loss scale of the next step."""
+        """Loss scale of the next step; 1 except under fp16."""
         return self.cur_scale
 
     def train_batch_size(self) -> int:
-        """Returns the global batch size in rows."""
+        """Returns the number of rows in a step, over all data ranks."""
         return self.engine.config.train_batch_size or 0
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Returns the number of rows of a microbatch on a data rank."""
+        """Returns the number of rows that a data rank has in one microbatch."""
         return self.engine.config.micro or 0
 
     def gradient_accumulation_steps(self) -> int:
-        """Returns the number of microbatches per step."""
+        """Returns the number of microbatches per data rank in a step."""
         return self.engine.config.accumulation or 0
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -150,7 +154,7 @@ class EngineState:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def zero_optimization_stage(self) -> int:
-        """Returns the ZeRO stage."""
+        """Returns the ZeRO stage, 0 to 3."""
         return self.engine.config.zero_optimization.stage
 
     def zero_optimization(self) -> bool:
@@ -170,11 +174,11 @@ class EngineState:
         return self.engine.config.gradient_clipping
 
     def get_lr(self) -> list[float]:
-        """Returns the learning rate of each parameter group."""
+        """Returns the learning rate of each parameter group of the optimizer, in order."""
         return [float(group["lr"]) for group in self._groups]
 
     def get_mom(self) -> list[Any]:
-        """Returns the betas or the momentum of each parameter group."""
+        """Returns the betas of each parameter group of the optimizer, its momentum if it has no betas, or None."""
         return [group.get("betas", group.get("momentum")) for group in self._groups]
 
     def get_global_grad_norm(self) -> float | None:
@@ -186,7 +190,7 @@ class EngineState:
         """torch.distributed group of all ranks, if all are data ranks; None in a single process.
 
         Raises:
-            EngineError: the grid has tensor or pipeline ranks, whose groups are internal.
+            EngineError: there are tensor or pipeline ranks, so the data ranks' group is internal to the engine.
         """
         grid = self.engine.grid
         if grid.row_ranks != grid.world_size:
@@ -197,7 +201,7 @@ class EngineState:
 
     @property
     def grid(self) -> PipelineParallelGrid:
-        """Grid of ranks, under DeepSpeed's names."""
+        """Sizes of the axes and this rank's coordinates, as DeepSpeed's ``PipelineParallelGrid``."""
         return PipelineParallelGrid(self.engine.grid)
 
     def is_first_stage(self) -> bool:
@@ -209,7 +213,7 @@ class EngineState:
         return self.engine.grid.coord().pp == self.engine.grid.pp - 1
 
     def get_type(self) -> list[Any]:
-        """Returns the option ``type`` of each parameter group; None for groups without it."""
+        """Returns the option ``type`` of each parameter group of the optimizer; None for a group without it."""
         return [group.get("type") for group in self._groups]
 
     @property

@@ -7,16 +7,17 @@ from engine.config import load_raw
 
 
 class HfDeepSpeedConfig:
-    """DeepSpeed configuration with getters. Models are built in full, and ``initialize`` shards them.
+    """Replacement of transformers' ``HfDeepSpeedConfig``: a DeepSpeed configuration with getters.
 
-    transformers' own class needs the package deepspeed, and builds models under its ``zero.Init``.
+    transformers' own class needs the package deepspeed, and builds models under its ``zero.Init``. With this class
+    models are built in full, and ``initialize`` shards them.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
         self.config: dict[str, Any] = dict(load_raw(config_file_or_dict))
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Returns the configuration value at a dotted path."""
+        """Returns the configuration value at the dotted path ``ds_key_long``; ``default`` if there is none."""
         found: Any = self.config
         for key in ds_key_long.split("."):
             if not isinstance(found, Mapping) or key not in found:
@@ -25,11 +26,11 @@ class HfDeepSpeedConfig:
         return found
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Returns True if the value at a dotted path is true."""
+        """Returns True if the configuration value at the dotted path ``ds_key_long`` is true."""
         return bool(self.get_value(ds_key_long, False))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Returns True if the value at a dotted path exists and is false."""
+        """Returns True if the configuration value at the dotted path ``ds_key_long`` exists and is false."""
         found = self.get_value(ds_key_long)
         return found is not None and not found
 
@@ -42,6 +43,6 @@ class HfDeepSpeedConfig:
         return int(self.get_value("zero_optimization.stage", -1)) == 3
 
     def is_offload(self) -> bool:
-        """Returns True if optimizer state or parameters are offloaded."""
+        """Returns True if optimizer state or parameters are offloaded to host memory or disk."""
         places = ("offload_optimizer", "offload_param")
         return any(self.get_value(f"zero_optimization.{each}.device") in ("cpu", "nvme") for each in places)

@@ -47,15 +47,17 @@ _NEAREST: Mapping[str, str] = MappingProxyType({
 
 
 class MissingModules(MetaPathFinder):
-    """Import finder that raises for missing modules below ``engine.deepspeed``."""
+    """Import finder that raises an error with advice for DeepSpeed modules that ``engine.deepspeed`` lacks."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns None for modules outside of ``engine.deepspeed``, and raises for others.
+        """Returns None for modules outside of ``engine.deepspeed``; raises for modules inside it.
+
+        Python asks this finder last, so a module inside ``engine.deepspeed`` that reaches it does not exist.
 
         Raises:
-            ModuleNotFoundError: the module is missing; names the nearest equivalent.
+            ModuleNotFoundError: the module is inside ``engine.deepspeed``; the message names the nearest equivalent.
         """
         if not fullname.startswith(_DOOR):
             return None
@@ -64,20 +66,23 @@ class MissingModules(MetaPathFinder):
 
 
 def missing_sentence(name: str) -> str:
-    """Returns the error text about a DeepSpeed module that Trine lacks."""
+    """Returns the error text for a DeepSpeed name that Trine lacks, with the nearest equivalent.
+
+    ``name`` is the dotted path below ``deepspeed``, such as "runtime.domino".
+    """
     found = [about for about in _NEAREST if name == about or f"{name}.".startswith(f"{about.removesuffix('.')}.")]
     nearest = _NEAREST[max(found, key=len)] if found else "docs/reference/deepspeed.md lists the names that are there"
     return f"deepspeed.{name} is not among the names of engine.deepspeed: {nearest}."
 
 
 def install() -> None:
-    """Appends the finder to ``sys.meta_path``, once."""
+    """Appends a ``MissingModules`` finder to ``sys.meta_path``, unless there is one."""
     if not any(isinstance(each, MissingModules) for each in sys.meta_path):
         sys.meta_path.append(MissingModules())
 
 
 def missing_attribute(engine: object, model: Any, name: str) -> AttributeError:
-    """Returns the error about an attribute that neither the engine object nor the model has."""
+    """Returns an error for the attribute ``name``, which neither the engine object ``engine`` nor its ``model`` has."""
     return AttributeError(
         f"{type(engine).__name__!r} object of engine.deepspeed has no attribute {name!r}, and the model "
         f"({type(model).__name__}) has none either; docs/reference/deepspeed.md lists the engine's members."

@@ -22,7 +22,7 @@ class LastStep:
         self._report: StepReport | None = None
 
     def take(self, report: StepReport | None) -> None:
-        """Stores the report of a step; None if ``step`` did not update."""
+        """Stores ``report``, the result of a ``step`` call; None if the call only ended a microbatch."""
         self._report = report
         if report is not None:
             self.norm = report.grad_norm
@@ -39,7 +39,10 @@ class LastStep:
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """Optimizer object with DeepSpeed's attributes; groups and state are the engine's."""
+    """Wrapper with DeepSpeed's attributes around the engine's optimizer, or around the one that the script passed.
+
+    It can be created before the model is sharded, when the engine has no optimizer yet.
+    """
 
     def __init__(self, engine: Engine, given: torch.optim.Optimizer | None, last: LastStep) -> None:
         # does not call the base constructor, which would create groups of its own
@@ -47,10 +50,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Wrapped torch optimizer.
+        """Wrapped torch optimizer: the one passed to ``initialize``, otherwise the engine's.
 
         Raises:
-            EngineError: no batch was passed yet, so there is no optimizer.
+            EngineError: the engine makes its optimizer at the first batch, and none was passed yet.
         """
         if self._given is None and not self._engine.built:
             raise EngineError(
@@ -87,7 +90,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """Loss scale of the next step."""
+        """Loss scale of the next step; 1 except under fp16."""
         return self._engine.loss_scale
 
     loss_scale = cur_scale
@@ -98,24 +101,27 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self._last.skipped
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Runs the engine's backward for the loss of a microbatch."""
+        """Runs the engine's backward for ``loss``, the loss of a microbatch."""
         self._engine.backward(loss, retain_graph)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Raises an error.
+        """Raises an error, because updates are made by the engine's ``step``.
 
         Raises:
-            EngineError: always, because the engine's ``step`` reduces, clips and updates.
+            EngineError: always; the engine's ``step`` reduces and clips the gradients and updates the weights.
         """
         raise EngineError("optimizer.step() was called on an engine's optimizer; call model_engine.step() instead.")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of an unfinished accumulation."""
+        """Drops the gradients that were accumulated since the last update; ``set_to_none`` has no effect."""
         self._engine.zero_grad()
 
 
 class LateSchedule:
-    """Scheduler object of an engine whose model is not sharded before the first batch."""
+    """Stand-in for the scheduler of an engine that shards its model at the first batch.
+
+    Its attributes are read from the engine's scheduler.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -125,8 +131,10 @@ class LateSchedule:
 
 
 def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
-    """Returns the script's optimizer at ZeRO 0 in fp32, as DeepSpeed does, else a wrapper; None without an
-    optimizer.
+    """Returns the optimizer object of ``deepspeed.initialize``; None if the engine has no optimizer.
+
+    At ZeRO 0 in fp32 an optimizer ``given`` by the script is returned itself, as in DeepSpeed. Otherwise the result is
+    a ``DeepSpeedOptimizer``.
     """
     config, own = engine.config, given if isinstance(given, torch.optim.Optimizer) else None
     if config.optimizer is None and given is None:
@@ -138,7 +146,10 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
 
 
 def returned_schedule(engine: Engine, given: Any) -> Any:
-    """Returns the torch scheduler that the script passed, or that a callable or the configuration makes; or None."""
+    """Returns the scheduler object of ``deepspeed.initialize``; None without a schedule.
+
+    This is the torch scheduler ``given`` by the script, or the one that a callable or the configuration makes.
+    """
     if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given
     if given is None and engine.config.scheduler is None:
@@ -147,7 +158,11 @@ def returned_schedule(engine: Engine, given: Any) -> Any:
 
 
 def configured_schedule(config: Config, given: Any) -> Any:
-    """Returns the script's schedule, or a scheduler with DeepSpeed's attributes for a configured DeepSpeed type."""
+    """Returns the argument ``lr_scheduler`` for ``engine.initialize``.
+
+    This is ``given``, if the script passed a schedule. For a configured schedule of DeepSpeed it is a function that
+    makes a scheduler with DeepSpeed's attributes from an optimizer. Otherwise it is None.
+    """
     section = config.scheduler
     if given is not None or section is None or section.type not in SCHEDULES:
         return given

@@ -13,26 +13,30 @@ from engine.program.forward_inputs import ForwardSignature
 
 
 class CurriculumScheduler:
-    """DeepSpeed's ``curriculum_scheduler_legacy``; the difficulty is a function of the step, so there is no state to
-    save.
+    """Object for DeepSpeed's attribute ``curriculum_scheduler_legacy``.
+
+    The difficulty, such as a sequence length, depends only on the step number, so there is no state to save.
     """
 
     def __init__(self, curriculum: Curriculum, steps: Callable[[], int]) -> None:
         self._curriculum, self._steps = curriculum, steps
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Returns the difficulty at a step, counted from 1."""
+        """Returns the difficulty in step ``global_steps``, counted from 1."""
         return self._curriculum.difficulty(global_steps)
 
     update_difficulty = get_difficulty
 
     def get_current_difficulty(self) -> int:
-        """Returns the difficulty of the current step."""
+        """Returns the difficulty in the current step, which follows the completed ones."""
         return self._curriculum.difficulty(self._steps() + 1)
 
 
 class Scheduled:
-    """Step-dependent keyword arguments of forward, which every rank computes."""
+    """Keyword arguments that progressive layer drop and curriculum learning add to the model's forward.
+
+    They depend only on the step number, so every rank computes the same values.
+    """
 
     def __init__(self, model: nn.Module, raw: Mapping[str, Any], is_chain: bool) -> None:
         self.keywords = read_keywords(raw, Problems("the config"))
@@ -45,14 +49,19 @@ class Scheduled:
             )
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of a training forward with the added keywords; positional ones become keywords too."""
+        """Returns (``args``, ``kwargs``) of a training forward after ``steps`` steps, with the scheduled keyword
+        arguments added.
+
+        If any are added, positional arguments are passed as keywords too.
+        """
         added = self.keywords.at(steps)
         if added and len(args) <= len(self._names) and not kwargs.keys() & set(self._names[: len(args)]):
             args, kwargs = (), dict(zip(self._names, args, strict=False)) | kwargs
         return args, kwargs | added
 
     def refuse_whole_steps(self) -> None:
-        """Raises for ``train_batch`` if forward needs step-dependent keyword arguments.
+        """Raises an error for ``train_batch`` if forward needs scheduled keyword arguments, which a batch does not
+        contain.
 
         Raises:
             EngineError: the configuration adds such keyword arguments.
@@ -65,7 +74,7 @@ class Scheduled:
 
 
 class ScheduledMembers(EngineState):
-    """Attributes of DeepSpeed's engine object about progressive layer drop and curriculum learning."""
+    """Base class of ``DeepSpeedEngine`` with the members about progressive layer drop and curriculum learning."""
 
     _scheduled: Scheduled
 
@@ -88,6 +97,6 @@ class ScheduledMembers(EngineState):
 
     @property
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
-        """Scheduler of the curriculum's difficulty; None without ``curriculum_learning``."""
+        """Scheduler of the curriculum's difficulty, such as a sequence length; None without ``curriculum_learning``."""
         curriculum = self._keywords.curriculum
         return None if curriculum is None else CurriculumScheduler(curriculum, lambda: self.global_steps)

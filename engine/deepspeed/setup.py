@@ -47,13 +47,13 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:  # fmt: skip
     """Returns (engine, optimizer, loader of ``training_data``, scheduler), as DeepSpeed's ``initialize`` does.
 
-    Weights are broadcast from rank 0. Trainable parameters outside both ``model_parameters`` and ``optimizer`` are not
-    updated; without an optimizer the engine only evaluates, and the second value is None. Values "auto" are filled from
-    ``args``. ``distributed_port`` and ``dist_init_required`` have no effect. Collective.
+    Collective; weights are broadcast from rank 0. Trainable parameters outside both ``model_parameters`` and
+    ``optimizer`` are not updated. Without an optimizer the engine only evaluates, and the second value is None. Values
+    "auto" are filled from ``args``. ``distributed_port`` and ``dist_init_required`` have no effect.
 
     Raises:
-        ConfigError: ``engine.initialize`` raises; the model or configuration is missing or passed twice; groups have
-            options other than lr and weight_decay; ``mpu`` or ``mesh_param`` is of another grid.
+        ConfigError: ``engine.initialize`` raises it; ``model`` or configuration is missing or passed twice; groups set
+            more than lr and weight_decay; ``mpu`` or ``mesh_param`` has other numbers of ranks.
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
@@ -152,9 +152,10 @@ def _given(source: Any, args: Any) -> Mapping[str, Any]:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None
 ) -> nn.Module:
-    """Returns the model cast to ``dtype``, with the number of tensor ranks stored for ``initialize``, which shards it.
+    """Casts ``model`` to ``dtype`` and stores ``tp_size`` on it: the number of tensor ranks over which ``initialize``
+    shards it.
 
-    ``config`` has no effect here; ``initialize`` reads it.
+    Returns the model. ``config`` has no effect; pass it to ``initialize``.
 
     Raises:
         ConfigError: ``tp_group`` is passed.

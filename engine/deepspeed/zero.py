@@ -11,10 +11,10 @@ from engine.deepspeed.utils.tensor_fragment import engine_of
 
 
 class Init:
-    """Context in which a model is built; it has no effect, because ``initialize`` shards the weights.
+    """Context manager for scripts that build their model under ``deepspeed.zero.Init``; it has no effect.
 
-    Build a model that exceeds the memory of a process under ``torch.device("meta")``. DeepSpeed's arguments have no
-    effect.
+    ``initialize`` shards the weights. Build a model that exceeds the memory of a process under
+    ``torch.device("meta")``. DeepSpeed's arguments have no effect.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -32,10 +32,14 @@ def GatheredParameters(  # noqa: N802, DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """All-gathers ZeRO 3 parameters over dp inside the context. Collective.
+    """Gathers ZeRO 3 parameters, so that inside the context each is full on all data ranks. Collective.
 
     Args:
-        modifier_rank: rank whose changes are broadcast at the end; None: nothing is written.
+        params: parameters, or a module with them.
+        modifier_rank: rank with values that are broadcast at the end; None: all ranks must write equal values, or none.
+        enabled: False: the context has no effect.
+
+    ``fwd_module`` has no effect.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()

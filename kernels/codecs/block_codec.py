@@ -41,7 +41,10 @@ _BITS = 8
 
 @torch.no_grad()
 def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = None) -> Tensor:
-    """Encodes ``values_Rs`` as signs and block means, uint8 [R, m]; residual as in :func:`encode_blocks`."""
+    """Encodes each row of ``values_Rs`` [R, s] as signs and the mean absolute value of each block, uint8 [R, m].
+
+    ``residual_Rs`` has the effect that :func:`encode_blocks` describes.
+    """
     rows, elements = values_Rs.shape
     given = values_Rs.float()
     if residual_Rs is not None:
@@ -61,7 +64,7 @@ def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = Non
 
 
 def decoded_signs(messages_Rm: Tensor, block: int, elements: int) -> Tensor:
-    """Decodes all messages of :func:`encode_signs` to fp32 [R, s]."""
+    """Decodes messages of :func:`encode_signs` to fp32 [R, s]; ``elements`` is s."""
     rows, end = messages_Rm.shape[0], elements // _BITS
     places = torch.arange(_BITS, dtype=torch.uint8, device=messages_Rm.device)
     bits = messages_Rm[:, :end].unsqueeze(2).bitwise_right_shift(places).bitwise_and(1)
@@ -79,7 +82,9 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Block format of encoded numbers: bits per code, elements per scale."""
+    """Format of encoded numbers in blocks: integer codes of ``bits`` bits, and one fp32 scale per ``block``
+    elements.
+    """
 
     bits: int
     """Bits per code: 8 or 4; 1: signs alone (:func:`encode_signs`)."""
@@ -93,23 +98,25 @@ class BlockFormat:
 
     @property
     def word(self) -> str:
-        """Name of the codes for reports, such as "int8"."""
+        """Name of the code type for reports, such as "int8"."""
         return f"int{self.bits}" if self.bits > 1 else "signs"
 
     def code_bytes(self, elements: int) -> int:
-        """Returns the bytes of the codes of ``elements`` numbers; the scales follow them in a message."""
+        """Returns the size in bytes of the codes of ``elements`` numbers, without scales."""
         return elements * self.bits // 8
 
     def padded(self, elements: int) -> int:
-        """Returns ``elements`` rounded up to whole blocks."""
+        """Returns ``elements`` rounded up to a multiple of the block size."""
         return -(-elements // self.block) * self.block
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the bytes of a message of ``elements`` numbers in whole blocks."""
+        """Returns the size in bytes, codes and scales, of a message with ``elements`` numbers, a multiple of the block
+        size.
+        """
         return self.code_bytes(elements) + elements // self.block * _SCALE_BYTES
 
     def elements(self, message_bytes: int) -> int:
-        """Returns the number of elements in a message of whole blocks; inverse of :meth:`message_bytes`."""
+        """Returns the number of elements in a message of ``message_bytes`` bytes; inverse of :meth:`message_bytes`."""
         return message_bytes * 8 * self.block // (self.bits * self.block + 8 * _SCALE_BYTES)
 
 
@@ -132,7 +139,7 @@ class CastFormat:
         return elements
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the bytes of ``elements`` numbers in the narrow dtype."""
+        """Returns the size in bytes of a message with ``elements`` numbers in the narrower dtype."""
         return elements * self.dtype.itemsize
 
 
@@ -140,37 +147,42 @@ NumberFormat = BlockFormat | CastFormat
 
 
 class Codec(Protocol):
-    """Interface of message codecs: encode values [R, s] to bytes [R, m], and decode; ``s`` is padded to whole
-    blocks.
+    """Interface of message codecs, which encode R rows of s values [R, s] to messages of m bytes, uint8 [R, m], and
+    decode them.
+
+    ``s`` is a multiple of the format's block size.
     """
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Encodes each row of values plus residual (earlier rounding errors) to a message, uint8 [R, m]."""
+        """Encodes each row of ``values_Rs`` to a message, and returns the messages, uint8 [R, m].
+
+        ``residual_Rs``: rounding errors of the last encoding, added to the values, then replaced by the new errors.
+        """
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decodes each message to a row of ``out_Rs``, contiguous, rounded once to its dtype."""
+        """Decodes each message to a row of the contiguous ``out_Rs``, rounded once to its dtype."""
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Decodes all messages and sums them in fp32, in order, into ``out_s``, rounded once."""
+        """Overwrites ``out_s`` with the sum of all decoded messages, added in fp32 in order and rounded once."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """Codec of a block format, with the kernels that encode and decode."""
+    """Codec of a block format, in Triton or PyTorch as ``kernels`` selects."""
 
     wire: BlockFormat
     kernels: Kernels
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Encodes each row to a message; see :func:`encode_blocks`."""
+        """Encodes each row of ``values_Rs`` to a message, uint8 [R, m]; see :func:`encode_blocks`."""
         return encode_blocks(values_Rs, self.wire, self.kernels, residual_Rs)
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Decodes and sums all messages; see :func:`sum_blocks`."""
+        """Overwrites ``out_s`` with the sum of all decoded messages; see :func:`sum_blocks`."""
         sum_blocks(messages_Rm, out_s, self.wire, self.kernels)
 
     def message(self, values_s: Tensor) -> Tensor:
-        """Encodes ``values_s`` to one message [m]."""
+        """Encodes the vector ``values_s`` to one message, uint8 [m]."""
         return encode_blocks(values_s.view(1, -1), self.wire, self.kernels).view(-1)
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
@@ -178,7 +190,9 @@ class BlockCodec:
         decode_blocks(messages_Rm, out_Rs, self.wire, self.kernels)
 
     def rounded(self, values_s: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns ``values_s`` after encoding and decoding, in ``dtype``: the values that a receiver gets."""
+        """Returns ``values_s`` after encoding and decoding, in ``dtype``: the values that a receiver of the message
+        gets.
+        """
         out = torch.empty(values_s.shape, dtype=dtype, device=values_s.device)
         self.decode(self.message(values_s).view(1, -1), out.view(1, -1))
         return out
@@ -192,8 +206,10 @@ class CastCodec:
 
     @torch.no_grad()
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Returns the values in the narrow dtype as bytes; the residual becomes the rounding error, or 0 if not
-        finite.
+        """Returns each row of ``values_Rs``, cast to the narrower dtype, as bytes.
+
+        With ``residual_Rs`` the sum of values and residual is cast. The residual becomes the rounding error, or 0 where
+        the error is not finite.
         """
         given = values_Rs if residual_Rs is None else values_Rs.float().add(residual_Rs)
         cast = given.to(self.wire.dtype).contiguous()
@@ -203,12 +219,12 @@ class CastCodec:
 
     @torch.no_grad()
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Casts the messages to the dtype of ``out_Rs``."""
+        """Casts each message to a row of ``out_Rs``, in its dtype."""
         out_Rs.copy_(messages_Rm.view(self.wire.dtype))
 
     @torch.no_grad()
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Sums the messages in fp32, in order, into ``out_s``."""
+        """Overwrites ``out_s`` with the sum of all messages, added in fp32 in order."""
         first, *others = messages_Rm.view(self.wire.dtype)
         total = first.float()
         for other in others:
@@ -217,16 +233,16 @@ class CastCodec:
 
 
 def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
-    """Returns the codec of the format ``wire``."""
+    """Returns the codec that encodes numbers in the format ``wire``."""
     return BlockCodec(wire, kernels) if isinstance(wire, BlockFormat) else CastCodec(wire)
 
 
 @torch.no_grad()
 def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
-    """Encodes each row of ``values_Rs`` [R, s] to a message, uint8 [R, m]; ``s`` is a multiple of the block.
+    """Encodes each row of ``values_Rs`` [R, s] to a message, uint8 [R, m]; ``s`` is a multiple of the block size.
 
-    With a residual (fp32, contiguous) the sum of values and residual is encoded, and the residual becomes the rounding
-    error (error feedback, Seide et al. 2014), or 0 if the sum is not finite.
+    With ``residual_Rs`` (fp32, contiguous) the sum of values and residual is encoded. The residual then becomes the
+    rounding error (error feedback, Seide et al. 2014), or 0 if the sum is not finite.
 
     Codes are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """
@@ -241,7 +257,9 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 
 @torch.no_grad()
 def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Decodes each message to a row of ``out_Rs`` [R, s], contiguous, rounded once to its dtype."""
+    """Decodes each message of :func:`encode_blocks` to a row of the contiguous ``out_Rs`` [R, s], rounded once to its
+    dtype.
+    """
     if wire.bits == 1 or not _fits(out_Rs, kernels):
         out_Rs.copy_(_decoded(messages_Rm, wire))
         return
@@ -252,7 +270,7 @@ def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernel
 
 @torch.no_grad()
 def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Decodes all messages and sums them in fp32, in order, into ``out_s`` [s], rounded once."""
+    """Overwrites ``out_s`` [s] with the sum of all decoded messages, added in fp32 in order and rounded once."""
     if wire.bits == 1 or not _fits(out_s, kernels):
         sum_blocks_reference(messages_Rm, out_s, wire)
         return
@@ -262,7 +280,10 @@ def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: K
 
 
 def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: Tensor | None = None) -> Tensor:
-    """Computes :func:`encode_blocks` in PyTorch."""
+    """Encodes each row of ``values_Rs`` [R, s] to a message, uint8 [R, m], in PyTorch.
+
+    It is the reference for :func:`encode_blocks`.
+    """
     rows, elements = values_Rs.shape
     given = values_Rs.float() if residual_Rs is None else values_Rs.float() + residual_Rs
     x_RKB = given.reshape(rows, -1, wire.block)
@@ -284,7 +305,10 @@ def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: T
 
 
 def sum_blocks_reference(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat) -> None:
-    """Computes :func:`sum_blocks` in PyTorch."""
+    """Overwrites ``out_s`` [s] with the sum of all decoded messages, computed in fp32 in PyTorch.
+
+    It is the reference for :func:`sum_blocks`.
+    """
     first, *others = _decoded(messages_Rm, wire)
     for other in others:
         first += other

@@ -54,7 +54,9 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Storage format of quantized frozen weights: int8 or nf4, with columns per scale."""
+    """Storage format of quantized frozen weights: int8 or nf4 codes, and one fp32 scale per ``block``
+    columns of a row.
+    """
 
     kind: WeightKind
     block: int
@@ -68,7 +70,9 @@ class WeightFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedShape:
-    """Layout of quantized weights: shape of a matrix, of a stack, or of a tensor rank's shard."""
+    """Shape and format of quantized weights in memory: a matrix, a stack of matrices, or a tensor rank's shard of
+    either.
+    """
 
     format: WeightFormat
     shape: tuple[int, ...]
@@ -83,12 +87,14 @@ class QuantizedShape:
 
     @property
     def matrix_rows(self) -> int:
-        """Number of rows of one matrix in a stack."""
+        """Number of rows of one matrix in a stack of shape [matrices, rows, columns]."""
         return math.prod(self.shape[1:-1])
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (block number in the full row, columns in this shard), in order."""
+        """Pairs (index of a block in a row of the full matrix, number of its columns in this shard), in
+        column order.
+        """
         block, found = self.format.block, []
         for start, stop in self.runs or ((0, self.shape[-1]),):
             for number in range(start // block, -(-stop // block)):
@@ -97,32 +103,33 @@ class QuantizedShape:
 
     @cached_property
     def width(self) -> int | None:
-        """Number of columns of every block, if equal; otherwise None."""
+        """Number of columns of a block in this shard, if equal for all blocks; otherwise None."""
         widths = {width for _, width in self.blocks}
         return widths.pop() if len(widths) == 1 else None
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the codes of one row."""
+        """Size in bytes of the codes of one row."""
         return -(-self.shape[-1] * self.format.bits // 8)
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the codes, padded to the alignment of the scales that follow."""
+        """Size in bytes of all codes, padded to the 4-byte alignment of the scales that follow."""
         return -(-self.rows * self.row_bytes // _SCALE_BYTES) * _SCALE_BYTES
 
     @property
     def bytes(self) -> int:
-        """Bytes of codes and scales together."""
+        """Size in bytes of all codes and scales together."""
         return self.code_bytes + self.rows * len(self.blocks) * _SCALE_BYTES
 
 
 @cache
 def normal_book() -> tuple[float, ...]:
-    """Returns the 16 values of NF4, ascending: 0, 8 positive and 7 negative quantiles, relative to the largest.
+    """Returns the 16 values of NF4 in ascending order, from -1 to 1.
 
-    On each side the quantiles divide the probability between 1/2 and a tail evenly; the tail is the mean of half a step
-    of 16 and of 15 values (QLoRA, section 3 and appendix E).
+    They are 0 and quantiles of the normal distribution, 8 positive and 7 negative, divided by the largest. On each side
+    the quantiles divide the probability between 1/2 and a tail evenly; the tail is the mean of half a step of 16 and of
+    15 values (QLoRA, section 3 and appendix E).
     """
     tail = (1 / 32 + 1 / 30) / 2
     above, below = (
@@ -133,7 +140,7 @@ def normal_book() -> tuple[float, ...]:
 
 @torch.no_grad()
 def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
-    """Returns the largest absolute value of each block of ``values``, fp32 [R, K]."""
+    """Returns the scale of each block of ``values``: its largest absolute value, fp32 [rows, blocks of a row]."""
     found = torch.empty(shape.rows, len(shape.blocks), dtype=torch.float32, device=values.device)
     values_RC = values.reshape(shape.rows, -1)
     for rows in _slabs(shape, shape.rows):
@@ -148,9 +155,9 @@ def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
 
 @torch.no_grad()
 def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = None) -> Tensor:
-    """Encodes ``values`` of ``shape`` to codes and scales, uint8 [bytes].
+    """Encodes ``values`` to codes and scales in the layout ``shape``, uint8 [bytes].
 
-    ``scales_RK``: scales of the full matrix for the blocks of this shard; None: computed here, for shards of whole
+    ``scales_RK``: scales of the shard's blocks in the full matrix; None: computed from ``values``, for shards of whole
     blocks.
     """
     scales_RK = block_scales(values, shape) if scales_RK is None else scales_RK
@@ -169,8 +176,9 @@ def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = N
 def dequantize(
     packed: Tensor, shape: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE, index: int | None = None
 ) -> Tensor:
-    """Decodes ``packed`` to values of ``shape``, each rounded once to ``dtype``; ``index``: only this matrix of a
-    stack.
+    """Decodes ``packed``, a result of :func:`quantize`, to values in ``dtype``, each rounded once.
+
+    ``index``: decodes only this matrix of a stack; None: everything.
     """
     codes_RL, scales_RK = _parts(packed, shape)
     if index is not None:
@@ -279,7 +287,11 @@ View = Callable[[Tensor], Tensor]
 
 
 class QuantizedWeight(Tensor):
-    """Tensor subclass of quantized values in ``dtype``; only ``packed`` has memory."""
+    """Tensor subclass for quantized weights: it has shape and ``dtype`` of the decoded values, but stores only
+    ``packed``.
+
+    Operators decode the values when they use the tensor.
+    """
 
     packed: Tensor
     """Codes and scales, uint8 [bytes]."""
@@ -310,7 +322,9 @@ class QuantizedWeight(Tensor):
     def of(
         cls, packed: Tensor, form: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE
     ) -> "QuantizedWeight":
-        """Returns the weight with codes and scales in ``packed``."""
+        """Returns a weight of dtype ``dtype`` with the codes and scales in ``packed``, which has the layout
+        ``form``.
+        """
         with _disable_current_modes():
             like = torch.empty(form.shape, dtype=dtype, device="meta")
         made = cls(packed, form, (dtype, kernels), like)
@@ -339,7 +353,7 @@ class QuantizedWeight(Tensor):
         return func(*args, **kwargs)
 
     def dequantized(self) -> Tensor:
-        """Returns the decoded values, in new memory."""
+        """Returns the decoded values as a plain tensor in new memory."""
         values = dequantize(self.packed, self.form, *self.held, self.number)
         for view in self.views:
             values = view(values)

@@ -33,7 +33,7 @@ def _normal_share(x):
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """Applies the activation: f(x)."""
+    """Applies the activation named KIND to fp32 values."""
     y = x
     if KIND == "relu":
         y = tl.where(x <= 0, 0.0, x)
@@ -51,7 +51,7 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def activated_gradient(x, KIND: tl.constexpr):
-    """Computes the derivative f'(x); 0 at the corner of a ReLU, as in torch."""
+    """Computes the derivative of the activation named KIND at fp32 values; 0 at the corner of a ReLU, as in torch."""
     slope = tl.full(x.shape, 1.0, tl.float32)
     if KIND == "relu":
         slope = tl.where(x <= 0, 0.0, 1.0)
@@ -73,7 +73,10 @@ def activation_forward_kernel(
     x, bias, residual, y, width, x_stride, residual_stride,
     KIND: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes act(x + bias) + residual for BLOCK columns of one row."""
+    """Computes y = f(x + bias) + residual for BLOCK columns of one row; KIND names the activation f.
+
+    The grid is (rows, blocks of columns). ``width`` is the number of columns, and strides are distances between rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -91,7 +94,10 @@ def activation_backward_kernel(
     dy, x, bias, dx, dbias, rows, width, dy_stride, x_stride, rows_each,
     KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx of BLOCK columns in ``rows_each`` consecutive rows, and the partial sum of their bias gradients."""
+    """Computes dx = dy f'(x + bias) for BLOCK columns of ``rows_each`` consecutive rows.
+
+    With BIAS, each program also writes the sum of its dx over the rows to its row of ``dbias`` [programs, width], fp32.
+    """
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -118,7 +124,7 @@ _PER_THREAD_FORWARD, _PER_THREAD_BACKWARD = 16, 4
 
 
 def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor | None, kind: str) -> Tensor:
-    """Returns f(x + bias) + residual [N, H]."""
+    """Returns f(x + bias) + residual [N, H] in the dtype of ``x_NH``; ``kind`` names the activation f."""
     rows, width = x_NH.shape
     y_NH = x_NH.new_empty(x_NH.shape)
     shape = column_shape(width, _PER_THREAD_FORWARD)
@@ -133,7 +139,10 @@ def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor 
 
 
 def activation_backward(dy_NH: Tensor, x_NH: Tensor, bias_H: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns (dx [N, H], dbias [H] in fp32, which is empty without a bias)."""
+    """Returns the gradients (dx [N, H], dbias [H] in fp32) of f(x + bias) for ``dy_NH``, the gradient of its result.
+
+    ``kind`` names the activation f; dbias is empty without a bias.
+    """
     rows, width = x_NH.shape
     shape = column_shape(width, _PER_THREAD_BACKWARD)
     columns = ceil_div(width, shape.block)
@@ -155,7 +164,10 @@ def _contiguous(bias_H: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes f(gate) up for BLOCK columns of one row."""
+    """Computes y = f(gate) * up for BLOCK columns of one row; KIND names the activation f.
+
+    The grid is (rows, blocks of columns).
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -168,7 +180,10 @@ def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.co
 def gated_backward_kernel(
     dy, gate, up, dgate, dup, width, dy_stride, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Computes dgate and dup for BLOCK columns of one row."""
+    """Computes the gradients dgate and dup of f(gate) * up for BLOCK columns of one row; KIND names the activation f.
+
+    The grid is (rows, blocks of columns), and ``dy`` is the gradient of the result.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -181,7 +196,7 @@ def gated_backward_kernel(
 
 
 def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Returns f(gate) * up for the activation f."""
+    """Returns f(gate) * up in the dtype of ``gate``; ``activation`` names f."""
     width = gate.shape[-1]
     y = gate.new_empty(gate.shape)
     shape = column_shape(width)
@@ -194,7 +209,9 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradients (dgate, dup) of f(gate) * up."""
+    """Returns the gradients (dgate, dup) of f(gate) * up for ``dy``, the gradient of the result; ``activation`` names
+    f.
+    """
     width = gate.shape[-1]
     dgate = gate.new_empty(gate.shape)
     dup = torch.empty_like(dgate)

@@ -29,7 +29,7 @@ _WORD = 1 << 32
 
 @triton.jit
 def mix(x):
-    """Mixes bits of uint32 numbers, as ``kernels/optim/stochastic_rounding.py``."""
+    """Hashes uint32 numbers: the mixer of ``kernels/optim/stochastic_rounding.py``, with the same bits."""
     x = x ^ (x >> 16)
     x = x * 0x21F0AAAD
     x = x ^ (x >> 15)
@@ -39,7 +39,10 @@ def mix(x):
 
 @triton.jit
 def rounded(values, index, low, high):
-    """Rounds fp32 ``values`` to bf16 stochastically, with random bits from ``index`` (int64) and a two-word key."""
+    """Rounds fp32 ``values`` stochastically to bf16.
+
+    The element's ``index`` (int64) and the 64-bit key, as two words ``low`` and ``high``, determine the random bits.
+    """
     bits = mix((index & 0xFFFFFFFF).to(tl.uint32) ^ low.to(tl.uint32, bitcast=True))
     bits = mix(bits ^ (index >> 32).to(tl.uint32) ^ high.to(tl.uint32, bitcast=True))
     own = values.to(tl.int32, bitcast=True)
@@ -50,7 +53,7 @@ def rounded(values, index, low, high):
 
 @triton.jit
 def whole_index(own, places, held, along, inner):
-    """Maps element indices ``own`` of a shard to indices in the full parameter; see ``Lines``."""
+    """Maps flat indices ``own`` in a shard to flat indices in the full parameter, as ``Lines.index`` does."""
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
     return ((line // held).to(tl.int64) * along + place) * inner + own % inner
@@ -68,7 +71,10 @@ def adamw_kernel(
     DECOUPLED: tl.constexpr, NARROW: tl.constexpr, ROUNDED: tl.constexpr, ROUNDED_MOMENTS: tl.constexpr,
     CUT: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates BLOCK elements by Adam or AdamW."""
+    """Makes an Adam or AdamW update of BLOCK elements in place, unless the number at ``go`` is 0.
+
+    NARROW: also writes the copy of the weights in the compute dtype. ROUNDED: rounds bf16 weights stochastically.
+    """
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
@@ -118,7 +124,14 @@ def adamw(
     step: int,
     rounding: StochasticRounding | None,
 ) -> None:
-    """Launches Adam's update; ``updated``: weights, both moments, narrow weights; ``decision``: factor and go, fp64."""
+    """Launches an Adam or AdamW update of flat tensors, in place.
+
+    Args:
+        updated: weights, first moment, second moment, and the copy of the weights in the compute dtype or None.
+        decision: fp64 scalars on the device: factor of the gradient, and a number that skips the update if it is 0.
+        step: update number of the bias correction, from 1.
+        rounding: stochastic rounding of bf16 weights; None: none.
+    """
     weights, first, second, narrow = updated
     count = weights.numel()
     if not count:
@@ -147,7 +160,11 @@ _ELEMENTS = 1024
 
 @triton.jit
 def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
-    """Decodes 8-bit moments of one program's blocks; ``scale`` [blocks]."""
+    """Decodes 8-bit moments at ``codes + place`` [blocks, elements] to fp32; ``scale`` [blocks] has one scale per
+    block.
+
+    SIGNED: codes of first moments, with a sign bit.
+    """
     LEAST: tl.constexpr = 1016 - 127 if SIGNED else 1016 - 255
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
     size = code & 127 if SIGNED else code
@@ -159,7 +176,10 @@ def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
 
 @triton.jit
 def encoded(x, SIGNED: tl.constexpr):
-    """Encodes moments to 8 bits; returns (codes, scales [blocks])."""
+    """Encodes fp32 moments ``x`` [blocks, elements] to 8 bits; returns (codes, one scale per block).
+
+    SIGNED: codes of first moments, with a sign bit.
+    """
     LARGEST: tl.constexpr = 127 if SIGNED else 255
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = bits < 0x7F800000
@@ -183,7 +203,9 @@ def adamw_8bit_kernel(
     decay, first_rest, second_rest, step_size, root_scale, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates ROWS blocks of BLOCK elements by AdamW with 8-bit moments."""
+    """Makes an AdamW update of ROWS blocks of BLOCK elements in place: decodes the 8-bit moments, updates and encodes
+    them.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside, there = place < count, row * BLOCK < count
@@ -209,7 +231,10 @@ def adamw_8bit_kernel(
 def adamw_8bit(
     weights: Tensor, gradient: Tensor, moments: tuple[BlockCodes, BlockCodes], rule: AdamRule, step: int, block: int
 ) -> None:
-    """Launches AdamW's update of a flat tensor with 8-bit moments; ``step``: step number of the bias correction."""
+    """Launches an AdamW update of a flat tensor in place, with 8-bit moments in blocks of ``block`` elements.
+
+    ``step`` is the update number of the bias correction, from 1.
+    """
     count, (beta1, beta2) = weights.numel(), rule.betas
     if not count:
         return

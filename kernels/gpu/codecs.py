@@ -26,19 +26,21 @@ _WARPS = 4
 
 @triton.jit
 def round_half_even(x):
-    """Rounds to the nearest integer, halves to even; |x| is far below 2^22."""
+    """Rounds to the nearest integer, and halves to the even one; requires |x| far below 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def is_number(x):
-    """Returns True if x is finite."""
+    """Returns True where ``x`` is finite."""
     return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 
 @triton.jit
 def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
-    """Loads fp32 values, plus the residual of the last encoding with FEEDBACK."""
+    """Loads values at ``place`` as fp32; with FEEDBACK, adds the rounding errors of the last encoding at
+    ``residual``.
+    """
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     if FEEDBACK:
         x += tl.load(residual + place, mask=inside, other=0.0)
@@ -54,7 +56,10 @@ def scale_of(peak, LARGEST: tl.constexpr):
 
 @triton.jit
 def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEEDBACK: tl.constexpr):
-    """Returns the codes of x as int32; writes the rounding error to the residual with FEEDBACK."""
+    """Returns the codes of the numbers ``x`` as int32; with FEEDBACK, writes their rounding errors to ``residual``.
+
+    A number that is not finite gets the reserved code -LARGEST - 1.
+    """
     finite = is_number(x)
     known = tl.where(finite, x, 0.0)
     code = round_half_even(tl.div_rn(known, tl.where(scale > 0.0, scale, 1.0) + tl.zeros(x.shape, tl.float32)))
@@ -65,7 +70,7 @@ def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEE
 
 @triton.jit
 def value_of(code, scale, LARGEST: tl.constexpr):
-    """Decodes int32 codes to numbers."""
+    """Decodes int32 codes to fp32 numbers: the code times the scale of its block; NaN for the reserved code."""
     return tl.where(code == -LARGEST - 1, float("nan"), code.to(tl.float32) * scale)
 
 
@@ -74,7 +79,12 @@ def encode_kernel(
     values, residual, codes, scales, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, FEEDBACK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Encodes ROWS blocks; ``blocks``: number of blocks in all messages, ``blocks_each``: in one message."""
+    """Encodes ROWS blocks of BLOCK values to codes of BITS bits and a scale per block; see :func:`launch_encode`.
+
+    Args:
+        blocks: number of blocks in all messages; ``blocks_each``: in one message.
+        scales_at: index of the first scale in a message, in fp32 elements.
+    """
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there, message, number = block < blocks, block // blocks_each, block % blocks_each
@@ -104,7 +114,7 @@ def encode_kernel(
 
 @triton.jit
 def signed(code, BITS: tl.constexpr):
-    """Returns the low BITS of an int32 as a signed number."""
+    """Returns the lowest BITS bits of an int32 as a signed number."""
     return ((code & ((1 << BITS) - 1)) ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
 
 
@@ -113,7 +123,7 @@ def decode_kernel(
     codes, scales, out, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decodes ROWS blocks to rows of ``out``."""
+    """Decodes ROWS blocks of messages to values in ``out``; the arguments are as in :func:`encode_kernel`."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -137,7 +147,7 @@ def sum_kernel(
     codes, scales, out, messages, blocks, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decodes ROWS blocks of every message and sums them in the order of the messages."""
+    """Decodes the same ROWS blocks of every message, and writes their sums to ``out``, added in fp32 in order."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -164,7 +174,10 @@ def sum_kernel(
 
 
 def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, residual: Tensor | None) -> Tensor:
-    """Encodes rows [R, s] into messages, uint8 [R, m]."""
+    """Encodes each row of ``values`` [R, s] to a message with codes of ``bits`` bits; returns uint8 [R, m].
+
+    ``message_bytes`` is m. ``residual`` (fp32) is added to the values, then replaced by the rounding errors.
+    """
     rows, elements = values.shape
     messages = torch.empty(rows, message_bytes, dtype=torch.uint8, device=values.device)
     each, at_once = elements // block, _blocks_at_once(block)
@@ -176,7 +189,7 @@ def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, res
 
 
 def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Decodes messages [R, m] into rows [R, s]."""
+    """Decodes each message [m] of ``messages`` [R, m] to a row of ``out`` [R, s]."""
     rows, elements = out.shape
     each, at_once = elements // block, _blocks_at_once(block)
     decode_kernel[(ceil_div(rows * each, at_once),)](
@@ -186,7 +199,7 @@ def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
 
 
 def launch_sum(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Decodes messages [R, m] and sums them into ``out`` [s]."""
+    """Overwrites ``out`` [s] with the sum of the decoded messages of ``messages`` [R, m], added in fp32 in order."""
     (elements,), at_once = out.shape, _blocks_at_once(block)
     sum_kernel[(ceil_div(elements // block, at_once),)](
         messages, messages.view(torch.float32), out, messages.shape[0], elements // block, messages.shape[1],
@@ -206,7 +219,7 @@ _WARPS_OF_CODES = 4
 def dequantize_kernel(
     codes, scales, book, out, blocks, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Decodes ROWS blocks of quantized weights."""
+    """Decodes ROWS blocks of quantized weights to ``out``; see :func:`launch_dequantize`."""
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = block < blocks
@@ -226,7 +239,8 @@ def dequantize_kernel(
 
 
 def launch_dequantize(codes: Tensor, scales: Tensor, book: Tensor, out: Tensor, bits: int) -> None:
-    """Decodes uint8 ``codes`` with fp32 ``scales`` [K] to ``out``, contiguous, of K whole blocks.
+    """Decodes quantized weights to the contiguous ``out``: uint8 ``codes`` and one fp32 scale for each of K equal
+    blocks.
 
     ``book``: values of the 4-bit codes, fp32 [16].
     """

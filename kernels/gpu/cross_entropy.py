@@ -30,7 +30,11 @@ def statistics_kernel(
     logits, target, weight, largest, total, picked, weighted, stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the softmax statistics of one row of logits."""
+    """Computes the softmax statistics of one row of logits: maximum, sum of exponentials, target's logit, weighted sum.
+
+    ``start`` is the index of the first local column in the full vocabulary. TARGET, WEIGHTED and WEIGHT select optional
+    parts.
+    """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     lane = tl.arange(0, BLOCK)
@@ -69,7 +73,10 @@ def gradient_kernel(
     logits, target, weight, largest, log_sum, d_log_sum, d_picked, d_weighted, out, stride, out_stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradient of one row of logits; ``out`` may be ``logits``."""
+    """Computes the gradient of one row of logits from the gradients of the statistics of :func:`statistics_kernel`.
+
+    ``out`` may be ``logits``.
+    """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     out_base = out + row * out_stride
@@ -108,9 +115,10 @@ def gradient_kernel(
 
 
 class Asked(NamedTuple):
-    """Request for softmax statistics next to the sum of exponentials: the target's logit, and a weighted sum of logits.
+    """Request for optional softmax statistics: the logit at ``target``, and a sum of logits weighted by ``weight``.
 
-    ``even``: the weighted sum has weight 1 for all logits, as for label smoothing.
+    ``even``: the weighted sum has weight 1 for all logits, as for label smoothing. ``start`` is the index of the first
+    local column in the full vocabulary.
     """
 
     target: Tensor | None
@@ -125,7 +133,7 @@ class Asked(NamedTuple):
 
 
 class SlopeBuffers(NamedTuple):
-    """Gradients of the softmax statistics of N rows, [N] fp32 each."""
+    """Gradients of a loss with respect to the softmax statistics of N rows, [N] fp32 each."""
 
     log_sum: Tensor
     picked: Tensor | None
@@ -133,8 +141,11 @@ class SlopeBuffers(NamedTuple):
 
 
 def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes (maximum, sum of exponentials, target logit, weighted sum) of each row, [N] fp32; the last two may be
-    empty.
+    """Computes softmax statistics of each row over the local columns, [N] fp32 each.
+
+    Returns:
+        (maximum, sum of exp(logit - maximum), logit at the target, weighted sum); the last two are empty unless
+            ``asked``.
     """
     rows, width = logits_NW.shape
     largest_N = logits_NW.new_empty(rows, dtype=torch.float32)
@@ -155,7 +166,11 @@ def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor,
 def softmax_gradient(
     logits_NW: Tensor, asked: Asked, softmax: tuple[Tensor, Tensor], slopes: SlopeBuffers, out_NW: Tensor
 ) -> None:
-    """Writes the gradient of ``logits_NW`` to ``out_NW``, which may be the same; ``softmax`` is (largest, log_sum)."""
+    """Writes the gradient of ``logits_NW`` to ``out_NW``, which may be the same tensor.
+
+    ``softmax`` is (largest logit, log of the sum of exponentials) over all columns; ``slopes`` are the gradients of the
+    statistics.
+    """
     rows, width = logits_NW.shape
     block, warps = _shape(width)
     if rows:

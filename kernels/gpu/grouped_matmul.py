@@ -29,8 +29,10 @@ def grouped_product_kernel(
     MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [R, N] = x [R, K] times the experts' ``matrices`` [X, K, N]; rows of expert e end at index
-    ends[e].
+    """Computes the rows of each expert in ``x`` [R, K] times the expert's matrix in ``matrices`` [X, K, N]; writes out
+    [R, N].
+
+    ``ends`` [X] has the index after the last row of each expert. Programs loop over tiles.
     """
     columns = tl.cdiv(N, BN)
     index = tl.program_id(0)
@@ -62,8 +64,11 @@ def grouped_weight_gradient_kernel(
     x, d, out, ends, experts, N, K, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [X, K, N]: for each expert, the product of its rows of ``x`` [R, K], transposed, and ``d`` [R,
-    N]."""
+    """Computes, for each expert, its rows of ``x`` [R, K], transposed, times its rows of ``d`` [R, N]; writes out [X,
+    K, N].
+
+    ``ends`` [X] has the index after the last row of each expert. Programs loop over tiles.
+    """
     height = tl.cdiv(K, BM)
     columns = tl.cdiv(N, BN)
     each = height * columns
@@ -82,8 +87,10 @@ def grouped_weight_gradient_kernel(
 
 
 def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """Computes out [R, N] in the dtype of the contiguous ``x_RK``; ``ends_X``: end row of each expert, integers on its
-    device.
+    """Returns the rows of each expert in the contiguous ``x_RK`` times the expert's matrix, [R, N] in the dtype of
+    ``x_RK``.
+
+    ``ends_X``: index after the last row of each expert, integers on the device.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     experts, depth, columns = matrices_XKN.shape
@@ -96,7 +103,11 @@ def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, t
 
 
 def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """Computes out [X, K, N] in the dtype of ``x_RK``; both operands are contiguous and of equal dtype."""
+    """Returns, for each expert, its rows of ``x_RK``, transposed, times its rows of ``d_RN``: [X, K, N].
+
+    Both operands are contiguous and of equal dtype, which the result has too. ``ends_X``: index after the last row of
+    each expert, integers on the device.
+    """
     depth, columns, experts = x_RK.shape[1], d_RN.shape[1], len(ends_X)
     out = x_RK.new_empty((experts, depth, columns))
     grouped_weight_gradient_kernel[(processors(x_RK.device),)](
@@ -106,7 +117,11 @@ def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, t
 
 
 def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
-    """Returns (contiguous stack [X, K, N] or [X, N, K], True if it is the transpose of ``matrices``)."""
+    """Returns a contiguous form of ``matrices`` [X, K, N] that kernels can read, if possible without a copy.
+
+    Returns:
+        (the stack [X, K, N], False), or (its transpose [X, N, K], True).
+    """
     plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
     lying = matrices if plain else matrices.transpose(1, 2)
     return (lying if lying.is_contiguous() and not lying.data_ptr() % _ALIGNED else lying.clone()), not plain

@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """Compute capability and processor count of a GPU, which determine launch shapes."""
+    """Compute capability and number of streaming multiprocessors of a GPU, from which launch shapes follow."""
 
     capability: tuple[int, int]
     processors: int
@@ -40,7 +40,7 @@ _PLANNED: ContextVar[GpuShape | None] = ContextVar("planned", default=None)
 
 @contextmanager
 def planned_for(gpu: GpuShape) -> Iterator[None]:
-    """Chooses launch shapes for ``gpu`` inside the context, for tensors on any device."""
+    """Makes kernels choose launch shapes for ``gpu`` inside the context, whatever the device of their tensors."""
     token = _PLANNED.set(gpu)
     try:
         yield
@@ -53,18 +53,20 @@ _COLUMNS = 1024
 
 
 def processors(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors of ``device``."""
+    """Returns the number of streaming multiprocessors of ``device``, or of the GPU of :func:`planned_for`."""
     return (_PLANNED.get() or gpu_shape(device)).processors
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of ``device``; without a GPU, the capability of an H100."""
+    """Returns the compute capability (major, minor) of ``device``, or of the GPU of :func:`planned_for`; on the CPU, an
+    H100's.
+    """
     return (_PLANNED.get() or gpu_shape(device)).capability
 
 
 @cache
 def gpu_shape(device: torch.device) -> GpuShape:
-    """Returns capability and processor count of ``device``."""
+    """Returns compute capability and number of multiprocessors of ``device``; without a GPU, assumed values."""
     if device.type == "cuda":
         count = int(torch.cuda.get_device_properties(device).multi_processor_count)
         return GpuShape(torch.cuda.get_device_capability(device), count)
@@ -73,7 +75,7 @@ def gpu_shape(device: torch.device) -> GpuShape:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Block of a row and number of warps of one program."""
+    """Launch shape of a kernel that handles rows: elements of a block, and warps of a program."""
 
     block: int
     """Elements per block: the row width rounded up to a power of two, or fewer."""
@@ -81,7 +83,7 @@ class RowShape:
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Returns ``count / size``, rounded up; ``triton.cdiv`` would take 2 us on the host."""
+    """Returns ``count / size`` rounded up; ``triton.cdiv`` would take 2 us on the host."""
     return -(-count // size)
 
 
@@ -92,13 +94,15 @@ def power_of_two(count: int) -> int:
 
 @cache
 def row_shape(width: int, elements_per_thread: int = _ELEMENTS_PER_THREAD) -> RowShape:
-    """Returns the launch shape of a row of ``width``, with about ``elements_per_thread`` elements per thread."""
+    """Returns the launch shape for whole rows of ``width`` elements, with about ``elements_per_thread`` for each
+    thread.
+    """
     block = power_of_two(max(width, 16))
     return RowShape(block, min(16, max(1, block // (32 * elements_per_thread))))
 
 
 def column_shape(width: int, elements_per_thread: int = 8) -> RowShape:
-    """Returns the launch shape of part of a row, for kernels without sums over the row."""
+    """Returns the launch shape for parts of a row of ``width`` elements, for kernels that sum nothing over the row."""
     return row_shape(min(width, _COLUMNS), elements_per_thread)
 
 
@@ -108,7 +112,9 @@ GROUP = 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tile of a matrix product: sizes, warps, pipeline stages."""
+    """Launch shape of a matrix product: the tile of the result that a program computes at a time, warps and pipeline
+    stages.
+    """
 
     rows: int
     columns: int
@@ -145,14 +151,19 @@ _DESCRIBED_FROM = (9, 0)
 
 
 def tiles_for(itemsize: int, tf32: bool, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """Returns the candidate tiles for elements of ``itemsize`` bytes; ``tf32``: precision of fp32 products."""
+    """Returns the tiles to choose from for a product of elements of ``itemsize`` bytes on a GPU of this capability.
+
+    ``tf32``: True if tensor cores multiply fp32 elements as TF32.
+    """
     if itemsize == 4:
         return (TF32 if tf32 else EXACT,)
     return HOPPER if capability >= _DESCRIBED_FROM else AMPERE
 
 
 def choose_tile(rows: int, columns: int, tiles: Sequence[Tile], processors: int) -> Tile:
-    """Returns the tile with the shortest expected time for a product of ``rows`` x ``columns``."""
+    """Returns the tile with the shortest expected time for a result of ``rows`` x ``columns`` on ``processors``
+    processors.
+    """
 
     def expected(tile: Tile) -> float:
         count = -(-rows // tile.rows) * -(-columns // tile.columns)

@@ -33,9 +33,11 @@ def load_tile(
     source, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Loads the tile [BR, BC] at (row, column) of the contiguous ``source`` [rows, columns].
+    """Loads the tile [BR, BC] that starts at element (``row``, ``column``) of the contiguous ``source`` [rows,
+    columns].
 
-    TRANSPOSED returns it as [BC, BR]. DESCRIBED: ``source`` is a tensor descriptor, and not a pointer.
+    TRANSPOSED returns it as [BC, BR]. DESCRIBED: ``source`` is a tensor descriptor, not a pointer. Elements outside are
+    0.
     """
     if DESCRIBED:
         values = source.load([row, column])
@@ -60,7 +62,10 @@ def load_tile(
 def store_tile(
     target, values, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, DESCRIBED: tl.constexpr
 ):  # fmt: skip
-    """Stores fp32 ``values`` [BR, BC] into the contiguous ``target`` [rows, columns], in its dtype."""
+    """Stores fp32 ``values`` [BR, BC] into the contiguous ``target`` [rows, columns], in its dtype.
+
+    The tile starts at element (``row``, ``column``). DESCRIBED: ``target`` is a tensor descriptor, not a pointer.
+    """
     if DESCRIBED:
         target.store([row, column], values.to(target.dtype))
     else:
@@ -73,7 +78,10 @@ def store_tile(
 
 @triton.jit
 def tile_place(tile, rows, columns, GROUP: tl.constexpr):
-    """Returns (row, column) of a tile among ``rows`` x ``columns``, GROUP rows down before the next column."""
+    """Returns (row, column) of tile number ``tile`` in a grid of ``rows`` x ``columns`` tiles.
+
+    Numbers run down GROUP rows of tiles before the next column, so that nearby programs read common data.
+    """
     size = GROUP * columns
     first = tile // size * GROUP
     height = tl.minimum(rows - first, GROUP)
@@ -87,7 +95,10 @@ def tile_product(
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the fp32 tile [BM, BN] of op(a) op(b) that starts at element (``row``, ``column``)."""
+    """Computes the fp32 tile [BM, BN] of the product op(a) op(b) that starts at element (``row``, ``column``).
+
+    op is the identity or, with A_TRANSPOSED or B_TRANSPOSED, the transpose.
+    """
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         if A_TRANSPOSED:
@@ -108,10 +119,10 @@ def tile_finish(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Applies bias, activation and residual to one tile and stores it; KEEPS stores the activation's input too.
+    """Applies bias, activation and residual to the product tile ``sums``, and stores it in ``out``.
 
-    The stored input excludes the bias, except for relu: a small input that is rounded before the bias is added could
-    change its sign.
+    KEEPS: the input of the activation is stored in ``kept`` too. It excludes the bias, except for relu: a small input
+    that is rounded before the bias is added could change its sign.
     """
     if KEEPS and ACTIVATION != "relu":
         store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
@@ -128,7 +139,7 @@ def tile_finish(
 
 @triton.jit
 def tile_halves(sums, BM: tl.constexpr, BN: tl.constexpr):
-    """Splits a tile into the left and right half of its columns."""
+    """Splits a tile [BM, BN] into the left and right half of its columns."""
     return tl.split(tl.permute(tl.reshape(sums, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -138,7 +149,7 @@ def tile_finish_halves(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Applies :func:`tile_finish` to each half of the columns, which needs fewer registers."""
+    """Applies :func:`tile_finish` to one half of the columns after the other, which needs fewer registers."""
     left, right = tile_halves(sums, BM, BN)
     tile_finish(
         left, bias, residual, kept, out, row, column, M, N,
@@ -158,7 +169,10 @@ def product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [M, N] = act(op(a) op(b) + bias) + residual, each tile stored in PARTS (2 or 4) column pieces."""
+    """Computes out [M, N] = f(op(a) op(b) + bias) + residual, with activation f; op is the identity or the transpose.
+
+    Programs loop over tiles. Each tile is stored in PARTS (2 or 4) pieces of its columns.
+    """
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
@@ -189,7 +203,7 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """Operations fused into the store of a product: bias, activation, residual."""
+    """Operations that a matrix product applies to its result before the only store: bias, activation, residual."""
 
     bias: Tensor | None = None
     """Bias [N], added before the activation."""
@@ -204,10 +218,11 @@ def launch_matmul(
     a_MK: Tensor, b_KN: Tensor, follows: Follows, out_MN: Tensor | None = None, tile: Tile | None = None,
     tf32: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes a fused matrix product; returns (out, the kept input of the activation or an empty tensor).
+    """Returns (f(a_MK b_KN + bias) + residual, stored input of the activation f); ``follows`` has bias, f and residual.
 
-    The results have the dtype of the operands, or of ``out_MN``. Each operand is contiguous or the transpose of a
-    contiguous matrix, with rows of a multiple of 16 bytes. All sizes are positive.
+    The second result is empty unless ``follows.keeps``. The results have the dtype of the operands, or of ``out_MN``.
+    Each operand is contiguous or the transpose of a contiguous matrix, with rows of a multiple of 16 bytes. All sizes
+    are positive.
     """
     a, a_transposed = as_it_lies(a_MK)
     b, b_transposed = as_it_lies(b_KN)
@@ -239,7 +254,11 @@ def launch_matmul(
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Returns (contiguous matrix, True if it is the transpose of ``matrix``)."""
+    """Returns a contiguous form of ``matrix`` that kernels can read, if possible without a copy.
+
+    Returns:
+        (the matrix, False), or (its transpose, True).
+    """
     plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
     lying = matrix if plain else matrix.t()
     return _aligned(lying), not plain

@@ -37,7 +37,11 @@ def norm_forward_kernel(
     x, residual, weight, bias, y, stream, mean, rstd, width, eps,
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the norm of one row, with the residual sum."""
+    """Computes RMSNorm, or with CENTERED LayerNorm, of one row of x + residual.
+
+    It writes the result ``y``, the sum ``stream``, and ``mean`` and ``rstd`` (1 / standard deviation) for the backward.
+    OFFSET is added to the weight.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -66,7 +70,11 @@ def norm_backward_kernel(
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx of ``rows_each`` consecutive rows and, with WEIGHT and BIAS, their parameter gradients."""
+    """Computes the gradient dx of ``rows_each`` consecutive rows.
+
+    With WEIGHT and BIAS, each program also writes the sums of its rows to its row of ``dweight`` and ``dbias``
+    [programs, width]. With RESIDUAL, it adds ``dstream``, the gradient of the sum x + residual.
+    """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -105,7 +113,10 @@ def norm_parameters_kernel(
     dy, stream, mean, rstd, dweight, dbias, rows, width, rows_each,
     CENTERED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes only the parameter gradients, of ``rows_each`` rows and BLOCK columns."""
+    """Computes only the gradients of weight and bias: sums over ``rows_each`` rows of BLOCK columns, for wide rows.
+
+    Each program writes its row of ``dweight`` and ``dbias`` [programs, width].
+    """
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -130,8 +141,12 @@ def norm_forward(
     x: Tensor, residual: Tensor | None, affine: tuple[Tensor, Tensor | None], eps: float, offset: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Computes a norm; returns (y, x + residual, mean, rstd), None without a residual, and an empty mean if not
-    centered.
+    """Computes the norm of x + residual over the last dim; ``affine`` is (weight, bias or None).
+
+    ``centered``: LayerNorm, otherwise RMSNorm. ``offset`` is added to the weight.
+
+    Returns:
+        (norm, x + residual or None without a residual, mean, 1 / standard deviation); the mean is empty for RMSNorm.
     """
     width = x.shape[-1]
     rows = x.numel() // width
@@ -154,7 +169,13 @@ def norm_backward(
     dy: Tensor, dstream: Tensor | None, stream: Tensor, weight_H: Tensor, statistics: tuple[Tensor, Tensor],
     form: tuple[float, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns (dx, dweight, dbias), parameter gradients in fp32; ``form`` is (offset, centered, has a bias)."""
+    """Returns the gradients (dx, dweight, dbias) of a norm, the last two in fp32.
+
+    Args:
+        dy: gradient of the norm; ``dstream``: gradient of its input ``stream`` from elsewhere, or None.
+        statistics: mean and 1 / standard deviation, from the forward.
+        form: (offset, centered, has a bias).
+    """
     width, device = stream.shape[-1], stream.device
     rows = stream.numel() // width
     offset, centered, biased = form
@@ -188,7 +209,10 @@ _PROGRAMS_EACH = 4
 
 @triton.jit(do_not_specialize=["sums", "blocks_each"])
 def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.constexpr):
-    """Sums the squares of ``blocks_each`` consecutive blocks."""
+    """Writes the sum of squares of ``blocks_each`` consecutive blocks, times ``weight``, to ``sums`` in fp64.
+
+    Each program writes one element of ``sums``.
+    """
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float64)
     first = program * blocks_each * BLOCK
@@ -200,8 +224,9 @@ def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.cons
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Returns the sum of squares of all counted values, an fp64 scalar; ``parts``: non-empty (values, True if counted)
-    on one device.
+    """Returns the sum of squares of all tensors marked True in ``parts``, an fp64 scalar on their device.
+
+    ``parts``: nonempty pairs (values, True if they count), on one device.
     """
     device = parts[0][0].device
     shapes = [_shape(values.numel(), device) for values, _ in parts]

@@ -75,7 +75,12 @@ def rotary_kernel(
     TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Computes rotary embeddings of all heads at one position of one sequence."""
+    """Applies rotary embeddings to all heads of q and k at one position of one sequence; the grid is (positions,
+    batch).
+
+    TURNED is the number of rotated features. TRANSPOSED applies the transposed map, for gradients. Arguments such as
+    ``q_row`` are strides.
+    """
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     place = batch * angle_batch + row * TURNED
@@ -97,7 +102,13 @@ def turn(
     given: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], interleaved: bool,
     transposed: bool,
 ) -> None:  # fmt: skip
-    """Rotates q and k [B, H, S, D] by contiguous cos and sin [B or 1, S, R] into ``out``."""
+    """Applies rotary embeddings to ``given``, the tensors (q, k) [B, H, S, D], and writes the results to ``out``.
+
+    Args:
+        angles: contiguous (cos, sin), [B or 1, S, R]; the first R features are rotated.
+        interleaved: True: adjacent features are rotated together; False: the two halves.
+        transposed: True: applies the transposed map, for gradients.
+    """
     (q_BHSD, k_BHSD), (cos_BSR, sin_BSR) = given, angles
     batch, _, length, features = q_BHSD.shape
     turned = cos_BSR.shape[2]

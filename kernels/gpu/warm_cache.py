@@ -29,7 +29,9 @@ _DEVICE = -1
 
 @dataclass(frozen=True, slots=True)
 class NotedKernel:
-    """Kernel with argument types and constants of a launch, in Triton's serialised form."""
+    """Recorded launch of a kernel: its module and name, and in ``specialization`` its argument types in
+    Triton's form.
+    """
 
     module: str
     name: str
@@ -39,7 +41,7 @@ class NotedKernel:
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """Compiled kernel, and the seconds of its compilation."""
+    """Name of a compiled kernel, and the seconds that its compilation took."""
 
     name: str
     seconds: float
@@ -74,7 +76,10 @@ class _Place:
 
 @contextmanager
 def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
-    """Records kernel launches for ``gpu`` inside the context as keys of the mapping, in order, without running them."""
+    """Records the kernel launches inside the context for ``gpu``, without running or compiling kernels.
+
+    It yields a mapping with the launches as keys, in order; the values are None.
+    """
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
@@ -100,7 +105,7 @@ def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
 
 
 def is_compiled(kernel: NotedKernel) -> bool:
-    """Returns True if the kernel is in Triton's cache."""
+    """Returns True if Triton's cache on disk has the compiled kernel."""
 
     def stop(*args: Any) -> Any:
         raise LookupError
@@ -116,7 +121,7 @@ def is_compiled(kernel: NotedKernel) -> bool:
 
 
 def compile_kernel(kernel: NotedKernel) -> CompiledKernel:
-    """Compiles a kernel into Triton's cache."""
+    """Compiles a recorded kernel into Triton's cache on disk, without a GPU."""
     began = time.perf_counter()
     with _standing_in(kernel.gpu):
         _compile(*_source(kernel))

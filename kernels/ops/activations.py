@@ -54,7 +54,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 def activate(
     x: Tensor, bias: Tensor | None, kind: Activation, kernels: Kernels, residual: Tensor | None = None
 ) -> Tensor:
-    """Computes ``f(x + bias) + residual`` in one pass: x, residual [.., H] -> [.., H]; bias [H]. Differentiable."""
+    """Computes f(x + bias) + residual in one pass, where ``kind`` names the activation f. Differentiable.
+
+    ``x``, ``residual`` and the result are [.., H], and ``bias`` is [H].
+    """
     given = tuple(t for t in (x, bias, residual) if t is not None)
     if has_torch_function(given):
         return handle_torch_function(activate, given, x, bias, kind, kernels, residual)
@@ -66,7 +69,10 @@ def activate(
 
 
 def activate_reference(x: Tensor, bias: Tensor | None, kind: Activation, residual: Tensor | None = None) -> Tensor:
-    """Computes :func:`activate` in PyTorch."""
+    """Computes f(x + bias) + residual in PyTorch; ``kind`` names the activation f.
+
+    It is the reference for :func:`activate`.
+    """
     y = ACTIVATIONS[kind](x if bias is None else x + bias)
     return y if residual is None else y + residual
 
@@ -86,7 +92,10 @@ def _activate(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str
 
 @fused_operator("trine::activate_backward")
 def activate_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x [N, H] and of the bias, [H] in fp32 or empty without one, for dy [N, H]."""
+    """Returns the gradients of ``x`` [N, H] and of the bias for ``dy`` [N, H], the gradient of f(x + bias).
+
+    ``kind`` names the activation f. The gradient of the bias is [H] in fp32, or empty without a bias.
+    """
     from engine.kernels.gpu.activations import activation_backward
 
     return activation_backward(dy, x, bias, kind)
@@ -121,7 +130,10 @@ _activate.register_autograd(_gradients, setup_context=_keep)
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """Computes ``f(gate) * up`` in one pass, [.., F] each; halves of one tensor are read in place. Differentiable."""
+    """Computes f(gate) * up in one pass, all [.., F], where ``activation`` names f. Differentiable.
+
+    ``gate`` and ``up`` may be halves of one tensor, which are read without a copy.
+    """
     if has_torch_function((gate, up)):
         return handle_torch_function(gated, (gate, up), gate, up, activation, kernels)
     alike = gate.shape == up.shape and gate.dtype == up.dtype
@@ -131,7 +143,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) ->
 
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Computes :func:`gated` in PyTorch."""
+    """Computes f(gate) * up in PyTorch; ``activation`` names f. It is the reference for :func:`gated`."""
     return ACTIVATIONS[activation](gate) * up
 
 

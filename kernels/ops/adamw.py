@@ -24,7 +24,7 @@ from engine.kernels.optim.update_rules import AdamRule
 
 @dataclass(frozen=True, slots=True)
 class DeviceDecision:
-    """Decision to update or skip, as two fp64 scalars in device memory."""
+    """Decision to make or to skip an update, as fp64 scalars on the device, so that the host need not wait for them."""
 
     factor: Tensor
     """Factor applied to the gradients."""
@@ -34,7 +34,7 @@ class DeviceDecision:
 
 @dataclass(frozen=True, slots=True)
 class AdamRun:
-    """Flat tensors of one Adam update: weights, gradient, moments; contiguous and of equal size."""
+    """Flat tensors of one Adam update, contiguous and of equal size: weights, gradient and moments."""
 
     weights: Tensor
     """Weights to update: fp32 (fp64), or bf16 with stochastic rounding."""
@@ -47,7 +47,7 @@ class AdamRun:
 
 
 def fits_adamw_kernel(weights: Tensor, kernels: Kernels) -> bool:
-    """Returns True if the Triton kernel supports, and is selected for, these weights."""
+    """Returns True if ``kernels`` selects Triton for an Adam update of ``weights``, and the kernel supports them."""
     fitting = weights.dtype in (torch.float32, torch.bfloat16) and kernels.replaces(weights.device)
     return fitting and weights.numel() > 0 and kernels.triton("adamw", weights, _width(weights))
 
@@ -60,9 +60,10 @@ def adamw_(
     kernels: Kernels,
     rounding: StochasticRounding | None = None,
 ) -> None:
-    """Makes Adam's update ``step`` (from 1) in place if ``decision.go`` is set; ``rounding``: for bf16 weights.
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in place, unless ``decision.go`` is 0.
 
-    Optimizers are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
+    ``rounding``: stochastic rounding of bf16 weights; None: none. Optimizers are neither differentiated nor compiled
+    with a model, so this is a plain function and no custom operator.
     """
     if not fits_adamw_kernel(run.weights, kernels):
         adamw_reference_(run, rule, step, decision, rounding)
@@ -76,7 +77,10 @@ def adamw_(
 def adamw_reference_(
     run: AdamRun, rule: AdamRule, step: int, decision: DeviceDecision, rounding: StochasticRounding | None = None
 ) -> None:
-    """Computes :func:`adamw_` in PyTorch."""
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in PyTorch, in place, unless ``decision.go`` is 0.
+
+    It is the reference for :func:`adamw_`.
+    """
     step = rule.age(step)
     wide = torch.promote_types(run.weights.dtype, torch.float32)
     (beta1, beta2), w = rule.betas, run.weights.to(wide)
@@ -102,8 +106,9 @@ def adamw_reference_(
 def adamw_8bit_(
     run: AdamRun, scales: tuple[Tensor, Tensor], rule: AdamRule, step: int, block: int, kernels: Kernels
 ) -> None:
-    """Makes AdamW's update ``step`` (from 1) in place, with 8-bit moments; ``scales``: scales of both moments'
-    blocks.
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in place, with moments as 8-bit codes.
+
+    ``scales``: one fp32 scale per block of ``block`` elements, for each of the two moments.
     """
     moments = BlockCodes(run.first, scales[0]), BlockCodes(run.second, scales[1])
     fits = run.weights.dtype == torch.float32 and rule.decoupled and kernels.replaces(run.weights.device)

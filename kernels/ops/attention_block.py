@@ -31,10 +31,9 @@ _ON_SHAPES = 3
 
 
 class BlockRule(NamedTuple):
-    """Rule for the keys that a query of a block attends to: ``causal`` (as many queries as keys), or ``mask``, or all
-    keys.
+    """Rule for the keys that a query attends to in one block: all keys, earlier keys (``causal``), or keys by ``mask``.
 
-    ``mask``: [.., G or 1, Q or 1, K], boolean, or added to the scores.
+    ``causal`` needs as many queries as keys. ``mask``: [.., G or 1, Q or 1, K], boolean, or added to the scores.
     """
 
     scale: float
@@ -45,7 +44,10 @@ class BlockRule(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Tensor]:
-    """Returns the output [.., G, Q, E] and the log-sum-exp [.., G, Q] of a block; -inf for a query without keys."""
+    """Computes attention of queries over one block of keys; returns (output [.., G, Q, E], log-sum-exp [.., G, Q]).
+
+    The log-sum-exp is -inf for a query without keys. Blocks of one softmax can be merged by it.
+    """
     if _flash(q, k, v, rule):
         made = _aten()._scaled_dot_product_flash_attention(q, k, v, 0.0, rule.causal, False, scale=rule.scale)
         return made[0], made[1]
@@ -68,9 +70,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Te
 def attend_backward(
     grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], rule: BlockRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of the queries, keys and values of a block.
+    """Returns the contribution of one block to the gradients of its queries, keys and values, ``inputs`` (q, k, v).
 
-    ``grad``: gradient of the merged output; ``merged``: output and log-sum-exp over the keys of all blocks.
+    ``grad``: gradient of the merged output; ``merged``: (output, log-sum-exp) over the keys of all blocks.
     """
     (q, k, v), (out, lse) = inputs, merged
     lse = lse.masked_fill(lse == -math.inf, math.inf).contiguous()  # a query without keys has weights of zero

@@ -28,7 +28,7 @@ from engine.kernels.dispatch import Kernels, fused_operator
 
 
 class Question(NamedTuple):
-    """Request for softmax statistics next to ``log_sum``: the target's logit, and a weighted sum of logits."""
+    """Request for optional softmax statistics: the logit at ``target``, and a weighted sum of the logits."""
 
     target: Tensor | None = None
     """Target columns in the full vocabulary, [N] int64, equal on all ranks."""
@@ -45,12 +45,12 @@ class Question(NamedTuple):
         return self.even or self.weight is not None
 
     def rows(self, part: slice) -> "Question":
-        """Returns the request for a slice of the rows."""
+        """Returns the request for the rows in the slice ``part``."""
         return self if self.target is None else self._replace(target=self.target[part])
 
 
 class Statistics(NamedTuple):
-    """Softmax statistics over the local columns, [N] each, without gradients."""
+    """Softmax statistics of each row over this rank's columns of the logits, [N] each; they carry no gradients."""
 
     largest: Tensor
     """Maximum of each row. For an infinite maximum, the other statistics use differences from 0."""
@@ -62,7 +62,7 @@ class Statistics(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Softmax over the full vocabulary, as exp(x - largest - log_sum), [N] each."""
+    """Softmax over the full vocabulary, as the two numbers of each row, [N], in exp(x - largest - log_sum)."""
 
     largest: Tensor
     """Maximum of each row; 0 for an infinite maximum."""
@@ -70,19 +70,19 @@ class Softmax(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Gradients of the softmax statistics, [N] each; None: no gradient."""
+    """Gradients of a loss with respect to the softmax statistics of each row, [N] each; None: no gradient."""
 
     log_sum: Tensor | None
     picked: Tensor | None = None
     weighted: Tensor | None = None
 
     def rows(self, part: slice) -> "Slopes":
-        """Returns the gradients of a slice of the rows."""
+        """Returns the gradients for the rows in the slice ``part``."""
         return Slopes(*(None if slope is None else slope[part] for slope in self))
 
 
 class Exchange(Protocol):
-    """Interface of all-reduces between ranks that shard the vocabulary's columns."""
+    """Interface of all-reduces between the ranks that divide the columns of the vocabulary."""
 
     def largest(self, values: Tensor) -> None:
         """Replaces ``values`` by their maximum over the ranks, in place."""
@@ -92,13 +92,16 @@ class Exchange(Protocol):
 
 
 def fits_softmax_kernels(logits: Tensor) -> bool:
-    """Returns True if the Triton kernels support these logits [N, W]."""
+    """Returns True if the Triton kernels support ``logits``: fp32, fp16 or bf16, two dims, with contiguous rows."""
     narrow = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return narrow and logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """Computes the softmax statistics of the local columns in one pass over the logits, in Triton or in PyTorch."""
+    """Computes the statistics that ``question`` requests, over this rank's columns, in one pass over the logits.
+
+    ``triton``: use Triton if the kernels support the logits; otherwise PyTorch computes them.
+    """
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
     target, weight, even, start = question
@@ -109,9 +112,16 @@ def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Stat
 def join_softmax_terms(
     found: Statistics, question: Question, width: int, exchange: Exchange | None, known: Softmax | None = None
 ) -> tuple[Softmax, Tensor | None, Tensor | None]:
-    """Reduces local statistics to (softmax, target logit, weighted sum) over all columns; ``width``: local columns.
+    """Reduces the statistics ``found`` on each rank to statistics over all columns, with one all-reduce of a maximum
+    and one sum.
 
-    ``known``: softmax of the same logits, not communicated again.
+    Args:
+        width: number of columns of this rank.
+        exchange: all-reduces over the ranks with other columns; None: this rank has all columns.
+        known: softmax of the same logits from an earlier call, which is not communicated again.
+
+    Returns:
+        (softmax, logit at the target - largest, weighted sum), [N] each; None for a statistic that is not requested.
     """
     own_N = found.largest.masked_fill(found.largest.isinf(), 0)
     largest_N = found.largest.clone() if known is None else known.largest
@@ -142,9 +152,10 @@ def join_softmax_terms(
 def find_gradient(
     logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes, triton: bool, inplace: bool = False
 ) -> Tensor:
-    """Computes the gradient of the logits, d_log_sum softmax + d_picked at the target + d_weighted w, in their dtype.
+    """Returns the gradient of the logits, in their dtype.
 
-    Rows with three gradients of 0 get exactly 0. ``inplace``: overwrite the logits.
+    It is d_log_sum softmax + d_picked at the target + d_weighted w, where ``slopes`` has the three d. A row with three
+    d of 0 gets exactly 0. ``inplace``: overwrites the logits, and returns them.
     """
     if slopes.log_sum is None:
         slopes = slopes._replace(log_sum=torch.zeros_like(softmax.largest))
@@ -161,14 +172,20 @@ def find_gradient(
 
 
 def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Maps target columns of the full vocabulary to (local columns, True if the target is on another rank)."""
+    """Maps columns ``target`` of the full vocabulary to this rank's ``width`` columns, which begin at ``start``.
+
+    Returns:
+        (index of the local column, or 0 if it is on another rank; True if it is on another rank).
+    """
     place = target - start
     elsewhere = (place < 0) | (place >= width)
     return place.masked_fill_(elsewhere, 0), elsewhere
 
 
 def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
-    """Computes :func:`find_statistics` in PyTorch."""
+    """Computes the softmax statistics that ``question`` requests in PyTorch; it is the reference for
+    :func:`find_statistics`.
+    """
     wide = torch.promote_types(logits_NW.dtype, torch.float32)
     largest_N = logits_NW.amax(-1).to(wide)
     shifted_NW = logits_NW - largest_N.masked_fill(largest_N.isinf(), 0).unsqueeze(-1)  # fp32 by type promotion
@@ -182,7 +199,10 @@ def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
 
 
 def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes) -> Tensor:
-    """Computes :func:`find_gradient` in PyTorch."""
+    """Computes the gradient of the logits in PyTorch, from the gradients ``slopes`` of their softmax statistics.
+
+    It is the reference for :func:`find_gradient`.
+    """
     log_sum_N, picked_N, weighted_N = slopes
     assert log_sum_N is not None
     shares_NW = (logits_NW - softmax.largest.unsqueeze(-1)).sub_(softmax.log_sum.unsqueeze(-1)).exp_()
@@ -201,7 +221,9 @@ def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, 
 
 
 def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> bool:
-    """Returns True if ``operator`` should run in Triton on logits of this dtype with rows of ``width``."""
+    """Returns True if ``kernels`` selects Triton for ``operator`` on rows of ``width`` logits, and supports their
+    dtype.
+    """
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
 
 
@@ -269,7 +291,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Options of cross-entropy, named as in PyTorch."""
+    """Options of the cross-entropy loss, with the names and meanings of ``torch.nn.functional.cross_entropy``."""
 
     ignore_index: int = -100
     """Target of rows without a loss; their gradient is exactly 0."""
@@ -277,18 +299,24 @@ class CrossEntropy:
     reduction: Reduction = "mean"
 
     def slopes(self, slope_N: Tensor, vocabulary: int) -> Slopes:
-        """Returns the gradients of the softmax statistics from ``slope_N``, the gradient of each row's loss."""
+        """Returns the gradients of the softmax statistics for ``slope_N``, the gradient of each row's loss.
+
+        ``vocabulary`` is the number of classes over all ranks.
+        """
         smoothing = self.label_smoothing
         weighted_N = slope_N * (-smoothing / vocabulary) if smoothing else None
         return Slopes(slope_N, slope_N * (smoothing - 1), weighted_N)
 
     def losses(self, log_sum: Tensor, picked: Tensor, weighted: Tensor | None, vocabulary: int) -> Tensor:
-        """Returns the loss of each row, [N], from the softmax statistics."""
+        """Returns the loss of each row, [N], from its softmax statistics; ``vocabulary`` is the number of classes."""
         losses_N = log_sum - picked * (1 - self.label_smoothing)
         return losses_N if weighted is None else losses_N - weighted * (self.label_smoothing / vocabulary)
 
     def reduced(self, losses_N: Tensor, counted_N: Tensor) -> Tensor:
-        """Reduces row losses to the mean or sum; ``counted_N``: True for rows with a loss."""
+        """Returns the mean or sum of the row losses, a 0-dim tensor, or the losses themselves for reduction "none".
+
+        ``counted_N``: True for rows that are not ignored; the mean divides by their number.
+        """
         if self.reduction == "none":
             return losses_N
         total = losses_N.sum()
@@ -296,10 +324,10 @@ class CrossEntropy:
 
 
 def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Refuses class indices outside the vocabulary.
+    """Checks that class indices in ``target`` are in the vocabulary or equal ``ignore_index``; on the CPU only.
 
     Raises:
-        EngineError: a target is outside the vocabulary; on CPU only.
+        EngineError: a target is outside the vocabulary.
     """
     if not is_host(target.device):
         return

@@ -20,9 +20,10 @@ from engine.kernels.dispatch import Kernels, MainGradient, eager_apply, open_sum
 
 
 def look_up_rows(weight_VH: Tensor, ids: Tensor, padding: int | None, kernels: Kernels) -> Tensor:
-    """Looks up rows: ids int64 or int32 [..] -> [.., H]; the row ``padding`` gets no gradient.
+    """Returns the rows of ``weight_VH`` with the numbers ``ids``, int64 or int32 [..] -> [.., H]. Differentiable.
 
-    The gradient is a separate tensor if there is no main gradient, and for small tables with more ids than rows.
+    The row ``padding`` gets no gradient. The backward adds to the weight's main gradient, if it has one and ``ids`` are
+    not more than the rows; otherwise it returns a gradient.
     """
     if has_torch_function((weight_VH, ids)):
         return handle_torch_function(look_up_rows, (weight_VH, ids), weight_VH, ids, padding, kernels)
@@ -58,7 +59,10 @@ _look_up = eager_apply(_Added)
 
 
 def add_rows_(into_VH: Tensor, ids_N: Tensor, rows_NH: Tensor, padding: int = -1) -> None:
-    """Adds row n of ``rows_NH`` to row ``ids_N[n]`` of ``into_VH``, except ``padding``, without synchronization."""
+    """Adds row n of ``rows_NH`` to row ``ids_N[n]`` of ``into_VH`` in place, without synchronization with the host.
+
+    Rows with the id ``padding`` are left out.
+    """
     sorted_N, order_N = ids_N.sort()
     first_N = torch.ones_like(sorted_N, dtype=torch.bool)
     torch.ne(sorted_N[1:], sorted_N[:-1], out=first_N[1:])

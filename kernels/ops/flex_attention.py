@@ -34,7 +34,7 @@ _SCORES, _LINES = 1 << 22, 64
 
 @dataclass(frozen=True, slots=True)
 class FlexCall:
-    """Arguments of a call of ``flex_attention``, apart from queries, keys and values."""
+    """Arguments of a call of torch's ``flex_attention``, except for queries, keys and values."""
 
     run: Callable[..., Any]
     """torch's function, or the caller's compiled one."""
@@ -47,12 +47,13 @@ class FlexCall:
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
-    """Runs flex attention: q [B, G, Q, D], k [B, H, K, D], v [B, H, K, E] -> [B, G, Q, E], and the requested sums.
+    """Runs flex attention: q [B, G, Q, D], k [B, H, K, D], v [B, H, K, E] -> output [B, G, Q, E].
 
-    Queries without a visible key get zeros.
+    If ``call.options`` requests log-sum-exps or maxima, it returns them with the output, as torch does. Queries without
+    a visible key get zeros.
 
     Raises:
-        EngineError: the mask has other lengths, or the heads do not match.
+        EngineError: the mask has other lengths than queries and keys, or the heads do not match.
     """
     _check(q, k, call)
     if has_torch_function((q, k, v)):
@@ -146,9 +147,10 @@ class _Tiles(NamedTuple):
 
 
 def over_places(modifier: Modifier, places: Sequence[Tensor], scores: Tensor | None = None) -> Tensor:
-    """Calls ``modifier`` for each combination of rows, heads, queries and keys; returns [B, G, Q, K].
+    """Calls ``modifier``, a torch mask or score function, for each combination of row, head, query and key.
 
-    ``scores`` [B, G, Q, K]: its first argument, if it changes scores.
+    ``places``: the four index vectors. ``scores`` [B, G, Q, K]: first argument of a function that changes scores; None:
+    ``modifier`` is a mask function. Returns [B, G, Q, K].
     """
     function, scored = modifier, [] if scores is None else [0]
     for dim in range(3, -1, -1):
@@ -179,9 +181,11 @@ def _visible(mask: Any, places: Sequence[Tensor]) -> Tensor:
 def build_block_mask(
     kind: Any, listed: Sequence[Any], block: tuple[int, int], mask_mod: Modifier, lengths: tuple[int, int]
 ) -> Any:
-    """Returns a ``BlockMask`` (the type ``kind``) of lists of blocks, without a trace or mode that follows its making.
+    """Returns a ``BlockMask`` of the class ``kind``, made from lists of its blocks.
 
-    ``listed``: counts [B, H, rows] and columns [B, H, rows, n], int32, of the partial blocks, and of the full ones.
+    No trace or mode records its making. ``listed``: counts [B, H, rows] and columns [B, H, rows, n], int32, of the
+    partial blocks, then of the full ones. ``block`` is the size of a block and ``lengths`` the numbers of queries and
+    keys.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return kind.from_kv_blocks(*listed, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=lengths)
@@ -192,7 +196,10 @@ PARTIAL, FULL = 1, 2
 
 
 def block_kinds(mask: Any) -> Tensor:
-    """Returns the kind of each block of a block mask, int8 [B or 1, G or 1, blocks of queries, blocks of keys]."""
+    """Returns the kind of each block of a ``BlockMask``: 0 (no key is visible), ``PARTIAL`` or ``FULL``.
+
+    The result is int8 [B or 1, G or 1, blocks of queries, blocks of keys].
+    """
     kinds = _blocks(mask.kv_num_blocks, mask.kv_indices) * PARTIAL
     if mask.full_kv_num_blocks is None:
         return kinds

@@ -21,8 +21,10 @@ _ALIGNED = 16
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
-    """Computes y [R, N]: rows of x [R, K], sorted by expert, times their expert's matrix in weight [X, K, N].
-    Differentiable.
+    """Multiplies the rows of each expert in ``x`` [R, K] by the expert's matrix in ``weight`` [X, K, N]; returns [R,
+    N].
+
+    The rows are sorted by expert. Differentiable.
 
     Args:
         weight: contiguous, or the transpose of a contiguous [X, N, K].
@@ -40,13 +42,21 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -
 
 
 def grouped_product_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Computes :func:`grouped_product` in PyTorch; synchronizes to read ``ends``."""
+    """Multiplies the rows of each expert in ``x`` [R, K] by its matrix in ``weight`` [X, K, N] in PyTorch; returns [R,
+    N].
+
+    It is the reference for :func:`grouped_product`, and synchronizes to read ``ends`` [X], the ends of the experts'
+    rows.
+    """
     parts = zip(torch.tensor_split(x, ends[:-1].cpu().long()), weight, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
 
 
 def grouped_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
-    """Computes the gradient of ``weight`` [X, K, N], in its dtype and memory order, from x [R, K] and dy [R, N]."""
+    """Returns the gradient of ``weight`` [X, K, N] in :func:`grouped_product`, in its dtype and memory order.
+
+    ``dy`` [R, N] is the gradient of the result, and ``ends`` has the index after the last row of each expert.
+    """
     order = weight.is_contiguous()
     if not _fits(x, weight) or dy.dtype != x.dtype or not kernels.triton("grouped", x, x.shape[1]):
         splits = [torch.tensor_split(rows, ends[:-1].cpu().long()) for rows in ((x, dy) if order else (dy, x))]

@@ -34,7 +34,7 @@ _SLAB = 8192
 
 
 class LinearForm(NamedTuple):
-    """Activation and memory order of a linear layer."""
+    """Form of a linear layer: its activation, and the memory order of its weight."""
 
     activation: Activation = "none"
     transposed: bool = False
@@ -44,9 +44,10 @@ class LinearForm(NamedTuple):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, kernels: Kernels, residual: Tensor | None = None
 ) -> Tensor:
-    """Runs a fused linear layer: x [.., I] -> [.., O]; weight [O, I] or [I, O], bias [O], residual [.., O].
+    """Computes f(x weight' + bias) + residual: x [.., I] -> [.., O], with the activation f of ``form``. Differentiable.
 
-    Differentiable. Under autocast the layer runs in autocast's dtype.
+    ``weight`` is [O, I], or [I, O] if ``form.transposed``. Under autocast the layer runs in autocast's dtype. The
+    backward adds to the weight's main gradient, if it has one.
     """
     given = x, weight, bias, residual
     if has_torch_function(given):
@@ -75,7 +76,10 @@ def linear(
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, residual: Tensor | None = None
 ) -> Tensor:
-    """Computes :func:`linear` in PyTorch."""
+    """Computes f(x weight' + bias) + residual in PyTorch, with the activation f of ``form``.
+
+    It is the reference for :func:`linear`.
+    """
     y = ACTIVATIONS[form.activation](functional.linear(x, weight.t() if form.transposed else weight, bias))
     return y if residual is None else y + residual
 
@@ -125,7 +129,7 @@ def _by_library(x: Tensor, matrix_IO: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
-    """Multiplies a [.., K] by b [K, N] -> [.., N] in a backward; the Triton path is not differentiable."""
+    """Returns a [.., K] @ b [K, N], [.., N], for use in a backward; in Triton it is not differentiable."""
     if has_torch_function((a, b)):
         return handle_torch_function(product, (a, b), a, b, kernels)
     if not kernels.takes("linear_backward", a) or b.ndim != 2 or not _multiply(a, b):
@@ -138,10 +142,10 @@ def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bool = False) -> None:
-    """Adds a [M, K] @ b [K, N] to ``into`` [M, N]; ``fresh``: overwrites the content instead.
+    """Adds a [M, K] @ b [K, N] to ``into`` [M, N] in place; with ``fresh`` it overwrites ``into``.
 
-    ``into`` may be fp32 for narrow operands (main gradients); sums are then fp32. The product needs no memory, except
-    on an accelerator that cannot multiply 16-bit matrices into an fp32 matrix.
+    ``into`` may be fp32 for bf16 or fp16 operands, and the sum is then fp32. The product needs no memory, except on an
+    accelerator that cannot multiply 16-bit matrices into an fp32 matrix.
     """
     chosen = kernels.takes("linear_backward", a)
     if chosen and _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a):
@@ -155,7 +159,7 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bo
 
 
 def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """Computes ``total += a @ b``, or ``total = a @ b`` if ``fresh``, by a GEMM of the vendor's library.
+    """Computes ``total += a @ b``, or ``total = a @ b`` if ``fresh``, by a matrix product of the vendor's library.
 
     Products of bf16 and fp16 operands are accumulated in the dtype of ``total``.
     """
@@ -185,9 +189,10 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def added_to_main(main: MainGradient | None, node: Any | None, a: Tensor, b: Tensor, kernels: Kernels) -> bool:
-    """Adds the weight gradient a [M, K] @ b [K, N] to the main gradient [M, N].
+    """Adds the weight gradient a [M, K] @ b [K, N] to the main gradient ``main`` [M, N], and returns True.
 
-    Returns False if the caller must compute and return the gradient. ``node``: see :class:`MainGradient`.
+    It returns False and does nothing if the caller must return the gradient to autograd. ``node``: as in
+    :meth:`MainGradient.begin`.
     """
     opened = open_sum(main, node)
     if main is None or opened is None:
@@ -353,7 +358,7 @@ _library_linear.register_autograd(_library_linear_gradients, setup_context=_keep
 
 
 class MainProduct(NamedTuple):
-    """Settings of a linear product with a main gradient: activation, kernel."""
+    """Settings of a linear layer with a weight that has a main gradient."""
 
     transposed: bool
     activation: Activation
@@ -365,7 +370,7 @@ class MainProduct(NamedTuple):
 
 
 def unviewed(y: Tensor) -> Tensor:
-    """Returns ``y`` without autograd's view flag, so that in-place operations such as ReLU(inplace=True) are
+    """Returns ``y``, but not as a view for autograd, so that in-place operations such as ReLU(inplace=True) are
     allowed.
     """
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y

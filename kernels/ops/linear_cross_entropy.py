@@ -59,7 +59,7 @@ applied later.
 
 
 class Head(NamedTuple):
-    """Language-model head: weight [W, H] and bias [W] or None, both in the dtype of the hidden states."""
+    """Language-model head on one rank: weight [W, H] and bias [W] or None, both in the dtype of the hidden states."""
 
     weight: Tensor
     bias: Tensor | None
@@ -70,7 +70,7 @@ class Head(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """Non-tensor options of :func:`linear_terms`."""
+    """Options of :func:`linear_terms` besides tensors to differentiate: kernels, all-reduces, and a known softmax."""
 
     kernels: Kernels
     exchange: Exchange | None = None
@@ -80,8 +80,9 @@ class Conditions(NamedTuple):
 
 
 class LinearTerms(NamedTuple):
-    """Softmax statistics over the full vocabulary, [N] each, in fp32 or wider; all except ``largest`` are
-    differentiable.
+    """Softmax statistics over the full vocabulary, [N] each, in fp32 or fp64.
+
+    All except ``largest`` are differentiable.
     """
 
     largest: Tensor
@@ -91,10 +92,12 @@ class LinearTerms(NamedTuple):
 
 
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
-    """Returns the number of tokens in a chunk: a power of two, at least ``tokens * width / columns`` and ``width / 2``.
+    """Returns the number of tokens in a chunk, a power of two, for hidden states of ``width`` and ``columns`` logits
+    per token.
 
-    At the first size the chunk's logits have as many elements as all hidden states. Chunks of 2048 tokens, if that is
-    at most a quarter of all, are 8% faster than of 1024 on an H200 (width 2048, vocabulary 128256); of 4096, 9%.
+    It is at least ``LEAST_CHUNK``, ``width / 2`` and ``tokens * width / columns``. With the last size, the chunk's
+    logits have as many elements as all hidden states. A chunk also has 2048 tokens or more, if that is at most a
+    quarter of all. Such chunks are 8% faster than of 1024 on an H200 (width 2048, vocabulary 128256); of 4096, 9%.
     """
     quarter = min(tokens // 4, FAST_CHUNK)
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, quarter, LEAST_CHUNK)
@@ -104,9 +107,10 @@ def chunk_tokens(tokens: int, width: int, columns: int) -> int:
 def linear_cross_entropy(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, form: CrossEntropy, kernels: Kernels
 ) -> Tensor:
-    """Computes the cross-entropy of ``linear(hidden, weight, bias)`` in fp32 (fp64 for fp64): [], or [N] unreduced.
+    """Computes the cross-entropy of ``linear(hidden, weight, bias)`` chunk by chunk, without all logits in memory.
 
-    Target int64. Differentiable once, in hidden, weight and bias. Under autocast the product runs in autocast's dtype.
+    Returns the loss, 0-dim, or [N] for reduction "none", in fp32 (fp64 for fp64). ``target_N`` is int64. Differentiable
+    once, in hidden, weight and bias. Under autocast the product runs in autocast's dtype.
 
     Raises:
         EngineError: a target is outside the vocabulary. Only a CPU checks: on a GPU the check would synchronize.
@@ -128,18 +132,18 @@ def linear_cross_entropy(
 
 
 def linear_terms(hidden_NH: Tensor, head: Head, question: Question, conditions: Conditions) -> LinearTerms:
-    """Computes the softmax statistics of ``head.logits(hidden)``; the backward recomputes the logits.
+    """Computes the softmax statistics of ``head.logits(hidden)`` chunk by chunk; the backward recomputes the logits.
 
-    With an exchange, columns are on several ranks: one maximum and one sum are all-reduced for all tokens, or nothing
-    if the softmax is known and no other statistic is requested. The backward communicates nothing; the caller sums the
-    gradient of the hidden states over the ranks.
+    With ``conditions.exchange``, columns are on several ranks: one maximum and one sum are all-reduced for all tokens.
+    Nothing is communicated if the softmax is known and no other statistic is requested. The backward communicates
+    nothing; the caller sums the gradient of the hidden states over the ranks.
     """
     found: tuple[Any, ...] = _Terms.apply(hidden_NH, *head, question, conditions)  # type: ignore[no-untyped-call]
     return LinearTerms(*found)
 
 
 def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Casts the operands to autocast's dtype for linear layers, if autocast is on."""
+    """Returns the operands of a linear layer in autocast's dtype, if autocast is on; fp64 operands stay unchanged."""
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
         return hidden, weight, bias

@@ -24,7 +24,7 @@ WIDEST, WIDEST_LAYER_FP32 = 16384, 8192
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Hyperparameters of a norm: epsilon, centering, offset of the weight."""
+    """Hyperparameters of RMSNorm or LayerNorm."""
 
     eps: float
     centered: bool = False
@@ -34,7 +34,10 @@ class Norm:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Kernels) -> Tensor:
-    """Returns the norm of x, [.., H] -> [.., H], in the dtype of x; weight, bias [H]. Differentiable."""
+    """Computes RMSNorm or LayerNorm over the last dim: x [.., H] -> [.., H], in the dtype of ``x``. Differentiable.
+
+    ``weight`` and ``bias`` are [H].
+    """
     if has_torch_function((x, weight)):
         return handle_torch_function(norm, (x, weight), x, weight, bias, form, kernels)
     if not _fits(x, weight, bias, form) or not kernels.triton("norm", x, x.shape[-1]):
@@ -45,7 +48,10 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Ke
 def add_norm(
     x: Tensor, residual: Tensor, affine: tuple[Tensor, Tensor | None], form: Norm, kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
-    """Returns (norm of x + residual, x + residual), both [.., H] in the dtype of x. Differentiable."""
+    """Returns (norm of x + residual, x + residual), both [.., H] in the dtype of ``x``. Differentiable.
+
+    ``affine`` is (weight [H], bias [H] or None).
+    """
     weight, bias = affine
     if has_torch_function((x, residual, weight)):
         given = x, residual, affine, form, kernels
@@ -61,7 +67,7 @@ def add_norm(
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> Tensor:
-    """Computes :func:`norm` in PyTorch."""
+    """Computes RMSNorm or LayerNorm over the last dim of ``x`` in PyTorch; it is the reference for :func:`norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     width, scale = x.shape[-1:], weight.to(wide)
     if form.offset:
@@ -185,10 +191,10 @@ _PIECE = 1 << 20
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
-    """Returns the sum of squares of all counted values, an fp64 scalar; ``parts``: (flat contiguous values, True if
-    counted) on one device.
+    """Returns the sum of squares of all tensors marked True in ``parts``, an fp64 scalar on their device.
 
-    The sum is neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
+    ``parts``: pairs (flat contiguous values, True if they count), on one device. The sum is neither differentiated nor
+    compiled with a model, so this is a plain function and no custom operator.
     """
     ours = [_squares_fit(values, kernels) for values, _ in parts]
     rest = [part for part, yes in zip(parts, ours, strict=True) if not yes]
@@ -203,7 +209,10 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tens
 
 
 def squared_norm_reference(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Computes :func:`squared_norm` in PyTorch."""
+    """Computes the sum of squares of the tensors marked True in ``parts`` in PyTorch, as an fp64 scalar.
+
+    It is the reference for :func:`squared_norm`.
+    """
     norms = [
         torch.linalg.vector_norm(piece, dtype=torch.float64) * (1.0 if counts else 0.0)
         for values, counts in parts

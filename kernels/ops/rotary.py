@@ -20,7 +20,7 @@ from engine.kernels.dispatch import Kernels, fused_operator, is_narrow
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Layout of rotary tensors: interleaved or half-split features, dim of the heads."""
+    """Layout of tensors for rotary embeddings: the pairs of rotated features, and the dim of the heads."""
 
     interleaved: bool = False
     """True: adjacent features are rotated (GPT-J). False: the two halves (GPT-NeoX, Llama)."""
@@ -29,7 +29,10 @@ class Rotary:
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Rotates q and k, which may have different numbers of heads; cos, sin [B or 1, S, R]. Differentiable."""
+    """Applies rotary position embeddings to ``q`` and ``k``, which may have different numbers of heads. Differentiable.
+
+    ``cos`` and ``sin`` are [B or 1, S, R]; the first R features of each head are rotated.
+    """
     if has_torch_function((q, k, cos, sin)):
         return handle_torch_function(rotary, (q, k, cos, sin), q, k, cos, sin, form, kernels)
     if not _fits(q, k, cos, sin, form.heads_dim) or not kernels.triton("rotary", q, q.shape[-1]):
@@ -41,7 +44,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels
 
 
 def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary) -> tuple[Tensor, Tensor]:
-    """Computes :func:`rotary` in PyTorch."""
+    """Applies rotary position embeddings to ``q`` and ``k`` in PyTorch; it is the reference for :func:`rotary`."""
     cos, sin = cos.unsqueeze(form.heads_dim), sin.unsqueeze(form.heads_dim)
     return _turned(q, cos, sin, form.interleaved), _turned(k, cos, sin, form.interleaved)
 

@@ -36,7 +36,7 @@ _SMALLEST = 2.0**-126
 
 
 class BlockCodes(NamedTuple):
-    """Optimizer state encoded as 8-bit codes with a scale per block."""
+    """Optimizer state encoded as one 8-bit code per element and one scale per block."""
 
     codes: Tensor
     """Codes of the elements, uint8 [n]."""
@@ -45,18 +45,21 @@ class BlockCodes(NamedTuple):
 
     @classmethod
     def zeros(cls, elements: int, block: int, device: torch.device) -> "BlockCodes":
-        """Returns the encoding of ``elements`` zeros."""
+        """Returns the encoding of ``elements`` zeros, with ``block`` elements per scale."""
         scales = torch.zeros(-(-elements // block), dtype=torch.float32, device=device)
         return cls(torch.zeros(elements, dtype=torch.uint8, device=device), scales)
 
     def part(self, start: int, stop: int, block: int) -> "BlockCodes":
-        """Returns views of the elements ``start:stop``; both are multiples of ``block``, or ``stop`` is the end."""
+        """Returns views of the elements ``start:stop`` and their scales, for blocks of ``block`` elements.
+
+        ``start`` and ``stop`` are multiples of ``block``, or ``stop`` is the end.
+        """
         return BlockCodes(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """Encoding of one kind of moment: signed or not, elements per scale."""
+    """Encoding of one kind of moment: with a sign or without, and elements per scale."""
 
     block: int
     """Number of elements per scale."""
@@ -64,22 +67,22 @@ class StateFormat:
 
     @property
     def largest(self) -> int:
-        """Code of the number 1, without sign: 127 or 255."""
+        """Code of an element that equals its block's scale, without the sign bit: 127 or 255."""
         return 127 if self.signed else 255
 
     @property
     def least(self) -> float:
-        """Smallest positive number with a code."""
+        """Smallest positive number with a code, as a fraction of the block's scale."""
         return 1.25 * 2.0**-16 if self.signed else 1.25 * 2.0**-32
 
     def bytes(self, elements: int) -> int:
-        """Returns the bytes of codes and scales of ``elements`` numbers."""
+        """Returns the size in bytes of the codes and scales of ``elements`` numbers."""
         return elements + 4 * -(-elements // self.block)
 
 
 @torch.no_grad()
 def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
-    """Encodes floating-point numbers [n] into ``into``; fp64 numbers are first rounded to fp32."""
+    """Encodes the numbers ``values_n`` into the tensors ``into``, in place; fp64 numbers are first rounded to fp32."""
     elements, blocks = len(values_n), len(into.scales)
     x_KB = values_n.new_zeros(blocks * form.block, dtype=torch.float32)
     x_KB[:elements] = values_n
@@ -102,7 +105,7 @@ def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
 
 @torch.no_grad()
 def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decodes to numbers [n] of ``dtype``."""
+    """Returns the numbers that ``given`` encodes, [n] in ``dtype``."""
     elements, blocks = len(given.codes), len(given.scales)
     code = given.codes.to(torch.int32)
     size = code & 127 if form.signed else code
@@ -115,16 +118,20 @@ def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.floa
 
 
 def chunks(elements: int) -> Iterator[slice]:
-    """Yields slices of whole blocks, ``CHUNK`` elements each."""
+    """Yields consecutive slices that cover ``elements`` elements.
+
+    Each slice has ``CHUNK`` elements, a multiple of every block size; the last slice may have fewer.
+    """
     return (slice(start, min(elements, start + CHUNK)) for start in range(0, elements, CHUNK))
 
 
 def adam_8bit_(
     weights_n: Tensor, grads_n: Tensor, moments: Sequence[BlockCodes], step: int, rule: AdamRule, block: int
 ) -> None:
-    """Makes update ``step`` (from 1) of Adam or AdamW in place, on moments stored as 8-bit codes.
+    """Makes Adam or AdamW update number ``step`` (from 1) in place, with moments as 8-bit codes.
 
-    ``moments``: the first and the second moment. The arithmetic equals ``adam_``, in the dtype of the weights.
+    ``moments``: first and second moment, with ``block`` elements per scale. The arithmetic equals ``adam_``, in the
+    dtype of the weights.
     """
     forms = [StateFormat(block, signed) for signed in (True, False)]
     for part in chunks(len(weights_n)):

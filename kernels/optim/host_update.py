@@ -52,9 +52,10 @@ class CompileError(Exception):
 
 
 def library(source: Path) -> Path | None:
-    """Returns the path of the compiled ``source``; None if no file may be stored.
+    """Returns the path of the shared library compiled from ``source``; None if ``TRINE_CACHE`` is 0, which forbids
+    files.
 
-    A compilation takes seconds, the search for a stored file milliseconds.
+    The library is stored for later runs: a compilation takes seconds, the search for a stored file milliseconds.
 
     Raises:
         CompileError: there is no compiler, the compiler fails, or the result cannot be stored.
@@ -140,7 +141,10 @@ def update_adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Makes an Adam update, bitwise equal to ``adam_``: by the compiled kernel on the host, by torch elsewhere."""
+    """Makes Adam update number ``step`` (from 1) in place, with the bits of :func:`adam_`.
+
+    Large contiguous fp32 tensors on the host are updated by the compiled kernel, others by torch.
+    """
     kernel = _kernel_for((*weights, *grads, *first_moments, *second_moments), len(weights))
     if kernel is None:
         adam_(weights, grads, first_moments, second_moments, step, rule)
@@ -150,7 +154,10 @@ def update_adam_(
 
 
 def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """Makes a Lion update, bitwise equal to ``lion_``: by the compiled kernel on the host, by torch elsewhere."""
+    """Makes a Lion update in place, with the bits of :func:`lion_`.
+
+    Large contiguous fp32 tensors on the host are updated by the compiled kernel, others by torch.
+    """
     kernel = _kernel_for((*weights, *grads, *momenta), len(weights))
     if kernel is None:
         lion_(weights, grads, momenta, rule)
@@ -160,21 +167,26 @@ def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Se
 
 
 def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
-    """Returns True if fp32 ``wide`` rounded to bf16 equals ``narrow`` of equal size; False without the kernel."""
+    """Returns True if ``wide`` (fp32) rounded to bf16 equals ``narrow``, a tensor of equal size.
+
+    False also means that the compiled kernel is not used, for example for small tensors.
+    """
     kernel = _kernel_for((wide,), 1) if narrow.dtype == torch.bfloat16 and is_host(narrow.device) else None
     return kernel is not None and narrow.is_contiguous() and kernel.rounds_to(wide, narrow)
 
 
 @dataclass(frozen=True, slots=True)
 class HostKernel:
-    """Compiled update rules for contiguous fp32 tensors of equal size on the host."""
+    """Compiled update rules for the CPU; they work on contiguous fp32 tensors of equal size."""
 
     compiled: ctypes.CDLL
     lanes: int
     """Number of elements in a vector of torch's kernels; remainders are computed differently."""
 
     def adam(self, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, rule: AdamRule) -> None:
-        """Makes Adam's update ``step`` of weights ``w`` and moments ``m``, ``v`` from gradient ``g``, in place."""
+        """Makes Adam update number ``step`` of weights ``w`` and moments ``m`` and ``v`` from gradient
+        ``g``, in place.
+        """
         age, (beta1, beta2) = rule.age(step), rule.betas
         numbers = _floats(
             1 - rule.lr * rule.weight_decay,
@@ -190,13 +202,13 @@ class HostKernel:
         self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, *self._spans())
 
     def lion(self, w: Tensor, g: Tensor, m: Tensor, rule: LionRule) -> None:
-        """Makes Lion's update of weights ``w`` and momentum ``m`` from gradient ``g``, in place."""
+        """Makes a Lion update of weights ``w`` and momentum ``m`` from gradient ``g``, in place."""
         beta1, beta2 = rule.betas
         numbers = _floats(rule.lr, 1 - rule.lr * rule.weight_decay, 1 - beta1, 1 - beta2)
         self.compiled.trine_lion(*_places(w, g, m), numbers, self._spans()[0])
 
     def rounds_to(self, wide: Tensor, narrow: Tensor) -> bool:
-        """Returns True if ``wide`` rounded to bf16 equals ``narrow``; False if there is a NaN."""
+        """Returns True if ``wide`` (fp32) rounded to bf16 equals ``narrow``; False if there is a NaN."""
         places = ctypes.c_void_p(wide.data_ptr()), ctypes.c_void_p(narrow.data_ptr())
         return bool(self.compiled.trine_rounds_to(*places, ctypes.c_int64(wide.numel()), self._spans()[0]))
 
@@ -207,8 +219,9 @@ class HostKernel:
 
 @cache
 def host_kernel() -> HostKernel | None:
-    """Returns the compiled update kernel; None if it cannot be compiled (logged once) or its bits differ from
-    torch's.
+    """Returns the compiled update kernel, made at the first call.
+
+    None: it cannot be compiled, which is logged once, or its results differ from torch's in some bit.
     """
     try:
         made = library(SOURCE)
@@ -231,9 +244,9 @@ def host_kernel() -> HostKernel | None:
 
 
 def has_bits_of_torch(kernel: HostKernel) -> bool:
-    """Returns True if every rule of the kernel computes torch's bits on a sample of odd length.
+    """Returns True if every rule of the kernel equals torch's results in all bits on a sample of random numbers.
 
-    An odd length includes elements outside whole vectors.
+    The sample has an odd length, so that it includes elements outside whole vectors.
     """
     w, g, m, v = torch.randn(4, 1021, generator=torch.Generator().manual_seed(0)).unbind()
     v = v.square()

@@ -23,29 +23,34 @@ MatrixState = Mapping[str, Tensor]
 
 
 class MatrixRule(Protocol):
-    """Interface of update rules for parameters that are updated as whole matrices."""
+    """Interface of optimizer rules that compute the update of a parameter from its whole matrix, such as Muon."""
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the average number of multiplications of an update of a matrix, for load balance over ranks."""
+        """Returns the average number of multiplications for an update of a matrix, which balances the work of ranks."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Returns the shapes of the state tensors of a whole matrix by name, without per-element state of shards."""
+        """Returns the shapes, by name, of the state tensors that belong to a whole matrix of ``shape``.
+
+        State with one number per element, which shards with the parameter, is not included.
+        """
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] of a matrix from its direction; writes ``state`` in place.
+        """Returns the update [A, B] of a whole matrix from ``direction_AB``, its gradient or momentum.
 
-        ``step``: number of the update, from 1; the first state is zeros.
+        ``state`` is written in place; at first it is zeros. ``step``: number of the update, from 1.
         """
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Applies weight decay and the update in place; ``weights`` and ``update`` may be shards of a matrix of
-        ``shape``.
+        """Applies weight decay and ``update`` to ``weights`` in place.
+
+        Both may be shards of a matrix of ``shape``.
         """
 
 
 def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: float, add: float) -> None:
-    """Updates the sums of G G' [A, A] and G' G [B, B] in place: ``keep`` times the sum plus ``add`` times the
-    product.
+    """Updates the statistics ``left`` [A, A] and ``right`` [B, B] of a gradient G in place.
+
+    Each becomes ``keep`` times its value plus ``add`` times G G' (left) or G' G (right). None is left out.
     """
     if left is not None:
         left.addmm_(grad_AB, grad_AB.T, beta=keep, alpha=add)
@@ -54,18 +59,18 @@ def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: 
 
 
 def both_sides(left: Tensor | None, matrix_AB: Tensor, right: Tensor | None) -> Tensor:
-    """Returns left @ matrix @ right; a side of None is left out."""
+    """Returns left @ matrix @ right; None for ``left`` or ``right`` means the identity."""
     found = matrix_AB if left is None else left @ matrix_AB
     return found if right is None else found @ right
 
 
 def transposed(matrix: Tensor | None) -> Tensor | None:
-    """Returns the transpose of a matrix, or None for the identity."""
+    """Returns the transpose of a matrix; None, which means the identity, stays None."""
     return None if matrix is None else matrix.T
 
 
 def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (ascending eigenvalues, eigenvectors as columns), in the dtype of the matrix."""
+    """Returns (ascending eigenvalues, eigenvectors as columns) of a symmetric matrix, in its dtype."""
     try:
         values, vectors = torch.linalg.eigh(symmetric)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # solvers fail on some fp32 matrices
@@ -74,7 +79,10 @@ def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def side_shapes(shape: tuple[int, ...], largest: int, left: str, right: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of square state for both sides of a matrix, by name, for sides up to ``largest``."""
+    """Returns the shapes of square state matrices for the rows and the columns of a matrix of ``shape``, by name.
+
+    ``left`` names the state [rows, rows] and ``right`` the state [columns, columns]. A side above ``largest`` has none.
+    """
     rows, columns = shape
     sides = {left: (rows, rows), right: (columns, columns)}
     return {name: square for name, square in sides.items() if square[0] <= largest}
@@ -98,7 +106,7 @@ class MuonRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "MuonRule":
-        """Reads the hyperparameters from a parameter group with torch's option names."""
+        """Returns the rule with the hyperparameters in a parameter group, under torch's option names."""
         return cls(
             lr=float(group["lr"]),
             weight_decay=group["weight_decay"],
@@ -112,41 +120,48 @@ class MuonRule:
         )
 
     def rate(self, shape: tuple[int, ...]) -> float:
-        """Returns the learning rate for a matrix of ``shape``."""
+        """Returns the learning rate for a matrix of ``shape``, adjusted to its size."""
         rows, columns = shape
         ratio = 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1, rows / max(1, columns)))
         return self.lr * ratio
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the number of multiplications in the Newton-Schulz steps."""
+        """Returns the number of multiplications in the Newton-Schulz steps for a matrix of ``shape``."""
         small, large = sorted(shape)
         return self.steps * small * small * (2 * large + small)
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns no shapes, since the momentum is per-element state of shards."""
+        """Returns no shapes, because the momentum has one number per element and shards with the parameter."""
         return {}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the direction orthogonalized: singular vectors unchanged, singular values near one."""
+        """Returns ``direction_AB`` orthogonalized: its singular vectors stay, and its singular values
+        become about one.
+        """
         return orthogonal(direction_AB, self)
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Applies weight decay and the update in place; ``weights`` and ``update`` may be shards of a matrix of
-        ``shape``.
+        """Applies weight decay and ``update`` to ``weights`` in place.
+
+        Both may be shards of a matrix of ``shape``.
         """
         weights.mul_(1 - self.lr * self.weight_decay)
         weights.add_(update, alpha=-self.rate(shape))
 
 
 def momentum_(momentum: Tensor, grad: Tensor, rule: MuonRule) -> Tensor:
-    """Adds the gradient to the momentum in place; returns the update direction, in the same shape."""
+    """Averages the gradient into the momentum in place, and returns the update direction, of the same shape.
+
+    With ``rule.nesterov`` the direction is an average of gradient and momentum.
+    """
     momentum.lerp_(grad, 1 - rule.momentum)
     return grad.lerp(momentum, rule.momentum) if rule.nesterov else momentum.clone()
 
 
 def orthogonal(direction_AB: Tensor, rule: MuonRule) -> Tensor:
-    """Orthogonalizes ``direction_AB`` by Newton-Schulz steps: singular values become about one; the dtype is the
-    rule's.
+    """Returns ``direction_AB`` orthogonalized by Newton-Schulz steps, in the dtype of ``rule``.
+
+    Its singular vectors stay, and its singular values become about one.
     """
     a, b, c = rule.coefficients
     tall = direction_AB.size(0) > direction_AB.size(1)

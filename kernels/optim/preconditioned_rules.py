@@ -66,20 +66,25 @@ class ShampooRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ShampooRule":
-        """Reads the hyperparameters from a parameter group."""
+        """Returns the rule with the hyperparameters in a parameter group of Shampoo."""
         begin = group["start_preconditioning_step"]
         begin = group["precondition_frequency"] if begin is None else begin
         return rule_of(cls, group, start_preconditioning_step=begin)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the multiplications of two products per preconditioned side, plus a share of the decomposition."""
+        """Returns the average number of multiplications for an update of a matrix of ``shape``.
+
+        These are two products per preconditioned side, and the share of an eigendecomposition in each update.
+        """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_preconditioner_dim]
         return sum(2 * elements * size + 10 * size**3 // every for size in sides) + elements
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of a sum and a root for each side up to the limit, of the momentum, and of grafting's
-        squares.
+        """Returns the shapes of the state tensors of a matrix of ``shape``, by name.
+
+        These are a statistic and its inverse root for each side up to ``max_preconditioner_dim``, the momentum, and the
+        squares of grafting.
         """
         sums = side_shapes(shape, self.max_preconditioner_dim, LEFT, RIGHT)
         roots = side_shapes(shape, self.max_preconditioner_dim, LEFT_ROOT, RIGHT_ROOT)
@@ -88,7 +93,7 @@ class ShampooRule:
         return {**momentum, **squares, **sums, **roots}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the preconditioned update [A, B] of a gradient."""
+        """Returns the preconditioned update [A, B] for the gradient ``direction_AB``; writes ``state`` in place."""
         if step == 1:
             for kept in state.values():
                 kept.zero_()
@@ -106,7 +111,7 @@ class ShampooRule:
         return found if self.grafting == "none" else found * (simple.norm() / found.norm().clamp(min=1e-30))
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Applies weight decay and the update in place."""
+        """Applies weight decay and ``update`` to ``weights`` in place."""
         weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
 
     def _simple(self, grad_AB: Tensor, momentum_AB: Tensor, state: MatrixState, step: int) -> Tensor:
@@ -164,24 +169,33 @@ class SoapRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "SoapRule":
-        """Reads the hyperparameters from a parameter group with the authors' option names."""
+        """Returns the rule with the hyperparameters in a parameter group, under the option names of SOAP's authors."""
         own = group["shampoo_beta"]
         return rule_of(cls, group, shampoo_beta=group["betas"][1] if own is None else own)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the multiplications of three products per side with a basis, plus a share of the basis's update."""
+        """Returns the average number of multiplications for an update of a matrix of ``shape``.
+
+        These are three products per side with a basis, and the share of a new basis in each update.
+        """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_precond_dim]
         return sum(3 * elements * size + (4 * size**3 + 2 * elements * size) // every for size in sides) + elements
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of both moments, and of an average and a basis for each side up to the limit."""
+        """Returns the shapes of the state tensors of a matrix of ``shape``, by name.
+
+        These are both moments, and a statistic and an eigenbasis for each side up to ``max_precond_dim``.
+        """
         averages = side_shapes(shape, self.max_precond_dim, SOAP_LEFT, SOAP_RIGHT)
         bases = side_shapes(shape, self.max_precond_dim, LEFT_BASIS, RIGHT_BASIS)
         return {FIRST: shape, SECOND: shape, **averages, **bases}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] of a gradient; the first gradient initializes the bases, with an update of zero."""
+        """Returns the update [A, B] for the gradient ``direction_AB``; writes ``state`` in place.
+
+        The first gradient only initializes the bases, with an update of zero.
+        """
         grad = direction_AB
         if step == 1:
             for kept in state.values():
@@ -199,7 +213,7 @@ class SoapRule:
         return found
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Applies weight decay and the update in place, except for the first gradient."""
+        """Applies weight decay and ``update`` to ``weights`` in place; does nothing for the first gradient."""
         if step > 1:
             weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
 

@@ -21,8 +21,9 @@ _SHIFTS = (16, 15, 15)
 
 
 def random_bits(index: Tensor, key: int) -> Tensor:
-    """Returns int64 random numbers in [0, 2^32), one per element of ``index`` (int64, nonnegative); ``key``: 64
-    bits.
+    """Returns one random number in [0, 2^32), as int64, for each element of ``index`` (int64, nonnegative).
+
+    The numbers depend only on ``index`` and the 64-bit ``key``.
     """
     low = _mix((index & _WORD) ^ (key & _WORD))
     return _mix(low ^ (index >> 32) ^ (key >> 32 & _WORD))
@@ -37,8 +38,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, index: Tensor, key: int) -> Tensor:
-    """Rounds ``values`` (fp32) stochastically to bf16; ``index`` (int64, same shape) and ``key`` determine the random
-    bits.
+    """Rounds ``values`` (fp32) stochastically to bf16; ``index`` (int64, same shape) and ``key`` fix the random bits.
 
     Numbers representable in bf16 and non-finite numbers are unchanged. Overflow results in infinity.
     """
@@ -62,11 +62,11 @@ class Lines:
 
     @property
     def held(self) -> int:
-        """Size of the sharded dim in the shard."""
+        """Number of indices along the sharded dim that this shard has."""
         return self.places.numel()
 
     def index(self, own: Tensor) -> Tensor:
-        """Maps flat indices in the shard to flat indices in the full parameter, int64."""
+        """Maps flat indices ``own`` in the shard to flat indices in the full parameter, int64."""
         line = own // self.inner
         outer, along = line // self.held, self.places[line % self.held].long()
         return (outer * self.along + along) * self.inner + own % self.inner
@@ -74,7 +74,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class StochasticRounding:
-    """Keys and position of stochastic rounding for consecutive elements of one parameter in one update."""
+    """Random keys and position of the elements, for stochastic rounding of one parameter's shard in one update."""
 
     keys: tuple[int, int, int]
     """Random keys of the weights, the first moment and the second moment."""
@@ -84,7 +84,10 @@ class StochasticRounding:
     """Position of the shard in the full parameter; None if the parameter is not sharded."""
 
     def round(self, values: Tensor, kind: int) -> Tensor:
-        """Rounds ``values`` (fp32, flat) to bf16 with ``keys[kind]``."""
+        """Rounds ``values`` (fp32, flat) stochastically to bf16.
+
+        ``kind`` selects the random key: 0 for weights, 1 for the first moment, 2 for the second.
+        """
         own = torch.arange(self.begin, self.begin + values.numel(), device=values.device)
         index = own if self.lines is None else self.lines.index(own)
         return round_to_bf16(values, index, self.keys[kind])

@@ -53,7 +53,7 @@ _UNBIASED = 10**9  # beta ** this is 0 for every beta of fp32 below 1
 
 
 def rule_of(kind: type[Rule], group: Mapping[str, Any], **others: Any) -> Rule:
-    """Creates a rule from the group options named like its fields, and from ``others``."""
+    """Returns a rule of the class ``kind`` with the group options named like its fields, and ``others``."""
     given = {field.name: group[field.name] for field in fields(cast(Any, kind)) if field.name not in others}
     given["lr"] = float(given["lr"])
     if "betas" in given:
@@ -75,7 +75,9 @@ class AdamRule:
     """True if both moments are corrected for their start at zero."""
 
     def age(self, step: int) -> int:
-        """Returns the step number of the bias correction: ``step``, or a very large number without correction."""
+        """Returns the step number for the bias correction: ``step``, or a very large number if the
+        correction is off.
+        """
         return step if self.bias_correction else _UNBIASED
 
 
@@ -87,7 +89,7 @@ def adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Makes update ``step`` (from 1) of Adam or AdamW in place on lists of tensors of equal shape and dtype."""
+    """Makes Adam or AdamW update number ``step`` (from 1) in place, on lists of tensors of equal shape and dtype."""
     # torch increments the counter in place, so each tensor gets a temporary copy of one counter per device
     counters = {w.device: torch.full((), float(rule.age(step) - 1), device=w.device) for w in weights}
     adam(
@@ -123,7 +125,10 @@ class SGDRule:
 def sgd_(
     weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor | None], rule: SGDRule
 ) -> list[Tensor | None]:
-    """Makes one SGD update in place; returns the momentum buffers, which the first update creates."""
+    """Makes an SGD update in place, and returns the momentum buffers.
+
+    The first update creates them from ``momenta`` of None; without momentum they stay None.
+    """
     buffers = list(momenta)
     sgd(
         list(weights),
@@ -151,7 +156,7 @@ class LionRule:
 
 
 def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """Makes one Lion update in place: the sign of an interpolated momentum, with decoupled weight decay."""
+    """Makes a Lion update in place: a step by the sign of an interpolated momentum, with decoupled weight decay."""
     for weight, grad, momentum in zip(weights, grads, momenta, strict=True):
         direction = momentum.lerp(grad, 1 - rule.betas[0]).sign_()
         weight.mul_(1 - rule.lr * rule.weight_decay).add_(direction, alpha=-rule.lr)
@@ -160,7 +165,7 @@ def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFreeRule:
-    """Hyperparameters of schedule-free AdamW for one update."""
+    """Hyperparameters of schedule-free AdamW for one update (Defazio et al. 2024)."""
 
     lr: float
     """Learning rate, including warmup."""
@@ -172,13 +177,18 @@ class ScheduleFreeRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ScheduleFreeRule":
-        """Reads the hyperparameters from a parameter group after :func:`count`."""
+        """Returns the rule with the hyperparameters in a parameter group, after :func:`count` has counted
+        the update.
+        """
         lr, newest = group["scheduled_lr"], group["newest"]
         return cls(lr, tuple(group["betas"]), group["eps"], group["weight_decay"], newest)
 
 
 def count(group: dict[str, Any]) -> None:
-    """Counts an update of a group: sets the learning rate, and the weight of the newest iterate in the average."""
+    """Counts an update in a parameter group of schedule-free AdamW.
+
+    It sets the learning rate with warmup, and the weight of the newest iterate in the average.
+    """
     step = group["step"] = group.get("step", 0) + 1
     warmup = group["warmup_steps"]
     lr = float(group["lr"]) * min(1.0, step / warmup if warmup else 1.0)
@@ -191,7 +201,10 @@ def count(group: dict[str, Any]) -> None:
 def schedule_free_(
     weights: Tensor, grads: Tensor, iterate: Tensor, squares: Tensor, step: int, rule: ScheduleFreeRule
 ) -> None:
-    """Makes update ``step`` (from 1) in place; ``weights`` is y and ``iterate`` is z of the paper, of equal shape."""
+    """Makes schedule-free AdamW update number ``step`` (from 1) in place.
+
+    ``weights`` is y of the paper and ``iterate`` is z, of equal shape; ``squares`` is the second moment.
+    """
     beta1, beta2 = rule.betas
     squares.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
     step_by = grads / (squares / (1 - beta2**step)).sqrt_().add_(rule.eps)
@@ -203,7 +216,9 @@ def schedule_free_(
 
 
 def averaged(weights: Tensor, iterate: Tensor, betas: tuple[float, float]) -> Tensor:
-    """Returns the average x, computed from y (``weights``) and z (``iterate``)."""
+    """Returns the average x of schedule-free AdamW, the weights for evaluation, from y (``weights``) and z
+    (``iterate``).
+    """
     return weights.lerp(iterate, 1 - 1 / betas[0])
 
 
@@ -212,24 +227,30 @@ Moments = Sequence[Tensor]
 
 
 class LayerRule(Protocol):
-    """Interface of update rules with steps that depend on norms of whole parameters."""
+    """Interface of optimizer rules with a trust ratio: the step of a parameter depends on the norms of its full
+    tensors.
+
+    A rule updates pieces of a parameter; the caller computes the norms over all pieces.
+    """
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the per-element state tensors."""
+        """Names of the state tensors with one number per element, in the order of ``moments``."""
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Updates the moments with the gradients of a step, in place."""
+        """Updates ``moments`` in place with the gradients ``grads_n`` of a step."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns these elements [n] of the vector that the trust ratio compares with the weights, by their norms.
+        """Returns the elements [n] of the vector that the trust ratio compares with the weights: an update or a
+        gradient.
 
         ``step``: update number, from 1.
         """
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Updates these elements in place; ``norms`` [2], fp64: norms of the full weights and of the full
-        :meth:`measured`.
+        """Updates ``weights_n`` in place, scaled by the trust ratio.
+
+        ``norms``: [2], fp64, the norms of the full weights and of the full result of :meth:`measured`.
         """
 
 
@@ -248,22 +269,22 @@ class LambRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "LambRule":
-        """Reads the hyperparameters from a parameter group."""
+        """Returns the rule with the hyperparameters in a parameter group of LAMB."""
         return rule_of(cls, group, bounds=(group["min_coeff"], group["max_coeff"]))
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the two moments."""
+        """Names of the first and the second moment."""
         return ("exp_avg", "exp_avg_sq")
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Updates both moments with the gradients, in place."""
+        """Updates the first and second moment in place with the gradients ``grads_n``."""
         first, second = moments
         first.lerp_(grads_n, 1 - self.betas[0])
         second.mul_(self.betas[1]).addcmul_(grads_n, grads_n, value=1 - self.betas[1])
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns Adam's update of these elements, before the trust ratio."""
+        """Returns Adam's update of these elements [n], with weight decay and before the trust ratio."""
         (first, second), (beta1, beta2) = moments, self.betas
         lacks = (1 - beta1**step, 1 - beta2**step) if self.bias_correction else (1.0, 1.0)
         mean_square = second / lacks[1]
@@ -272,8 +293,9 @@ class LambRule:
         return update.add_(weights_n, alpha=self.weight_decay) if self.weight_decay else update
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Subtracts the update times learning rate and bounded trust ratio (weights' norm over update's norm), in
-        place.
+        """Subtracts the update of :meth:`measured` times learning rate and trust ratio, in place.
+
+        The ratio is the norm of the weights over the norm of the update, bounded by ``bounds``.
         """
         ratio = _ratio(norms, norms[0] / norms[1], self.bounds)
         # computed twice, because an update stored for the norm would need the memory of the weights
@@ -293,7 +315,7 @@ class LarsRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "LarsRule":
-        """Reads the hyperparameters from a parameter group."""
+        """Returns the rule with the hyperparameters in a parameter group of LARS."""
         return rule_of(cls, group)
 
     @property
@@ -302,14 +324,17 @@ class LarsRule:
         return ("momentum_buffer",) if self.momentum else ()
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Does nothing: the momentum is an average of steps, not of gradients."""
+        """Does nothing, because the momentum sums steps, which need the trust ratio; :meth:`apply_` updates it."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns the gradient, for the norm in the trust ratio."""
+        """Returns the gradient, because LARS compares its norm with the norm of the weights."""
         return grads_n
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Subtracts gradient and weight decay times the trust ratio, or a momentum of such steps, in place."""
+        """Subtracts a step, or with momentum a decaying sum of steps, in place.
+
+        A step is gradient plus weight decay, times learning rate and trust ratio.
+        """
         denominator = norms[1] + self.weight_decay * norms[0] + self.eps
         ratio = _ratio(norms, self.trust_coefficient * norms[0] / denominator, None)
         made = grads_n.add(weights_n, alpha=self.weight_decay).mul_((ratio * self.lr).to(grads_n.dtype))
@@ -343,20 +368,20 @@ class AdafactorRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "AdafactorRule":
-        """Reads the hyperparameters from a parameter group with torch's option names."""
+        """Returns the rule with the hyperparameters in a parameter group, under torch's option names."""
         eps, least = group["eps"]
         return cls(float(group["lr"]), group["beta2_decay"], eps, least, group["d"], group["weight_decay"])
 
     def newest(self, step: int) -> float:
-        """Returns the weight of the squares of update ``step`` (from 1) in the running means."""
+        """Returns the weight of the newest squared gradient, that of update ``step`` (from 1), in the running means."""
         return float(step**self.beta2_decay)
 
     def rate(self, step: int) -> float:
-        """Returns the step size relative to the RMS of the weights."""
+        """Returns the step size of update ``step`` (from 1), relative to the RMS of the weights."""
         return min(self.lr, 1 / math.sqrt(step))
 
     def least(self, dtype: torch.dtype) -> float:
-        """Returns the lower bound of the root of a mean square in ``dtype``."""
+        """Returns the lower bound of the root of a mean square, for means in ``dtype``."""
         return torch.finfo(dtype).eps if self.eps is None else self.eps
 
 
@@ -368,13 +393,13 @@ def mean_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def mean_elements(shape: tuple[int, ...]) -> int:
-    """Returns the number of elements in the row and column means of a parameter of this shape."""
+    """Returns the number of elements in Adafactor's running means for a parameter of ``shape``."""
     return sum(prod(each) for each in mean_shapes(shape).values())
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPiece:
-    """Flat elements ``start:stop`` of a tensor of ``shape``, as rows of matrices."""
+    """Piece ``start:stop`` of a flattened tensor of ``shape``, seen as rows of one matrix or of a stack of matrices."""
 
     shape: tuple[int, ...]
     start: int
@@ -382,20 +407,23 @@ class MatrixPiece:
 
     @property
     def columns(self) -> int:
-        """Number of elements in one row."""
+        """Number of elements in a row."""
         return self.shape[-1]
 
     @property
     def lines(self) -> slice:
-        """Slice of the rows with elements in this piece."""
+        """Slice of the tensor's rows that have elements in this piece, wholly or partly."""
         return slice(self.start // self.columns, -(-self.stop // self.columns))
 
     def matrices(self, device: torch.device) -> Tensor:
-        """Returns the index of the matrix of each row, [l]."""
+        """Returns, for each row in :attr:`lines`, the index of its matrix in the stack, int64."""
         return torch.arange(self.lines.start, self.lines.stop, device=device) // self.shape[-2]
 
     def add_squares(self, squares_n: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Adds ``squares_n``, the squared gradients of this slice, to the tensor's row and column sums, in place."""
+        """Adds ``squares_n``, the squared gradients of this piece, to the sums of the whole tensor, in place.
+
+        ``sums``: by row and by column, or by element for a vector, under the names of :func:`mean_shapes`.
+        """
         if SQUARES in sums:
             sums[SQUARES].view(-1)[self.start : self.stop] += squares_n
             return
@@ -412,7 +440,10 @@ class MatrixPiece:
             columns_LB.index_add_(0, self.matrices(squares_n.device), whole_lB.to(columns_LB.dtype))
 
     def update(self, grads_n: Tensor, scales: Mapping[str, Tensor], least: float) -> Tensor:
-        """Returns the update [n] of this piece; ``scales``: result of :func:`scales_of` for the whole tensor."""
+        """Returns the gradients of this piece divided by the root of their mean squares, [n].
+
+        ``scales``: result of :func:`scales_of` for the whole tensor; ``least``: lower bound of the root.
+        """
         if SQUARES in scales:
             mean_n = scales[SQUARES].view(-1)[self.start : self.stop].clone()
         else:
@@ -424,14 +455,20 @@ class MatrixPiece:
 
 
 def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: float) -> None:
-    """Updates the running row and column means in place from ``sums``, the sums of squares over the whole parameter."""
+    """Updates the running means ``means`` in place from ``sums``, the sums of squares over the whole parameter.
+
+    ``newest`` is the weight of the new squares in the means.
+    """
     for name, mean in means.items():
         count = {ROWS: sums[COLUMNS].shape[-1], COLUMNS: sums[ROWS].shape[-2]}[name] if name != SQUARES else 1
         mean.lerp_(sums[name] / count, newest)
 
 
 def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
-    """Returns factors of each element's mean square: by row and by column, or the mean itself for vectors."""
+    """Returns factors that give the mean square of each element: the product of its row's and its column's factor.
+
+    For a vector, the mean square itself is returned. ``least``: lower bound of a divisor.
+    """
     if SQUARES in means:
         return dict(means)
     # both means contain the mean of the full matrix, so one of them is divided by it
@@ -440,7 +477,10 @@ def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
 
 
 def step_size(weights_square: Tensor, update_square: Tensor, elements: int, rule: AdafactorRule, step: int) -> Tensor:
-    """Returns the factor of an update, 0-dim on the device, from the sums of squares of weights and update."""
+    """Returns the factor by which Adafactor's update is multiplied, 0-dim on the device.
+
+    ``weights_square`` and ``update_square``: sums of squares over the ``elements`` of the full weights and update.
+    """
     root = math.sqrt(elements)
     rms = (weights_square.sqrt() / root).clamp(min=rule.least_rms)
     return rms * rule.rate(step) / (update_square.sqrt() / (root * rule.clip)).clamp(min=1.0)

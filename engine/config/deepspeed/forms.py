@@ -54,7 +54,11 @@ Notes = list[str]
 
 
 def rewritten(given: Mapping[str, Any], problems: Problems) -> tuple[dict[str, Any], Notes]:
-    """Returns the configuration with older and foreign forms rewritten, and a note for each rewritten form."""
+    """Returns ``given`` with older and foreign forms of keys rewritten, and a note for the user about each rewritten
+    form.
+
+    Foreign forms are files of ``accelerate config`` and sections of Apex, wandb and elasticity.
+    """
     raw, notes = dict(given), Notes()
     for form in _FORMS:
         form(raw, problems, notes)
@@ -206,17 +210,17 @@ _HIGHLY_COMPOSITE = (
 
 
 class ElasticBatch(NamedTuple):
-    """Batch size in rows per step, and rows per microbatch."""
+    """Batch sizes of an ``elasticity`` section: ``rows`` per step, ``micro`` rows per microbatch."""
 
     rows: int
     micro: int
 
 
 def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
-    """Returns the batch sizes of an ``elasticity`` section; None if a value is wrong, which becomes a problem.
+    """Computes the batch sizes for an ``elasticity`` section; None if a value is wrong, which becomes a problem.
 
-    Candidates are multiples of the microbatch sizes, and of their common multiple, by numbers with many divisors. The
-    best one divides into whole microbatches for the most numbers of GPUs.
+    Candidates for a step are multiples of the microbatch sizes, and of their common multiple, by numbers with many
+    divisors. The result divides into whole microbatches for the most numbers of GPUs.
     """
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
@@ -264,15 +268,16 @@ _COUNTS = ListOf(each=Int(low=1), noun="a list of numbers that do not fall, such
 
 @dataclass(frozen=True, slots=True)
 class LayerDrop:
-    """Schedule of ``progressive_layer_drop``: the probability that a layer runs falls from 1 to ``theta``."""
+    """Schedule of progressive layer drop: the probability that a layer runs falls from 1 to ``theta``."""
 
     enabled: bool = setting(False, Flag())
     theta: float = setting(1.0, Real(low=0, high=1), required=True)
     gamma: float = setting(0.001, Real(low=0), required=True)
 
     def kept(self, steps: int) -> float:
-        """Returns the probability that a layer runs after this many steps; as in DeepSpeed, it falls from the third
-        step on.
+        """Returns the probability that a layer runs, after ``steps`` completed steps.
+
+        As in DeepSpeed, it is 1 in the first two steps.
         """
         return (1 - self.theta) * math.exp(-self.gamma * max(0, steps - 1)) + self.theta
 
@@ -290,7 +295,7 @@ class CurriculumSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """Curriculum learning: a difficulty, such as sequence length, that rises from ``min_difficulty`` to
+    """Curriculum learning: a difficulty, such as a sequence length, rises from ``min_difficulty`` to
     ``max_difficulty``.
     """
 
@@ -306,7 +311,7 @@ class Curriculum:
     schedule_config: CurriculumSchedule = setting(CurriculumSchedule(), Section(cls=CurriculumSchedule), required=True)
 
     def difficulty(self, step: int) -> int:
-        """Returns the difficulty at a step; steps count from 1."""
+        """Returns the difficulty in step ``step``, counted from 1."""
         schedule = self.schedule_config
         if self.schedule_type == "fixed_discrete":
             assert schedule.difficulty is not None and schedule.max_step is not None
@@ -321,13 +326,16 @@ class Curriculum:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKeywords:
-    """Keyword arguments that DeepSpeed's features pass to the model's forward in training."""
+    """Settings of DeepSpeed features that add keyword arguments to the model's forward in training."""
 
     layer_drop: LayerDrop | None = None
     curriculum: Curriculum | None = None
 
     def at(self, steps: int) -> dict[str, Any]:
-        """Returns the keyword arguments of forward after this many steps, including skipped ones."""
+        """Returns the keyword arguments that forward gets after ``steps`` steps, including skipped ones.
+
+        The result is empty if no feature is enabled.
+        """
         given: dict[str, Any] = {}
         if self.layer_drop is not None:
             given |= {"progressive_layer_drop": True, "pld_theta": self.layer_drop.kept(steps)}
@@ -337,7 +345,10 @@ class ForwardKeywords:
 
 
 def read_keywords(raw: Mapping[str, Any], problems: Problems) -> ForwardKeywords:
-    """Reads ``progressive_layer_drop`` and ``curriculum_learning`` if they are enabled; mistakes become problems."""
+    """Reads the sections ``progressive_layer_drop`` and ``curriculum_learning`` of ``raw``, if enabled.
+
+    Mistakes become problems.
+    """
     drop, curriculum = raw.get("progressive_layer_drop"), raw.get("curriculum_learning")
     read = None
     if _enabled(curriculum):

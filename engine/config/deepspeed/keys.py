@@ -15,7 +15,9 @@ from engine.config.wording import join_path
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """DeepSpeed key without effect; a note reports it unless its value is in ``idle``."""
+    """Treatment of a DeepSpeed key without effect here: a note gives the ``reason``, unless the value is in
+    ``idle``.
+    """
 
     reason: str
     idle: tuple[object, ...] = ()
@@ -25,8 +27,9 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """DeepSpeed key that is accepted at the ``allowed`` values; any other value is an error, because Trine lacks the
-    feature.
+    """Treatment of a DeepSpeed key for a feature that Trine lacks.
+
+    Values in ``allowed`` are accepted; any other value is an error with the ``reason``.
     """
 
     allowed: tuple[object, ...]
@@ -35,9 +38,10 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """DeepSpeed key that sets the Trine key ``target``.
+    """Treatment of a DeepSpeed key that sets the Trine key ``target``.
 
-    Values in ``idle`` have no effect; ``becomes`` maps values to Trine's, or is Trine's value for all others.
+    Values in ``idle`` have no effect. A mapping ``becomes`` converts DeepSpeed's values to Trine's; text is the Trine
+    value for all other values.
     """
 
     target: str
@@ -48,7 +52,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """DeepSpeed section that is ignored while its ``switch`` is off, and is an error while it is on."""
+    """Treatment of a DeepSpeed section: ignored while its key ``switch`` is off, and an error while it is on."""
 
     reason: str
     switch: str = "enabled"
@@ -63,9 +67,10 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class WithMode:
-    """DeepSpeed key of activation checkpointing that alone enables nothing: ignored at ``idle``, else noted.
+    """Treatment of a DeepSpeed key of activation checkpointing that alone enables nothing.
 
-    If the section sets a mode, a key with a ``target`` sets that Trine key to ``becomes``.
+    Values in ``idle`` are ignored, and others get a note. If the section also sets ``mode``, a key with a ``target``
+    sets that Trine key to ``becomes``.
     """
 
     idle: tuple[object, ...]

@@ -17,9 +17,10 @@ from engine.config.wording import join_path, kind, shown_value
 def translate(
     raw: Mapping[str, Any], ours: frozenset[str], problems: Problems
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the config with DeepSpeed's own keys translated or removed, and one note for each key without effect.
+    """Returns the config ``raw`` without DeepSpeed's own keys, and one note for each key without effect.
 
-    ``ours`` are the dotted paths of Trine's keys. Unknown keys stay in the config, for the reader to report.
+    A DeepSpeed key with an equivalent sets that Trine key. ``ours`` are the dotted paths of Trine's keys. Unknown keys
+    stay in the config, and ``read_section`` reports them later.
     """
     present, notes = rewritten(raw, problems)
     walk = _Walk(ours, problems)

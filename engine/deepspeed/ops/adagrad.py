@@ -7,7 +7,11 @@ import torch
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """torch's Adagrad; ``offload_optimizer`` of the configuration places its state on GPU or host."""
+    """torch's Adagrad under DeepSpeed's name.
+
+    The configuration key ``offload_optimizer``, not this class, places its state on GPU or host. ``amsgrad`` and
+    ``fp32_optimizer_states`` have no effect.
+    """
 
     elementwise = True
 

@@ -9,7 +9,13 @@ from engine.errors import ConfigError
 
 
 class FusedAdam(torch.optim.Adam):
-    """Adam, with decoupled weight decay (AdamW) unless ``adam_w_mode`` is False."""
+    """torch's Adam under DeepSpeed's name, with decoupled weight decay (AdamW) unless ``adam_w_mode`` is False.
+
+    ``set_grad_none`` has no effect.
+
+    Raises:
+        ConfigError: ``bias_correction`` is False.
+    """
 
     elementwise = True
 
@@ -31,8 +37,9 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """``FusedAdam`` with other argument names; ``offload_optimizer`` of the configuration places its state on GPU or
-    host.
+    """``FusedAdam`` with the argument names of DeepSpeed's CPU optimizer.
+
+    The configuration key ``offload_optimizer``, not this class, places its state on GPU or host.
     """
 
     def __init__(

@@ -16,11 +16,11 @@ ADAGRAD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "lion", "muon"
 
 
 class DeepSpeedConfig:
-    """Configuration with DeepSpeed's attributes, resolved for the ranks of this job.
+    """Configuration with DeepSpeed's attribute names; batch sizes are computed for the number of ranks of this job.
 
     Args:
         config: dict, or path of a file.
-        mpu: object with ``get_data_parallel_world_size``; None: all ranks are data ranks.
+        mpu: object with a method ``get_data_parallel_world_size``; None: all ranks are data ranks.
 
     Raises:
         ConfigError: the configuration has mistakes.
@@ -50,5 +50,5 @@ class DeepSpeedConfig:
         self.scheduler_params = dict(given.scheduler.params) if given.scheduler is not None else None
 
     def print(self, name: str) -> None:
-        """Prints the configuration with defaults filled in, after ``name``."""
+        """Prints ``name`` and the configuration as a JSON object with defaults filled in."""
         print(f"{name}: {self.resolved.to_json()}")

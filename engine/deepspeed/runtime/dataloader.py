@@ -16,7 +16,11 @@ def loader_of_a_rank(
     data: Dataset[Any], grid: Grid, micro: int, collate: Callable[[list[Any]], Any] | None, shuffle: bool,
     sampler: Sampler[Any] | None = None, **options: Any,
 ) -> DataLoader[Any]:  # fmt: skip
-    """Returns a DataLoader of this data rank's rows of ``data`` in microbatches; ``options`` are torch's."""
+    """Returns a DataLoader over this data rank's rows of ``data``, ``micro`` rows per batch.
+
+    Without a ``sampler`` a DistributedSampler divides the rows over the data ranks; an iterable dataset gets none.
+    ``options`` are passed to the DataLoader.
+    """
     if sampler is None and not isinstance(data, IterableDataset):
         sampler = DistributedSampler[Any](data, num_replicas=grid.row_ranks, rank=grid.row_rank, shuffle=shuffle)
     return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate, **options)

@@ -61,7 +61,9 @@ class _Scheduled(UpdateScheduler):
 
 
 class LRRangeTest(_Scheduled):
-    """Scheduler with a rising learning rate, to find the largest stable one."""
+    """Scheduler that raises the learning rate from ``lr_range_test_min_lr`` on, to find the largest rate that trains
+    stably.
+    """
 
     _rule = staticmethod(lr_range_test)
 
@@ -78,7 +80,10 @@ class LRRangeTest(_Scheduled):
 
 
 class OneCycle(_Scheduled):
-    """Scheduler with one cycle up and down, then a decay; betas move opposite to the learning rate."""
+    """Scheduler of one cycle: the learning rate rises to ``cycle_max_lr``, falls to ``cycle_min_lr``, then decays.
+
+    With ``cycle_momentum`` the first beta moves opposite to the learning rate.
+    """
 
     _rule = staticmethod(one_cycle)
     cycle_momentum = False
@@ -113,8 +118,8 @@ class OneCycle(_Scheduled):
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Returns the betas of each parameter group for the next update; None without ``cycle_momentum``.
 
-        Before the first update they have ``cycle_min_mom``, as in DeepSpeed, although the cycle begins at
-        ``cycle_max_mom``.
+        Before the first update it returns ``cycle_max_mom``, at which the cycle begins. The optimizer's groups have
+        ``cycle_min_mom`` until then, as in DeepSpeed.
         """
         if not self.cycle_momentum:
             return None
@@ -131,7 +136,9 @@ class OneCycle(_Scheduled):
 
 
 class WarmupLR(_Scheduled):
-    """Scheduler that warms up to ``warmup_max_lr``, then is constant."""
+    """Scheduler that raises the learning rate to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then keeps it
+    constant.
+    """
 
     _rule = staticmethod(warmup)
 
@@ -147,7 +154,9 @@ class WarmupLR(_Scheduled):
 
 
 class WarmupDecayLR(_Scheduled):
-    """Scheduler that warms up to ``warmup_max_lr``, then decays linearly until ``total_num_steps``."""
+    """Scheduler that raises the learning rate to ``warmup_max_lr``, then lowers it linearly until
+    ``total_num_steps``.
+    """
 
     _rule = staticmethod(warmup_decay)
 
@@ -165,7 +174,7 @@ class WarmupDecayLR(_Scheduled):
 
 
 class WarmupCosineLR(_Scheduled):
-    """Scheduler that warms up to the optimizer's learning rate, then decays along a cosine."""
+    """Scheduler that raises the learning rate to the optimizer's own rate, then lowers it along a cosine."""
 
     _rule = staticmethod(warmup_cosine)
 
@@ -183,7 +192,7 @@ class WarmupCosineLR(_Scheduled):
         self.org_lrs = list(self.base_lrs)
 
     def get_lr_ratio(self) -> float:
-        """Returns the fraction of the optimizer's learning rate for the next update."""
+        """Returns the factor, 0 to 1, by which the next update multiplies the optimizer's own learning rate."""
         return warmup_cosine(self.last_epoch, 1.0, self.params)
 
 

@@ -15,14 +15,17 @@ _GIB = 2**30
 
 
 def set_random_seed(seed: int) -> None:
-    """Seeds ``random``, numpy and torch."""
+    """Seeds the random generators of ``random``, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs allocated device memory and host memory after ``message`` on rank 0, if ``force`` is set."""
+    """Logs ``message`` with the peak memory of the device and the used memory of the host in GiB, on rank 0.
+
+    It does nothing unless ``force`` is True.
+    """
     if not force:
         return
     peak = peak_memory(read_world().device) / _GIB

@@ -17,25 +17,25 @@ _Read = Callable[[Engine, str, bool], AbstractContextManager[dict[str, Tensor]]]
 
 
 class Owner(NamedTuple):
-    """Engine that trains a parameter, and the parameter's name."""
+    """Engine that trains a parameter, and the name of the parameter in the model."""
 
     engine: Engine
     name: str
 
     @property
     def pattern(self) -> str:
-        """Pattern that matches only this parameter's name."""
+        """Glob pattern that matches only this parameter's name."""
         return escape(self.name)
 
 
 def tell_engine(engine: Engine) -> None:
-    """Stores a weak reference to the engine on each parameter, for functions that receive only a parameter."""
+    """Stores a weak reference to ``engine`` on each of its parameters, for functions that receive only a parameter."""
     for parameter in engine.module.parameters():
         setattr(parameter, _ENGINE, weakref.ref(engine))
 
 
 def engine_of(parameter: nn.Parameter) -> Owner | None:
-    """Returns the engine that trains a parameter, with the parameter's name; None before ``initialize``."""
+    """Returns the engine that trains ``parameter``, with the parameter's name; None if no engine trains it."""
     engine = getattr(parameter, _ENGINE, lambda: None)()
     if engine is None:
         return None
@@ -86,76 +86,94 @@ def _through(tensor: Tensor, value: Tensor | None) -> Tensor:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Returns the full fp32 weight of a parameter; None if it is frozen, as for all functions here. Collective."""
+    """Returns a copy of the full fp32 weight of a parameter; None if the parameter is frozen. Collective."""
     return _tensor(param, "safe_get_full_fp32_param", Engine.masters, False)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the full fp32 weight of a parameter; every rank passes equal values. Collective."""
+    """Sets the full fp32 weight of a trainable parameter to ``value``, equal on all ranks. Collective."""
     _tensor(param, "safe_set_full_fp32_param", Engine.masters, False, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Returns the full gradient of a parameter between backward and step. Collective."""
+    """Returns a copy of a parameter's full gradient, between backward and step; None if the parameter is frozen.
+
+    Collective.
+    """
     return _tensor(param, "safe_get_full_grad", Engine.gradients, False)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the full gradient of a parameter between backward and step; every rank passes equal values. Collective."""
+    """Sets a trainable parameter's full gradient, between backward and step, to ``value``, equal on all ranks.
+
+    Collective.
+    """
     _tensor(param, "safe_set_full_grad", Engine.gradients, False, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Returns the full tensor of an optimizer state ("exp_avg") of a parameter. Collective."""
+    """Returns a copy of a parameter's full optimizer state tensor with key ``optim_state_key``, such as "exp_avg".
+
+    None: the parameter is frozen. Collective.
+    """
     return _state(param, "safe_get_full_optimizer_state", optim_state_key, False)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets the full tensor of an optimizer state ("exp_avg") of a parameter. Collective."""
+    """Sets a trainable parameter's full optimizer state tensor with key ``optim_state_key``, such as "exp_avg".
+
+    ``value`` is equal on all ranks. Collective.
+    """
     _state(param, "safe_set_full_optimizer_state", optim_state_key, False, value)
 
 
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Sets the full gradient of each trainable parameter to ``update_func(gradient, parameter)``. Collective."""
+    """Sets the full gradient of each trainable parameter in ``param_list`` to ``update_func(gradient, parameter)``.
+
+    Frozen parameters are skipped. Collective.
+    """
     for parameter in param_list:
         if (grad := safe_get_full_grad(parameter)) is not None:
             safe_set_full_grad(parameter, update_func(grad, parameter))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Returns this rank's 1-D shard of the fp32 weight of a parameter."""
+    """Returns a copy of this rank's 1-D shard of a parameter's fp32 weight; None if the parameter is frozen."""
     return _tensor(param, "safe_get_local_fp32_param", Engine.masters, True)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets this rank's 1-D shard of the fp32 weight of a parameter."""
+    """Sets this rank's 1-D shard of a trainable parameter's fp32 weight to ``value``."""
     _tensor(param, "safe_set_local_fp32_param", Engine.masters, True, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Returns this rank's 1-D shard of the gradient of a parameter."""
+    """Returns a copy of this rank's 1-D shard of a parameter's gradient; None if the parameter is frozen."""
     return _tensor(param, "safe_get_local_grad", Engine.gradients, True)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets this rank's 1-D shard of the gradient of a parameter."""
+    """Sets this rank's 1-D shard of a trainable parameter's gradient to ``value``."""
     _tensor(param, "safe_set_local_grad", Engine.gradients, True, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Returns this rank's 1-D shard of an optimizer state ("exp_avg") of a parameter."""
+    """Returns a copy of this rank's 1-D shard of a parameter's optimizer state ``optim_state_key``, such as "exp_avg".
+
+    None: the parameter is frozen.
+    """
     return _state(param, "safe_get_local_optimizer_state", optim_state_key, True)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets this rank's 1-D shard of an optimizer state ("exp_avg") of a parameter."""
+    """Sets this rank's 1-D shard of a trainable parameter's optimizer state ``optim_state_key``, such as "exp_avg"."""
     _state(param, "safe_set_local_optimizer_state", optim_state_key, True, value)
 
 
 class RepeatingLoader:
-    """Iterator over a loader that restarts at its end."""
+    """Endless iterator over a loader, which restarts when it is exhausted."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

@@ -12,7 +12,9 @@ _MARK = "_z3_leaf"
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Marks all modules of these classes (or class names) as leaf modules; returns them.
+    """Marks all modules of these classes (or class names) as ZeRO 3 leaf modules; returns the marked modules.
+
+    The mark has no effect on gathers.
 
     Raises:
         ValueError: the model has no such module.
@@ -27,7 +29,7 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Removes the leaf mark from all modules of these classes; returns them."""
+    """Removes the mark of a leaf module from all modules of these classes (or class names); returns the modules."""
     found = [module for module in model.modules() if _is_one(module, leaf_module_classes)]
     for module in found:
         set_z3_leaf_module(module, False)
@@ -35,22 +37,22 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[n
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks a module as leaf module, or removes the mark."""
+    """Marks ``model`` itself as a ZeRO 3 leaf module if ``flag`` is True; otherwise removes the mark."""
     object.__setattr__(model, _MARK, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns all modules that are marked as leaf modules."""
+    """Returns ``model`` and its submodules that are marked as ZeRO 3 leaf modules."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Returns True if the module is marked as leaf module."""
+    """Returns True if ``model`` itself is marked as a ZeRO 3 leaf module."""
     return bool(vars(model).get(_MARK, False))
 
 
 def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
-    """Returns False, because parameters are never marked."""
+    """Returns False, because only modules are marked as leaves."""
     return False
 
 

@@ -33,7 +33,10 @@ if __name__ == "__main__":
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """Returns full parameters and buffers of a checkpoint by name, floating ones in fp32.
+    """Returns the full parameters and buffers of the checkpoint ``checkpoint_dir/tag`` by name, floating-point ones in
+    fp32.
+
+    ``tag=None`` reads the checkpoint that the file ``latest`` names. ``lazy_mode`` has no effect.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -55,7 +58,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Loads a checkpoint's weights into the model on the CPU, and returns it; no engine may have the model."""
+    """Moves ``model`` to the CPU, loads the weights of the checkpoint into it, and returns it.
+
+    Pass a model that no engine has sharded. ``tag=None`` reads the checkpoint that the file ``latest`` names.
+    """
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -65,7 +71,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str, output_dir: str, max_shard_size: str = "5GB", safe_serialization: bool = True,
     tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Writes the full weights of a checkpoint as one safetensors file into ``output_dir``, never as a pickle."""
+    """Writes the full fp32 weights of the checkpoint ``checkpoint_dir/tag`` into ``output_dir/model.safetensors``.
+
+    ``max_shard_size`` and ``safe_serialization`` have no effect: the result is one file, and never a pickle.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +82,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def write_script(save_dir: Path) -> None:
-    """Writes ``zero_to_fp32.py`` next to a checkpoint, as DeepSpeed does."""
+    """Writes the script ``zero_to_fp32.py`` into the folder ``save_dir``, as DeepSpeed does."""
     (save_dir / SCRIPT).write_text(TEXT, encoding="utf-8")
 
 
@@ -89,7 +98,7 @@ def _folder(given: Path, tag: str | None) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line of ``zero_to_fp32.py``."""
+    """Runs the command line of ``zero_to_fp32.py`` with ``arguments``; None: the arguments of this process."""
     parser = argparse.ArgumentParser(description="write the full fp32 weights of a checkpoint")
     parser.add_argument("checkpoint_dir", help="folder with the file latest")
     parser.add_argument("output_dir", help="folder for model.safetensors")

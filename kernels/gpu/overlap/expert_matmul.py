@@ -60,8 +60,10 @@ def dispatch_product_kernel(
     RANKS: tl.constexpr, PUSHES: tl.constexpr, MULTIPLIES: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Sends ``tokens`` [T, K] to the experts' ranks; out [R, N] = received rows times the experts' ``matrices`` [X, K,
-    N].
+    """Sends rows of ``tokens`` [T, K] to the experts' ranks, and multiplies received rows by ``matrices`` [X, K, N].
+
+    It writes out [R, N] for R received rows and X experts of this rank. ``sent`` and ``received`` are tables of tiles
+    (:class:`ExpertRows`). PUSHES and MULTIPLIES select the two halves; a tile is multiplied once its rows have arrived.
     """
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
@@ -91,9 +93,10 @@ def product_return_kernel(
     RANKS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Computes ``whole`` [R, K] times the experts' ``matrices`` [X, K, N], and sends each row back to its rank.
+    """Multiplies rows ``whole`` [R, K] by their experts' ``matrices`` [X, K, N], and sends each result row back to its
+    rank.
 
-    ``out`` determines the dtype of sent rows.
+    ``received`` is a table of tiles (:class:`ExpertRows`). ``out`` only determines the dtype of sent rows.
     """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
@@ -116,7 +119,7 @@ def collect_rows_kernel(
     out, sent, sent_tiles, slots, arrivals, status, rank, epoch, patience, capacity, most, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies this rank's rows, received back from the experts' ranks, to out [T, N]."""
+    """Copies the result rows that the experts' ranks have sent back to out [T, N], each tile once it has arrived."""
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), sent_tiles * columns, tl.num_programs(0)):
         owner, tile, _, there, rows, here = _fields(sent, index // columns)
@@ -132,10 +135,11 @@ def collect_rows_kernel(
 def launch_dispatch_product(
     tokens_TK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall, half: Half = "both"
 ) -> Tensor:
-    """Computes out [R, N]: the rows of all ranks for this rank's experts times the experts' matrices.
+    """Sends ``tokens_TK`` to the experts' ranks; returns the R rows that this rank receives times its experts'
+    matrices, [R, N].
 
-    ``tokens_TK`` is contiguous, sorted by expert, of the dtype of the matrices. ``half``: "push" computes no result,
-    "multiply" pushes nothing.
+    ``tokens_TK`` is contiguous, sorted by expert, and has the dtype of the matrices. ``half``: "push" only sends, and
+    returns undefined content; "multiply" only receives and multiplies.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
@@ -153,7 +157,11 @@ def launch_dispatch_product(
 
 
 def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall) -> None:
-    """Computes ``rows_RK``, contiguous, times the experts' matrices, and sends each row back to its rank."""
+    """Multiplies the contiguous ``rows_RK``, sorted by expert, by the experts' matrices, and sends each row back to its
+    rank.
+
+    :func:`launch_collect_rows` receives them.
+    """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
     shape, mailbox = call.shape(matrices.dtype), call.mailbox
@@ -166,7 +174,11 @@ def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRow
 
 
 def launch_collect_rows(columns: int, rows: ExpertRows, call: KernelCall, dtype: torch.dtype) -> Tensor:
-    """Returns out [T, N]: this rank's rows from the experts' ranks, in the order of the tokens."""
+    """Returns the rows that the experts' ranks have sent back for this rank's T tokens, [T, N], in the order of the
+    tokens.
+
+    ``columns`` is N.
+    """
     shape, mailbox = call.shape(dtype), call.mailbox
     device = mailbox.status.device
     out = torch.empty((rows.own, columns), dtype=dtype, device=device)

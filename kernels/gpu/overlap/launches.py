@@ -91,12 +91,15 @@ def gather_product_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Sends ``part`` [B, L, K] to all ranks; writes all ranks' rows times ``matrix`` [K, N] + ``bias`` to ``out`` [B,
-    W, L, N].
+    """Sends ``part`` [B, L, K] to all ranks, and multiplies the rows of all ranks by ``matrix`` [K, N], plus ``bias``.
+
+    It writes out [B, W, L, N] for B sequences of L rows on each of W ranks. PUSHES and MULTIPLIES select the two
+    halves; a tile is multiplied once its rows have arrived.
 
     Args:
+        patience: number of polls after which a signal counts as lost.
         capacity: bytes of a slot.
-        most: maximum signals from one rank to another.
+        most: maximum number of signals from one rank to another.
     """
     if PUSHES:
         _push(part, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, K, RANKS, BM, BK)
@@ -128,10 +131,11 @@ def product_scatter_kernel(
     PRECISION: tl.constexpr, PLUS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Computes ``whole`` [B, W, L, K] times ``matrix`` [K, N] plus ``plus``, and sends rows [B, w, L, N] to rank w.
+    """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends rows [B, w, L, N] to rank w of
+    W.
 
     With EVERYWHERE ``whole`` is [B, L, K], and all rows go to all ranks. With STAYS a tile stays in the memory of this
-    rank, and its owner reads it there. ``out`` determines the dtype of sent rows.
+    rank, and its owner reads it there. ``out`` only determines the dtype of sent rows.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -167,7 +171,10 @@ def sum_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [B, L, N], the sum of the received rows of all ranks."""
+    """Sums the rows that all ranks have sent to this rank, in fp32 and in rank order; writes out [B, L, N].
+
+    B is the number of sequences of L rows.
+    """
     each = tl.cdiv(L, BM)
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), B * each * columns, tl.num_programs(0)):
@@ -187,7 +194,7 @@ def forward_slots_kernel(
     part, slots, arrivals, rank, epoch, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies ``part`` [L, N] to this rank's slot on every rank, starting at the next rank."""
+    """Sends ``part`` [L, N] to this rank's slot on every rank, beginning with the next rank."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -206,7 +213,7 @@ def collect_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies the received rows of all ranks to out [W, L, N]."""
+    """Copies the L rows that each of W ranks has sent to this rank to out [W, L, N], each tile once it has arrived."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -251,10 +258,12 @@ def multicast_sum_kernel(
     like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sums all ranks' tiles [L, N] of this rank's rows, and sends the sums to all ranks in ``epoch`` + 1.
+    """Sums this rank's rows [L, N] of the products of all ranks through the NVLink switch, and sends the sums to all
+    ranks.
 
-    A tile that some rank has not written is not sent. ``like`` determines the dtype, with BYTES per element; without
-    INSTRUCTIONS the switch is emulated.
+    Call ``epoch`` has written the products, and the sums belong to call ``epoch`` + 1. A tile that some rank has not
+    written is not sent. ``like`` determines the dtype, with BYTES per element; without INSTRUCTIONS the switch is
+    emulated.
     """
     columns = tl.cdiv(N, BN)
     wide: tl.constexpr = 16 // BYTES
@@ -285,7 +294,10 @@ Half = Literal["push", "multiply", "both"]
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Settings of one call of communicating kernels, with its number ``epoch``; equal on all ranks."""
+    """One call of communicating kernels: memory of the ranks, call number ``epoch`` (from 1), and launch shape.
+
+    Epoch and shape are equal on all ranks.
+    """
 
     mailbox: Mailbox
     epoch: int
@@ -295,19 +307,22 @@ class KernelCall:
     """Number of concurrent programs of a kernel; None: one per processor. Ranks on one GPU divide the processors."""
 
     def shape(self, dtype: torch.dtype) -> Tile:
-        """Returns the tile of products in ``dtype``."""
+        """Returns the tile for products in ``dtype``: ``tile``, or the default for the dtype."""
         return self.tile or tile_of(dtype)
 
     def grid(self, device: torch.device) -> tuple[int]:
-        """Returns the number of programs, which must all run at once: a waiting program must not block another one.
+        """Returns the number of programs of a launch, as a tuple.
 
-        Interpreted programs run one after the other, so there is one program.
+        All programs must run at once, so that none waits for one that has not started. Interpreted programs run one
+        after the other, so there is one program.
         """
         return (1 if is_host(device) else self.programs or processors(device),)
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """Rank, epoch, patience, capacity and most signals, in the order of the kernels' arguments."""
+        """Values of the kernel arguments ``rank``, ``epoch``, ``patience``, ``capacity`` and ``most``, in
+        this order.
+        """
         box = self.mailbox
         return box.rank, self.epoch, box.patience, box.capacity, box.most
 
@@ -315,10 +330,11 @@ class KernelCall:
 def launch_gather_product(
     part_BLK: Tensor, matrix_KN: Tensor, bias: Tensor | None, call: KernelCall, half: Half = "both"
 ) -> Tensor:
-    """Returns out [B, W, L, N]: rows of all ranks times ``matrix_KN`` plus ``bias``, in the dtype of the matrix.
+    """All-gathers ``part_BLK`` and returns the rows of all ranks times ``matrix_KN``, plus ``bias``: [B, W, L, N].
 
-    ``part_BLK`` is contiguous, of the dtype of the matrix. ``half``: "push" computes no result, "multiply" pushes
-    nothing.
+    B is the number of sequences of L rows on each of W ranks. ``part_BLK`` is contiguous; it and the result have the
+    dtype of the matrix. ``half``: "push" only sends, and returns undefined content; "multiply" only receives and
+    multiplies.
     """
     matrix, transposed = as_it_lies(matrix_KN)
     (sequences, rows, depth), columns = part_BLK.shape, matrix_KN.shape[1]
@@ -336,11 +352,11 @@ def launch_gather_product(
 def launch_product_scatter(
     whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype, stays: bool = False
 ) -> None:
-    """Multiplies ``whole`` [B, W, L, K] by the matrix, adds ``plus`` [B, W, L, N], and sends each rank its rows in
-    ``dtype``.
+    """Multiplies ``whole`` [B, W, L, K] by ``matrix_KN``, adds ``plus`` [B, W, L, N], and sends each rank w its rows.
 
-    The product of a ``whole`` of three dims, [B, L, K], is sent to all ranks. With ``stays`` the rows stay in the
-    memory of this rank, for :func:`launch_multicast_sum`.
+    B is the number of sequences of L rows on each of W ranks. The rows are sent in ``dtype``. The product of a
+    ``whole`` of three dims, [B, L, K], is sent to all ranks. With ``stays`` the rows stay in the memory of this rank,
+    for :func:`launch_multicast_sum`.
     """
     everywhere = whole.dim() == 3
     matrix, transposed = as_it_lies(matrix_KN)
@@ -355,7 +371,11 @@ def launch_product_scatter(
 
 
 def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> Tensor:
-    """Returns out [B, L, N], the sum of the rows from all ranks, in the tiles of the product."""
+    """Returns the sum, [B, L, N] in ``dtype``, of the rows that all ranks have sent with
+    :func:`launch_product_scatter`.
+
+    B is the number of ``sequences``, each with L ``rows`` of N ``columns``.
+    """
     shape, mailbox = call.shape(dtype), call.mailbox
     out = torch.empty((sequences, rows, columns), dtype=dtype, device=mailbox.status.device)
     sum_slots_kernel[call.grid(out.device)](
@@ -366,7 +386,10 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
 
 
 def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
-    """Adds all ranks' tiles of this rank's rows [L, N], and sends the sum to all ranks in the next epoch."""
+    """Sums this rank's rows [L, N] of the products of all ranks, and sends the sums to all ranks as the next call.
+
+    ``rows`` and ``columns`` are L and N; :func:`launch_product_scatter` with ``stays`` has computed the products.
+    """
     shape, mailbox = call.shape(dtype), call.mailbox
     like = torch.empty(0, dtype=dtype, device=mailbox.status.device)
     multicast_sum_kernel[call.grid(like.device)](
@@ -388,7 +411,7 @@ def _add_and_give(dtype: torch.dtype) -> str:
 
 
 def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
-    """Sends ``part_LN``, contiguous, to all ranks; :func:`launch_collect_slots` receives it."""
+    """Sends the contiguous ``part_LN`` to all ranks; :func:`launch_collect_slots` receives it there."""
     rows, columns = part_LN.shape
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     forward_slots_kernel[call.grid(part_LN.device)](
@@ -399,7 +422,10 @@ def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
 
 
 def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
-    """Returns out [W, L, N], the rows from all ranks, each of the shape of ``part_LN``."""
+    """Returns the rows that each of W ranks has sent with :func:`launch_forward_slots`, [W, L, N].
+
+    ``part_LN``, this rank's own rows, determines shape and dtype.
+    """
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     out = part_LN.new_empty((mailbox.ranks, *part_LN.shape))
     collect_slots_kernel[call.grid(out.device)](
@@ -417,17 +443,20 @@ def tile_of(dtype: torch.dtype) -> Tile:
 
 
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
-    """Returns the number of tiles of a rank's rows: the maximum number of signals to another rank."""
+    """Returns the number of tiles in a product of ``sequences`` x ``rows`` rows and ``columns`` columns.
+
+    This is the maximum number of signals from one rank to another in a call.
+    """
     return int(sequences * ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
 
 
 def tile_shape(tile: Tile) -> dict[str, Any]:
-    """Returns a kernel's arguments for the size of tiles, warps and stages."""
+    """Returns the kernel arguments for a tile: BM, BN, BK, num_warps and num_stages."""
     return {
         "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
 
 def precision() -> str:
-    """Returns torch's precision of fp32 products: "tf32" or "ieee"."""
+    """Returns the precision of fp32 products that torch is set to: "tf32", or "ieee" for full fp32."""
     return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"

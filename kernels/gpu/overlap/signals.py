@@ -23,17 +23,17 @@ LOOKS_BETWEEN: tl.constexpr = tl.constexpr(64)
 
 @triton.jit
 def signal(place, epoch):
-    """Writes ``epoch`` to the int32 at ``place`` after all stores of this program."""
+    """Signals a call: writes its number ``epoch`` to the int32 at ``place``, after all stores of this program."""
     tl.debug_barrier()  # the stores of every thread come before the release of one
     tl.atomic_xchg(place, epoch, sem="release", scope="sys")
 
 
 @triton.jit
 def arrived(place, ended, epoch, last, patience):
-    """Waits until the int32 at ``place`` is at least ``epoch``; returns True if it then is at most ``last``.
+    """Waits until the int32 at ``place`` is at least ``epoch``, and returns True if it is then at most ``last``.
 
-    Returns False after ``patience`` polls, after the int32 at ``ended`` is not 0, or for a value above ``last``, the
-    sign that ranks make different calls.
+    It returns False after ``patience`` polls, or once the int32 at ``ended`` is not 0. It also returns False for a
+    value above ``last``, which means that ranks make different calls.
     """
     value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     looks = 0
@@ -50,35 +50,49 @@ def arrived(place, ended, epoch, last, patience):
 
 @triton.jit
 def write_down(status, rank, tile, epoch):
-    """Records the first missing signal in ``status``: epoch << 32 | rank << 24 | tile + 1."""
+    """Records the first missing signal in the word at ``status``: epoch << 32 | rank << 24 | tile + 1.
+
+    A word that is not 0 stays unchanged.
+    """
     what = (tl.cast(epoch, tl.int64) << 32) | (tl.cast(rank, tl.int64) << 24) | (tl.cast(tile, tl.int64) + 1)
     tl.atomic_cas(status, tl.cast(0, tl.int64), what)
 
 
 @triton.jit
 def slot_of(table, owner, writer, epoch, capacity, RANKS: tl.constexpr, like):
-    """Returns the pointer, of the type of ``like``, to the slot of ``writer`` on ``owner`` in ``epoch``."""
+    """Returns a pointer to the slot in the memory of rank ``owner`` that rank ``writer`` writes in call number
+    ``epoch``.
+
+    ``table`` has the address of each rank's slots, of ``capacity`` bytes each. The pointer has the type of ``like``.
+    """
     start = tl.load(table + owner) + tl.cast((epoch % 2) * RANKS + writer, tl.int64) * capacity
     return tl.multiple_of(start.to(like.dtype), 16)  # a pointer out of a table says nothing of its alignment
 
 
 @triton.jit
 def place_of(table, owner, index):
-    """Returns the pointer to the ``index``-th signal of ``owner``."""
+    """Returns a pointer to signal number ``index`` in the memory of rank ``owner``; ``table`` has the address for each
+    rank.
+    """
     return tl.load(table + owner).to(tl.pointer_type(tl.int32)) + index
 
 
 @triton.jit
 def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
-    """Returns the pointer to the signal of a tile from ``writer`` to ``owner``; signals alternate as slots do."""
+    """Returns a pointer to the signal by which rank ``writer`` marks a tile for rank ``owner`` as written in call
+    ``epoch``.
+
+    Even and odd calls use different signals; ``most`` is the number of signals for each writer.
+    """
     return place_of(arrivals, owner, ((epoch % 2) * RANKS + writer) * most + tile)
 
 
 @triton.jit
 def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.constexpr):
-    """Waits for the signal of a tile from ``writer`` to ``rank``; on failure returns False and records the signal.
+    """Waits for the signal of ``tile`` from rank ``writer`` to this ``rank``, and returns True once it has arrived.
 
-    After a missing signal later waits return at once, so a hung rank costs one timeout, not one per tile.
+    On failure it records the signal in ``status`` and returns False. Later waits then return at once, so a hung rank
+    costs one timeout, not one per tile.
     """
     looks = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
     ended = place_of(arrivals, RANKS, writer)

@@ -15,21 +15,21 @@ PipelineError = EngineError
 
 
 class LayerSpec:
-    """Description of a layer that is built later: ``LayerSpec(nn.Linear, 4, 8)``."""
+    """Class and arguments of a layer that is built later, such as ``LayerSpec(nn.Linear, 4, 8)``."""
 
     def __init__(self, typename: Callable[..., Layer], *module_args: Any, **module_kwargs: Any) -> None:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> Layer:
-        """Returns a new layer from the stored class and arguments."""
+        """Returns a new layer, made from the stored class and arguments; ``log`` has no effect."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """Description of a layer that shares a weight with all layers of equal key.
+    """Class and arguments of a layer that shares a weight with all layers of equal ``key``.
 
     Args:
-        forward_fn: ``(layer, input) -> output`` in place of the layer's forward.
+        forward_fn: function ``(layer, input) -> output`` in place of the layer's forward.
         tied_weight_attr: name of the shared parameter, or a list of names.
     """
 
@@ -44,15 +44,16 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Sequential):
-    """Sequence of layers, which the engine partitions into stages by measured cost.
+    """Sequence of layers, which the engine partitions into pipeline stages by measured cost.
 
     Args:
         layers: modules, functions or specs; each is called with the output of the layer before it.
-        num_stages: number of pipeline ranks; ``topology`` may set it.
-        loss_fn: (output, label) -> 0-dim loss.
+        num_stages: number of pipeline ranks; ``topology``, if passed, sets it instead.
+        loss_fn: function (output, label) -> 0-dim loss.
         activation_checkpoint_interval: above 0, every block is recomputed.
 
-    ``partition_method`` and the last three arguments have no effect.
+    ``partition_method``, ``activation_checkpoint_func``, ``checkpointable_layers`` and ``dynamic_shape`` have no
+    effect.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class PipelineModule(nn.Sequential):
         self._calls.append(partial(forward, layer) if forward is not None else layer)
 
     def forward(self, x: Any) -> Any:
-        """Returns the output of the last layer."""
+        """Runs all layers on ``x``, and returns the output of the last one."""
         for call in self._calls:
             x = call(x)
         return x

@@ -7,11 +7,13 @@ from engine.parallel.grid import Grid
 
 
 class ProcessTopology:
-    """Ranks on a grid of named axes.
+    """Grid of ranks with a name for each axis.
+
+    Ranks are numbered from 0, and neighbours along the last axis are adjacent.
 
     Args:
-        axes: names of axes, the outermost first.
-        dims: the size of each axis.
+        axes: names of the axes, the outermost first.
+        dims: number of ranks along each axis.
     """
 
     def __init__(self, axes: list[str], dims: list[int]) -> None:
@@ -21,13 +23,15 @@ class ProcessTopology:
         self.mapping = {kind(*place): rank for rank, place in enumerate(product(*(range(dim) for dim in dims)))}
 
     def get_rank(self, **coord: int) -> int:
-        """Returns the rank at a full coordinate."""
+        """Returns the rank at a coordinate, passed as one index for every axis, such as ``get_rank(pipe=0,
+        data=1)``.
+        """
         if coord.keys() != set(self.axes):
             raise ValueError(f"get_rank got axes {sorted(coord)}; pass each of {self.axes}.")
         return next(rank for place, rank in self.mapping.items() if place._asdict() == coord)
 
     def get_coord(self, rank: int) -> Any:
-        """Returns the coordinate of a rank as a namedtuple."""
+        """Returns the coordinate of a rank as a namedtuple with one index per axis."""
         return next(place for place, each in self.mapping.items() if each == rank)
 
     def get_axis_names(self) -> list[str]:
@@ -35,23 +39,25 @@ class ProcessTopology:
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Returns the size of an axis; 0 if no axis has that name."""
+        """Returns the number of ranks along ``axis``; 0 if no axis has that name."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def world_size(self) -> int:
-        """Returns the number of ranks."""
+        """Returns the number of ranks in the grid."""
         return len(self.mapping)
 
     def filter_match(self, **coord: int) -> list[int]:
-        """Returns the ranks whose coordinate has these values."""
+        """Returns the ranks with the indices ``coord`` on the named axes, ascending; other axes may have any index."""
         return sorted(r for place, r in self.mapping.items() if all(getattr(place, a) == v for a, v in coord.items()))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Returns the ranks with index ``idx`` on an axis."""
+        """Returns all ranks with index ``idx`` on ``axis``, ascending."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Returns the groups of ranks that differ only in this axis."""
+        """Returns the communication groups of ``axis``: each is a list of ranks that differ only in their index on
+        ``axis``.
+        """
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -61,34 +67,34 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: tuple[str, ...] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Returns the coordinate of a rank as text, such as "model_00", without the axes ``omit_axes``."""
+        """Returns the coordinate of a rank as text, such as "model_00"; the axes in ``omit_axes`` are left out."""
         place = self.get_coord(rank)
         named = [f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(named)
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Topology with the axes pipe and data."""
+    """Topology with the axes "pipe" (outermost) and "data"."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Topology with the axes pipe, data and model (tensor parallel)."""
+    """Topology with the axes "pipe" (outermost), "data" and "model", the tensor-parallel axis."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 class PipelineParallelGrid:
-    """Grid of ranks with this rank's coordinates, under DeepSpeed's names."""
+    """Trine's grid of ranks, seen from this rank, with the method names of DeepSpeed's ``PipelineParallelGrid``."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
     def topology(self) -> ProcessTopology:
-        """Returns the topology of the grid, outermost axis first."""
+        """Returns the grid as a ``ProcessTopology`` with the axes "pipe", "data" and "model"."""
         grid = self._grid
         if grid.order == "tp-pp-dp":
             return ProcessTopology(["data", "pipe", "model"], [grid.row_ranks, grid.pp, grid.tp])
@@ -105,16 +111,19 @@ class PipelineParallelGrid:
         return self.get_stage_id() == self._grid.pp - 1
 
     def stage_to_global(self, stage_id: int, **coord: int) -> int:
-        """Returns the rank of a pipeline stage; ``coord`` replaces this rank's coordinates on other axes."""
+        """Returns the global rank with this rank's coordinates on pipeline stage ``stage_id``.
+
+        ``coord`` replaces this rank's index on other axes.
+        """
         axes = self.topology()
         return axes.get_rank(**(axes.get_coord(self._grid.rank)._asdict() | coord | {"pipe": stage_id}))
 
     def get_global_rank(self) -> int:
-        """Returns this rank's number in the world."""
+        """Returns the rank of this process among all processes, from 0."""
         return self._grid.rank
 
     def get_stage_id(self) -> int:
-        """Returns the index of this rank's pipeline stage."""
+        """Returns the index of this rank's pipeline stage, from 0."""
         return self._grid.coord().pp
 
     get_pipe_parallel_rank = get_stage_id
@@ -124,7 +133,7 @@ class PipelineParallelGrid:
         return self._grid.pp
 
     def get_data_parallel_rank(self) -> int:
-        """Returns this rank's index on the data axis."""
+        """Returns this rank's index on the data axis, from 0."""
         return self._grid.row_rank
 
     get_data_parallel_id = get_data_parallel_rank
@@ -134,7 +143,7 @@ class PipelineParallelGrid:
         return self._grid.row_ranks
 
     def get_model_parallel_rank(self) -> int:
-        """Returns this rank's index on the tensor axis."""
+        """Returns this rank's index on the tensor axis, from 0."""
         return self._grid.coord().tp
 
     def get_model_parallel_world_size(self) -> int:

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Names of devices for state; ``offload_states`` accepts only cpu."""
+    """Devices to which state can be offloaded; ``offload_states`` accepts only ``cpu``."""
 
     none = "none"
     cpu = "cpu"
@@ -12,7 +12,7 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """Names of state that ``offload_states`` moves; DeepSpeed's contiguous gradient buffer means gradients."""
+    """Kinds of state that ``offload_states`` can move; ``contiguous_grad_buffer`` means the gradients."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

@@ -26,10 +26,10 @@ class ZeroParamStatus(Enum):
 
 
 def mark_sharded(model: nn.Module) -> Callable[[], None]:
-    """Sets DeepSpeed's ZeRO 3 attributes (``ds_id``, ``ds_status``, ...) on each parameter; returns a function that
-    removes them.
+    """Sets DeepSpeed's ZeRO 3 attributes (``ds_id``, ``ds_status``, ...) on each parameter of ``model``.
 
-    ``ds_status`` is always NOT_AVAILABLE, so that scripts gather parameters; gathers can be nested.
+    ``ds_status`` is always NOT_AVAILABLE, so that scripts gather a parameter before they read it; gathers can be
+    nested. Returns a function that removes the attributes.
     """
     marked = list(model.parameters())
     for number, parameter in enumerate(marked):
