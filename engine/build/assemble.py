@@ -22,7 +22,6 @@ from engine.build.equal_input import check_equal
 from engine.build.forward_changes import (
     agree_on_kernels,
     fuse_activations,
-    has_compiled_code,
     leave_out_of_compilation,
     make_heads_lazy,
     own_card,
@@ -51,6 +50,7 @@ from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.kernel_injection.inject import LAZY_HEAD
+from engine.parallel.model.blocks import has_compiled_code
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.parametrized_weights import keep_parameters
 from engine.parallel.model.quantized_layers import quantized_layers

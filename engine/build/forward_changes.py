@@ -21,7 +21,7 @@ from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.kernel_injection.flex_calls import redirect_flex
 from engine.parallel.kernel_injection.inject import LAZY_HEAD, Replacement, find_heads, find_replacements
-from engine.parallel.model.blocks import find_units
+from engine.parallel.model.blocks import find_units, has_compiled_code
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.operand_casts import is_watched
 from engine.parallel.model.placeholders import is_expanded
@@ -151,11 +151,6 @@ class AddedRows:
         if is_watched():  # a tracer matches calls by torch's own names
             return nn.Embedding.forward(layer, input)
         return look_up_rows(layer.weight, input, layer.padding_idx, self.kernels)
-
-
-def has_compiled_code(block: nn.Module) -> bool:
-    """Returns True if the user has compiled ``block``, in place or by a wrapper."""
-    return block._compiled_call_impl is not None or isinstance(getattr(block, "_orig_mod", None), nn.Module)
 
 
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:

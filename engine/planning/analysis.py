@@ -21,7 +21,8 @@ from engine.parallel.comm.traffic import Tally
 from engine.parallel.context.recurrence.followed import ContextPlan
 from engine.parallel.context.rows.rowwise import RowwiseModule
 from engine.parallel.kernel_injection.inject import Replacement
-from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.blocks import compiled_around
+from engine.parallel.model.name_patterns import is_inside, name_runs
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.auto_schedule import (
     PLAIN_FIRST,
@@ -46,7 +47,7 @@ from engine.parallel.tensor.layers.planned_traffic import (
 from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.tensor.tp_axis import DryAxis
-from engine.parallel.trace.model_trace import ModelTrace, OnZeros
+from engine.parallel.trace.model_trace import ModelTrace
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import shards_parameters, tensor_format
 from engine.planning.example_trace import SharedSequences, trace_example, trace_rowwise
@@ -186,12 +187,12 @@ def _analyze(
         unknown = f"bytes over {names} are not known before they are sent{chunks}: {_on_one_stage(problem)}"
         return Analysis(notes=(unknown, *_not_followed(config, tensor)), tensor=tensor)
     _check_reads(watch)
-    notes = (*sequences.notes, *_ran_on_zeros(trace))
+    notes = (*sequences.notes, *trace.notes)
     if tensor is not None and isinstance(watch, TrafficRecorder):
         notes = (*notes, *tensor.notes, *_prove(config, request, tensor))
         _check_partial(request.program.model, tensor, trace, watch)
     partition, decision, costs = _cut(config, trace, request.costs, stages)
-    notes = (*notes, *costs)
+    notes = (*notes, *costs, *_left_uncompiled(request.program.model, trace, stages))
     measured = _measured(partition, request.costs) if decision is None else None
     found = Analysis(trace=trace, partition=partition, notes=notes, decision=decision, measured=measured)
     if watch is None:
@@ -298,19 +299,10 @@ def _not_followed(config: Config, tensor: TensorPlan | None) -> tuple[str, ...]:
     return (*notes, "parallel.tensor_plan is not proven, because the model cannot be followed")
 
 
-def _ran_on_zeros(trace: ModelTrace) -> tuple[str, ...]:
-    """Returns a note if zeros have decided on a shape or a branch in the trace."""
-    if not trace.on_zeros:
-        return ()
-    first: dict[str, OnZeros] = {}
-    for entry in trace.on_zeros:
-        first.setdefault(entry.operation, entry)
-    shown = [f"{entry.operation} {entry.where} ({entry.why})" for entry in first.values()][:2]
-    more = f" and {len(trace.on_zeros) - len(shown)} more" if len(trace.on_zeros) > len(shown) else ""
-    return (
-        "shapes and branches that depend on content are planned as they are for zeros, because the trace could not run "
-        f"without content: {', '.join(shown)}{more}",
-    )
+def _left_uncompiled(model: nn.Module, trace: ModelTrace, stages: int) -> tuple[str, ...]:
+    """Returns a note if pipeline stages run compiled modules eagerly."""
+    names = name_runs(compiled_around(model, trace.unit_names)) if stages > 1 else ""
+    return (f"{names}: compiled as a whole, runs uncompiled, because stages are cut inside it",) if names else ()
 
 
 def _notes_on_logits(use: LogitUse) -> tuple[str, ...]:
@@ -381,7 +373,7 @@ def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
             raise
         note = "parameters are gathered in the order of their registration, because the trace of the example has failed"
         return Analysis(notes=(f"{note}: {_on_one_stage(error)}",))
-    return Analysis(trace=trace, notes=_ran_on_zeros(trace))
+    return Analysis(trace=trace, notes=trace.notes)
 
 
 def _check_reads(watch: CollectiveRecorder | None) -> None:

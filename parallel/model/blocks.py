@@ -19,6 +19,8 @@ from types import MappingProxyType
 
 from torch import nn
 
+from engine.parallel.model.name_patterns import is_inside
+
 
 @dataclass(frozen=True)
 class Units:
@@ -92,6 +94,21 @@ def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     ``named_children`` omits repeated children.
     """
     return [(key, child) for key, child in module._modules.items() if child is not None and _weighty(child)]
+
+
+def has_compiled_code(module: nn.Module) -> bool:
+    """Returns True if ``torch.compile`` has compiled ``module``, in place or in a wrapper."""
+    return module._compiled_call_impl is not None or isinstance(getattr(module, "_orig_mod", None), nn.Module)
+
+
+def compiled_around(model: nn.Module, units: Collection[str]) -> dict[str, nn.Module]:
+    """Returns the compiled modules of ``model`` that contain a module in ``units`` without being one, by name."""
+    compiled = {name: module for name, module in model.named_modules() if has_compiled_code(module)}
+    return {
+        name: module
+        for name, module in compiled.items()
+        if name not in units and any(is_inside(unit, name) for unit in units)
+    }
 
 
 class _Walk:

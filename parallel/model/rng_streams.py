@@ -42,7 +42,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from engine.kernels.device import device_generator
-from engine.parallel.model.blocks import find_units, weighty_children
+from engine.parallel.model.blocks import find_units, has_compiled_code, weighty_children
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
 _NUMPY: Any = np.random  # NumPy's stubs lack the exchange of generators
@@ -100,7 +100,7 @@ class RandomStreams:
         self._again: dict[int, StreamPosition] = {}
         """Position at the entry of each module in recomputation, by module id."""
         # a compiled module traces its hooks, which these do not support; in other modules the exclusion costs time
-        self._traced = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
+        self._traced = any(map(has_compiled_code, model.modules()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RandomStreams":
         """Returns ``self``: a copy of the model (an average of weights) has these hooks, inactive outside of a

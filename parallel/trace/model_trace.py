@@ -226,6 +226,21 @@ class ModelTrace:
         """Names of all units (blocks and other outermost modules) as a set."""
         return frozenset(self.units)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the banner: a note if zeros have decided on a shape or a branch."""
+        if not self.on_zeros:
+            return ()
+        first: dict[str, OnZeros] = {}
+        for entry in self.on_zeros:
+            first.setdefault(entry.operation, entry)
+        shown = [f"{entry.operation} {entry.where} ({entry.why})" for entry in first.values()][:2]
+        more = f" and {len(self.on_zeros) - len(shown)} more" if len(self.on_zeros) > len(shown) else ""
+        return (
+            "shapes and branches that depend on content are planned as they are for zeros, because the trace could not "
+            f"run without content: {', '.join(shown)}{more}",
+        )
+
     @cached_property
     def asks_arguments(self) -> tuple[bool, ...]:
         """Flag for each call: True if it writes or returns one of its arguments, so that stages without the call need

@@ -11,4 +11,14 @@ COMPILED_BLOCKS = (
         new="    return plan.config.compile\n",
         tests=("tests/engine/parity/test_compiled_blocks.py",),
     ),
+    Fault(
+        name="compiled-blocks-around-a-cut",
+        about="A compiled block in which a stage begins hides its operations, and the stage reports another path.",
+        file="parallel/pipeline/runtime/stage.py",
+        old="            self._run_eagerly(module)\n",
+        new="            pass\n",
+        tests=(
+            "tests/parallel/pipeline/runtime/test_stage.py::test_a_compiled_block_runs_eagerly_where_a_stage_begins_inside_it",
+        ),
+    ),
 )

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_map
 
 from engine.errors import EngineError
+from engine.parallel.model.blocks import compiled_around
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
 from engine.parallel.model.placeholders import PlaceholderPool, is_plain
 from engine.parallel.model.torch_checkpoint import open_checkpoints, recomputed, spread_checkpoints
@@ -217,7 +218,7 @@ class Stage:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
-        self._model, self._placeholders = model, PlaceholderPool(device)
+        self._model, self._placeholders, self._patches = model, PlaceholderPool(device), patches
         self._parameters = dict(model.named_parameters())
         self._intercepted: set[str] = set()
         self._interception = Interception(
@@ -274,6 +275,15 @@ class Stage:
                 self._intercepted.add(unit)
                 note = "runs on its pipeline stage; on other stages the call returns received values"
                 self._interception.install(unit, self._model.get_submodule(unit), note)
+        for module in compiled_around(self._model, trace.unit_names).values():
+            self._run_eagerly(module)
+
+    def _run_eagerly(self, module: nn.Module) -> None:
+        """Runs a compiled module without its compiled code, which would hide the values between the units inside it."""
+        with self._patches.changing(module, PatchLayer.STAGE, "runs uncompiled, because stages are cut inside it"):
+            object.__setattr__(module, "_compiled_call_impl", None)
+            if isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+                object.__setattr__(module, "forward", inner)
 
     def _skips(self, unit: str) -> bool:
         return self._run is not None and self._run.takes(unit) and self._run.skips_next()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
+from engine.parallel.model.blocks import compiled_around
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.partition.partition import Partition, make_cut, repartition, units_for_split
 from engine.parallel.pipeline.runtime.stage import Stage
@@ -310,6 +311,33 @@ def test_compiled_blocks(name: str, style: str) -> None:
     got, gradients = play.train(timeline, batches)
     assert got == losses and len(seen) == len(batches) * (3 + 6)
     assert_same({k.replace("._orig_mod", ""): v for k, v in gradients.items()}, expected, exact=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own
+@pytest.mark.parametrize("style", ["module.compile", "torch.compile"])
+def test_a_compiled_block_runs_eagerly_where_a_stage_begins_inside_it(style: str) -> None:
+    """Its compiled code would hide the values between its parts; the other blocks stay compiled."""
+    case, inside = CASES["own"], "blocks.3._orig_mod.down" if style == "torch.compile" else "blocks.3.down"
+    model, patches = case.build(), ForwardPatches()
+    batches = batches_of(case, 3)
+    losses, expected = whole(case, copy.deepcopy(model), batches)
+    for i, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        if style == "module.compile":
+            block.compile(backend="eager")
+        else:
+            model.blocks[i] = torch.compile(block, backend="eager")  # type: ignore[operator, assignment]
+    trace = trace_model(model, lambda: case.run(model, batches[0]), units_for_split(model, [inside], 2), stages=2)
+    play = Play.__new__(Play)
+    play.case, play.cut, play.ranks, play.models = case, make_cut(trace, 2, [inside]), [0, 0], [model, model]
+    play.cut = replace(play.cut, stages=tuple(replace(plan, tier=2) for plan in play.cut.stages))
+    play.stages = [Stage(model, torch.device("cpu"), patches)] * 2
+    got, gradients = play.train(trace, batches)
+    assert got == losses
+    assert_same({k.replace("._orig_mod", ""): v for k, v in gradients.items()}, expected, exact=False)
+    eager = [line for name in ("blocks.2", "blocks.3") for line in patches.explain(model, name) if "uncompiled" in line]
+    assert eager == ["blocks.3: runs uncompiled, because stages are cut inside it"]
+    patches.remove()
+    assert len(compiled_around(model, ["blocks.3._orig_mod.down", "blocks.3.down"])) == 1
 
 
 def test_user_code_cannot_swallow_the_stop() -> None:
