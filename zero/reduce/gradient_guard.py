@@ -164,7 +164,8 @@ class GradientGuard:
         self._drop = weakref.WeakMethod(drop)
 
     def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:
-        """Patches ``model.zero_grad`` to discard the engine's gradients too; returns a function that removes the patch.
+        """Patches ``model.zero_grad`` to discard the engine's gradients too. Returns a function that removes the
+        patch.
         """
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:

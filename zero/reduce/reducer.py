@@ -28,8 +28,7 @@ Take = Callable[[str, Tensor], None]
 
 
 class EngineHook(partial[None]):
-    """Callable registered as a post-accumulate-grad hook; its class distinguishes the engine's hooks from the user's.
-    """
+    """Callable for a post-accumulate-grad hook of an engine; its class distinguishes it from hooks of the user."""
 
 
 def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
@@ -213,7 +212,8 @@ class Backward(NamedTuple):
 
 
 class Reducer(Protocol):
-    """Interface of gradient reducers, which sum a step's gradients over microbatches and data ranks into flat buckets.
+    """Interface of gradient reducers: they sum a step's gradients over microbatches and data ranks into flat
+    buckets.
     """
 
     def backward(self, which: Backward) -> AbstractContextManager[None]:
