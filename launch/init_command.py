@@ -125,7 +125,7 @@ def add_init_options(command: ArgumentParser) -> None:
 
 
 def write_starter(options: Namespace) -> None:
-    """Writes ``train.py`` and ``engine.json``, and prints the next commands.
+    """Writes a starter ``train.py`` and ``engine.json``, and prints the next commands.
 
     Raises:
         ConfigError, PlanError: a file exists already, or the model does not.

@@ -24,7 +24,7 @@ _MOST_SENTENCES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFinding:
-    """Error or warning about a job."""
+    """Error or warning about a job's hosts, as one sentence."""
 
     severity: Literal["error", "warning"]
     """Severity; "error": training would not start."""
@@ -34,7 +34,7 @@ class HostFinding:
 
 
 def find_all(seen: Examined) -> list[HostFinding]:
-    """Returns all findings, errors first."""
+    """Derives all findings from an examination, errors first."""
     hosts = Hosts(seen.facts)
     found = [
         *_answers(seen, hosts),
@@ -273,7 +273,9 @@ _ROUGH = 0.1
 
 
 def link_findings(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, str]]:
-    """Yields (kind, sentence) for each problem with a link."""
+    """Yields (kind, sentence) for each link problem: tensor ranks on several hosts, slow axes, and a slow pair of
+    hosts.
+    """
     yield from _wide_tensor(seen, hosts)
     yield from _slow_axes(seen)
     yield from _slowest_pair(seen.pairs)

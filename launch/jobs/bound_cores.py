@@ -33,7 +33,8 @@ def read_cores(text: str) -> tuple[int, ...]:
 
 
 def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """Returns the cores of the local rank ``rank``, one of ``ranks`` on this host: a contiguous slice of ``cores``.
+    """Returns the CPU cores for the local rank ``rank`` of ``ranks`` on this host: an equal, contiguous slice of
+    ``cores``.
 
     Raises:
         LaunchError: there are fewer cores than ranks.
@@ -48,7 +49,7 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Binds this process to its cores, and executes the program.
+    """Binds this process to its share of the host's CPU cores, then replaces it by the program in ``words``.
 
     Raises:
         LaunchError: there are too few cores, or the host lacks them.

@@ -128,7 +128,7 @@ def _count(text: str) -> int:
 
 
 def launch(options: Namespace) -> int:
-    """Starts the job or writes its file; returns the exit status.
+    """Starts the job of ``trine launch``, or writes its batch script or manifest; returns the exit status.
 
     Raises:
         LaunchError: options are wrong; the message lists all problems, before anything is started.
