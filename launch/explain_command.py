@@ -19,7 +19,7 @@ WIDTH = 100
 
 
 def add_explain_options(parser: ArgumentParser) -> None:
-    """Adds the arguments of ``trine explain``."""
+    """Adds the arguments of ``trine explain`` to the parser ``parser``."""
     parser.add_argument("words", nargs="*", metavar="WORDS", help="words of the error, or all of its text")
     parser.add_argument("--all", action="store_true", help="list every error, or every one that fits the words")
 

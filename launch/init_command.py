@@ -116,7 +116,7 @@ with engine.initialize(build, config$loss) as eng:
 
 
 def add_init_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine init``."""
+    """Adds the arguments of ``trine init`` to the parser ``command``."""
     command.add_argument("model", metavar="MODEL", help=(
         "Hugging Face folder; or module:function that returns model, (model, rows) or (model, rows, loss_fn)"
     ))  # fmt: skip

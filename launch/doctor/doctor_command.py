@@ -37,7 +37,7 @@ _SECONDS = 30
 
 
 def add_doctor_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine doctor``."""
+    """Adds the arguments of ``trine doctor`` to the parser ``command``."""
     about = "configuration of the training; without one, all ranks are data ranks"
     command.add_argument("config", type=Path, nargs="?", help=about)
     about = f"time limit of a rank's answer (default {_SECONDS})"

@@ -69,7 +69,7 @@ FLAGS = {"local": "a job on this host", "ssh": "--hostfile", "slurm": "--slurm",
 
 
 def add_launch_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine launch``."""
+    """Adds the arguments of ``trine launch`` to the parser ``command``."""
     add = command.add_argument
     add("--ranks-per-node", type=_count, metavar="N", help="ranks of a node; default: the number of its GPUs")
     add("--nodes", metavar="N", help="number of nodes, or MIN:MAX for an elastic job")

@@ -354,7 +354,9 @@ def _write(path: Any, settings: dict[str, Any]) -> None:
 
 
 def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the configuration with the sizes of ``layout``, and all other keys from ``base``."""
+    """Returns an engine configuration with the parallel sizes of ``layout``; all other keys come from ``base``. None:
+    bf16 and AdamW.
+    """
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}
     more: dict[str, Any] = {"expert": layout.ep} if layout.ep > 1 else {}
