@@ -95,7 +95,7 @@ def share_of_words(error: RaisedError, given: str, asked: Sequence[str] | None =
 
 
 def words_of(text: str) -> list[str]:
-    """Returns the words of a text in lower case."""
+    """Returns the words of ``text`` in lower case, in order."""
     return re.findall(r"[\w.\-]*\w", text.lower())
 
 

@@ -76,7 +76,7 @@ def read_corpus(options: Namespace) -> tuple[Corpus, Corpus]:
 
 
 def describe_text(corpus: Corpus) -> str:
-    """Describes the text in one line for the banner."""
+    """Returns a banner line about the training text: name, size, number of files and digest."""
     return f"  text       {corpus.name}, {len(corpus.tokens):,} bytes of {corpus.files} files, digest {corpus.digest}"
 
 

@@ -100,8 +100,10 @@ class FlatBucket:
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
-        """Copies ``given``, the full values of one parameter, to its ``slot``: to this rank's part of ``kept`` and of
-        the master, and to ``params`` unless sharded.
+        """Copies ``given``, the full values of one parameter, to its position ``slot`` in the bucket.
+
+        This rank's part is written to ``kept`` and to the master; unless the bucket is sharded, all values are written
+        to ``params``.
         """
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)

@@ -50,7 +50,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Input of the layout for one parameter: name, shape, dtype, optimizer group, axes."""
+    """Properties of one parameter that determine its position in the flat layout."""
 
     name: str
     shape: tuple[int, ...]
@@ -147,11 +147,15 @@ class Bucket:
         return tuple(Segment(group, start, stop) for group, start, stop in self._runs(within, lambda slot: slot.group))
 
     def counted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the slices of ``within`` that this rank counts in the gradient norm; they may include padding."""
+        """Returns the parts of ``within`` that this rank includes in the gradient norm, possibly with padding.
+        Replicated elements are included by one rank only.
+        """
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
     def uncounted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the slices of ``within`` that another rank counts in the gradient norm."""
+        """Returns the parts of ``within`` that this rank leaves out of the gradient norm, because another rank includes
+        them.
+        """
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if not yes)
 
     def _norm_runs(self, within: slice) -> Iterator[tuple[bool, int, int]]:

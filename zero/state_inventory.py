@@ -46,7 +46,9 @@ class UpdatedTensor(Protocol):
 
 
 class KeepsWhole(Protocol):
-    """Interface of an update rule that stores its state per whole parameter, in shapes of its own, not per element."""
+    """Interface of an update rule, such as Muon or Adafactor, that stores state per whole parameter, in shapes of its
+    own.
+    """
 
     @property
     def on_all_data_ranks(self) -> bool:
@@ -62,7 +64,7 @@ class HoldsMoments(Protocol):
 
     @property
     def places(self) -> Sequence[UpdatedTensor]:
-        """All tensors that the optimizer updates."""
+        """Tensors that the optimizer updates on this rank."""
 
     @property
     def inner(self) -> Optimizer:
@@ -111,7 +113,7 @@ class HoldsSecondary(Protocol):
 
 
 class Home(Enum):
-    """Memory of a tensor between two steps: device or host."""
+    """Memory in which a tensor is stored between two steps."""
 
     DEVICE = auto()
     """Memory of the accelerator (or CPU) that computes."""
@@ -201,7 +203,7 @@ class StateInventory:
 
     @property
     def buckets(self) -> tuple[FlatBucket, ...]:
-        """All buckets, trained and frozen."""
+        """Flat buckets of this rank: the trained ones, then the frozen ones."""
         return (*self.trained, *self.frozen)
 
     def weights(self) -> Iterator[StateTensor]:
@@ -229,7 +231,7 @@ class StateInventory:
                 )
 
     def masters(self) -> Iterator[StateTensor]:
-        """Yields all master weights of this rank."""
+        """Yields the master weights that this rank stores, bucket by bucket."""
         for flat in self.buckets:
             if flat.master is not None:
                 yield StateTensor(

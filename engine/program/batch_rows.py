@@ -20,7 +20,7 @@ Name = str | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRows:
-    """Rule for splitting a batch into microbatches: every tensor with at least one dim is split by rows, except for the
+    """Rule for splitting a batch into microbatches. Every tensor with at least one dim is split by rows, except for the
     tensors in ``whole`` and ``learnt``.
     """
 
@@ -55,8 +55,8 @@ class BatchRows:
         microbatches. With ``count`` None, ``batch`` is a list of microbatches of any sizes and is returned.
 
         Raises:
-            EngineError: a wrong number of rows (names the tensor), a batch without tensors, an iterable that is not an
-                iterator, or an iterator that ends before ``count`` items.
+            EngineError: a tensor has a wrong number of rows, the batch has no tensors, an iterable is not an iterator,
+                or an iterator ends before ``count`` items.
         """
         if count is None:
             return self._listed(batch)

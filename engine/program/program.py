@@ -27,7 +27,7 @@ from engine.program.router_replay import RouterReplay
 
 
 class ForwardResult(NamedTuple):
-    """Output and loss of a microbatch.
+    """Model output and loss of one microbatch.
 
     Drop it early: the logits of a large vocabulary are the largest tensor of a step.
     """

@@ -27,7 +27,7 @@ from engine.parallel.grid import Order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceFacts:
-    """Network interface of a host."""
+    """Network interface of a host, with its addresses and speed."""
 
     name: str
     addresses: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class InterfaceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """GPU that is visible to a rank."""
+    """GPU that a rank can use: its name and its memory in bytes."""
 
     name: str
     bytes: int

@@ -282,7 +282,7 @@ def link_findings(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, str]]:
 
 
 def in_megabytes(rate: float) -> str:
-    """Formats bytes per second as MB/s or GB/s."""
+    """Formats a rate in bytes per second as MB/s, or as GB/s from 10 GB/s on."""
     return f"{rate / 1e9:.1f} GB/s" if rate >= 1e10 else f"{rate / 1e6:.{0 if rate >= 1e7 else 1}f} MB/s"
 
 

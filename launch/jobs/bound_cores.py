@@ -16,10 +16,10 @@ MODULE = "engine.launch.jobs.bound_cores"
 
 
 def read_cores(text: str) -> tuple[int, ...]:
-    """Parses a list of CPU cores such as ``0-3,8``.
+    """Parses a list of CPU cores and ranges such as ``0-3,8``; returns the core numbers, sorted and distinct.
 
     Raises:
-        LaunchError: it is not such a list.
+        LaunchError: the text is not such a list.
     """
     found: set[int] = set()
     for part in text.split(","):

@@ -108,7 +108,7 @@ AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReply:
-    """Facts about a host that answered the probe."""
+    """Facts about a host that answered the probe, the program that checks a host before the job starts."""
 
     host: Host
     folder: bool
@@ -134,8 +134,9 @@ class HostReply:
 
 
 def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict[str, Any]:
-    """Returns the input of the probe on a host. ``port``: port that must be free there; 0: find any; None: check
-    none.
+    """Returns the input of the probe, the program that checks a host before the job starts.
+
+    ``port``: port that must be free on the host; 0: find any; None: check none.
     """
     names = [host.address for host in ssh.hosts] if len(ssh.hosts) > 1 else []
     return {

@@ -115,7 +115,9 @@ class HostRun:
             self._screen.show(target, self.host.name, line)
 
     def say(self, word: str) -> None:
-        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard of torchrun on the host."""
+        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard, the program that runs torchrun on the
+        host.
+        """
         self._write(f"{word}\n".encode())
 
     def _write(self, given: bytes) -> None:
@@ -149,7 +151,9 @@ class HostRun:
         return failure_message(self._errors) or "without a message"
 
     def abandon(self) -> None:
-        """Kills ssh; the guard on the host then notices the closed connection."""
+        """Kills the local ssh process. The guard, which runs torchrun on the host, then ends it because its connection
+        is closed.
+        """
         self._process.kill()
         self._process.wait()
 
@@ -229,7 +233,9 @@ class Running:
         return found
 
     def say(self, word: str) -> None:
-        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard of torchrun on each running host."""
+        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard on each running host, which controls
+        torchrun.
+        """
         for run in self.runs.values():
             run.say(word)
 

@@ -56,7 +56,8 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)
 
 
 def run_plan(options: Namespace) -> None:
-    """Runs ``trine plan`` and prints its report.
+    """Runs ``trine plan``: plans the configuration or searches for a layout, and prints the report. With
+    ``--calibrate``, measures a GPU instead.
 
     Raises:
         EngineError: the request, the model or the configuration is wrong.

@@ -92,7 +92,7 @@ class SavedActivations:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all saved tensors."""
+        """Memory of all saved tensors in bytes; tensors in the same storage count once."""
         outputs = [leaf for entries in self._calls.values() for entry in entries for leaf in entry.leaves]
         tensors = [output.like for output in (*outputs, *self._sums) if isinstance(output, _Output)]
         sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_meta}

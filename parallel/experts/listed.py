@@ -105,7 +105,7 @@ class SharedList:
         """Answers to all rows of this rank."""
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Wraps the forwards of the experts, then that of the block."""
+        """Wraps the forwards of the experts in ``model``, then the forward of their block."""
         count, ranks = self._bounds[self._index + 1] - self._bounds[self._index], self._comm.grid.size(AXIS)
         for number, expert in enumerate(self._experts):
             held = "computes rows of" if expert in self._held else "is held by another of"

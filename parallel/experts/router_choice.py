@@ -42,7 +42,9 @@ class RouterChoice:
     """Number of experts of a row."""
 
     def inside(self, block: str) -> "RouterChoice":
-        """Returns a copy with ``block`` as prefix of the router's name."""
+        """Returns a copy with a router name relative to the model: ``block``, the name of the block, is put before
+        it.
+        """
         return replace(self, router=".".join(filter(None, (block, self.router))))
 
 

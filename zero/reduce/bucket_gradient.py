@@ -30,7 +30,7 @@ class ProductSums(Protocol):
         """
 
     def added(self, name: str) -> None:
-        """Records that a product has added to the gradient sum of parameter ``name``."""
+        """Records that a matrix product has added to the gradient sum of parameter ``name``."""
 
     def complete(self, name: str) -> None:
         """Records that the gradient sum of parameter ``name`` is complete for the running backward, so its bucket may

@@ -228,7 +228,7 @@ class Reducer(Protocol):
         """
 
     def finish(self) -> None:
-        """Completes the reduction of every bucket. Collective over dp."""
+        """Completes the reduction of every bucket at the end of a step. Collective over dp."""
 
     def land(self) -> None:
         """Waits for the running reductions, without starting others."""
@@ -244,7 +244,7 @@ class Reducer(Protocol):
 
     @property
     def unused(self) -> frozenset[str]:
-        """Names of the parameters without a gradient in the finished step."""
+        """Names of trained parameters that got no gradient in the finished step."""
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -254,7 +254,9 @@ class Reducer(Protocol):
         """Discards the gradients of an unfinished step."""
 
     def watch(self, on: bool) -> None:
-        """Enables or disables the check that each gradient of this rank is finite before its reduction."""
+        """Enables or disables a check that every gradient of this rank is finite; :meth:`found_nonfinite` returns its
+        result.
+        """
 
     def observe(self, observer: Take | None) -> None:
         """Sets a function (name, gradient) that is called with each gradient of this rank before its reduction; None
@@ -447,7 +449,9 @@ class SharedReduction:
         self._watched = [] if on else None
 
     def observe(self, observer: Take | None) -> None:
-        """Sets the observer of gradients; see :meth:`Reducer.observe`."""
+        """Sets a function (name, gradient) that is called with each gradient before its reduction; None removes it.
+        While it is set, matrix products return separate gradients.
+        """
         self._observer = observer
 
     @property
