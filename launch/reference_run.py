@@ -139,8 +139,8 @@ WARM_UP_STEPS = 2
 
 @dataclass(slots=True)
 class ProgressLine:
-    """Printer of progress lines such as ``step 40/250 16% loss 2.413 bpb 3.481 lr 1.9e-03 norm 0.81 24.1k tok/s mem 0.4
-    GiB eta 1m04s``.
+    """Printer of progress lines, one per reported step. A line has step, loss, bits per byte, learning rate, gradient
+    norm, tokens per second, memory and remaining time.
     """
 
     steps: int

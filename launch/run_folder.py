@@ -40,6 +40,10 @@ def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, sh
 
     Returns:
         A context of the open folder; the lock ends with it, or with this process.
+
+    Raises:
+        EngineError: another process trains in the folder; its run has another text, model or seed; or ``--fresh`` is
+            given while checkpoints are outside the folder.
     """
     folder: Path = options.out
     if options.fresh and folder.exists():

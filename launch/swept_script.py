@@ -35,6 +35,10 @@ def sweep_script(
     Args:
         promote: number of pruned trials that continue from their checkpoints.
         show: called on rank 0 with the result row of each trial at its end.
+
+    Raises:
+        ConfigError: a mistake in the settings or in the script's configuration; on all ranks.
+        PlanError: the script ends without an engine that trains.
     """
     sweep = Sweep(settings, promote)
     generators = generators_of(read_world().device)

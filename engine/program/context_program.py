@@ -111,8 +111,8 @@ class ContextProgram(Program):
             )
 
     def keeps_positions(self, trace: ModelTrace) -> bool:
-        """Returns True if all sharded tensors between modules of ``trace`` have the batch's own positions. Pipeline
-        stages can then receive them without further information.
+        """Returns True if all sharded tensors that modules of ``trace`` exchange have the positions of the batch.
+        Pipeline stages then know the position of each row that they receive.
         """
         last = max((call.event for call in trace.calls), default=0)
         specs = [call.output.spec for call in trace.calls]

@@ -47,8 +47,8 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 
 def chosen_experts(model: nn.Module, experts: int) -> int:
-    """Returns the number k of experts that a router chooses per token, from the model's ``config``; 2 if that does not
-    name it. At most ``experts``.
+    """Returns the number of experts that a router chooses per token, from the model's ``config``; 2 if it has no such
+    entry. The result is at most ``experts``, the number of experts in the layer.
     """
     config = getattr(model, "config", None)
     given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)

@@ -164,7 +164,7 @@ class PairFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """Result of an examination: facts about all ranks, and all measurements up to the end or the first failure."""
+    """Result of ``trine doctor``: facts about all ranks, and all measurements up to the end or the first failure."""
 
     size: int
     """Number of ranks of the job."""

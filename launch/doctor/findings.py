@@ -34,7 +34,7 @@ class HostFinding:
 
 
 def find_all(seen: Examined) -> list[HostFinding]:
-    """Derives all findings from an examination, errors first."""
+    """Derives errors and warnings from ``seen``, the result of ``trine doctor``'s checks; errors come first."""
     hosts = Hosts(seen.facts)
     found = [
         *_answers(seen, hosts),

@@ -44,8 +44,8 @@ _REACHING = "reaching the meeting point"
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """One rank's part in the joint examination of a job, along the steps of training's start; :meth:`run` is called
-    once.
+    """One rank's part in ``trine doctor``'s joint check of a job, along the steps of training's start. :meth:`run` is
+    called once.
 
     Args:
         own: facts about this rank.
@@ -85,7 +85,7 @@ class Examination:
         )
 
     def run(self) -> Examined:
-        """Runs all phases with timeouts and returns the result. On rank 0 it covers all ranks."""
+        """Runs all phases of the check with timeouts and returns the result. On rank 0 it covers all ranks."""
         ended = threading.Event()
         self._enter(self._phase, _MEETING_GRACE_SECONDS)
         threading.Thread(target=self._work, args=(ended,), daemon=True).start()
@@ -126,7 +126,7 @@ class Examination:
         self._limited(speak, 2 * _GRACE_SECONDS)
 
     def hear(self) -> dict[str, Any] | None:
-        """Receives rank 0's verdict on another rank; None if it does not arrive in time."""
+        """Receives rank 0's verdict on any other rank, as a JSON object; None if it does not arrive in time."""
         store, heard = self._store, list[dict[str, Any]]()
         if store is None:
             return None

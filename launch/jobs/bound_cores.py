@@ -49,7 +49,9 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Binds this process to its share of the host's CPU cores, then replaces it by the program in ``words``.
+    """Binds this process to its share of the host's CPU cores, by LOCAL_RANK, then replaces it by another program.
+
+    ``words``: optionally ``--cores LIST``, then the program and its arguments.
 
     Raises:
         LaunchError: there are too few cores, or the host lacks them.

@@ -39,8 +39,9 @@ class NodeCount:
 
     @classmethod
     def parse(cls, text: str, option: str, elastic: bool = False) -> Self:
-        """Parses a number of nodes such as ``4``, or a range such as ``2:4`` for an elastic job. ``elastic``: only a
-        range is accepted.
+        """Parses a number of nodes such as ``4``, or a range such as ``2:4`` for an elastic job.
+
+        ``option``: name of the option in the error message. ``elastic``: only a range is accepted.
 
         Raises:
             LaunchError: it is not a number of nodes.

@@ -98,7 +98,8 @@ def _noted(options: Namespace, name: str, gpu: "GpuShape") -> "list[NotedKernel]
 
 
 def note_subject(subject: StepSubject, name: str, gpu: "GpuShape") -> "list[NotedKernel]":
-    """Returns the distinct kernels that a step launches on ``gpu``, over all pipeline ranks, from a dry run on shapes.
+    """Returns the distinct kernels that a step launches on ``gpu``, over all pipeline ranks. They are noted in a dry
+    run with tensor shapes only.
 
     ``name``: name of the GPU in the table of tuned kernel settings.
     """

@@ -165,7 +165,9 @@ def _verdict(planned: Planned) -> str:
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Formats the setting ``name`` of a layout: "grid" with (4, 1, 2, 1, 1) becomes ``dp4 x tp2 x pp1``."""
+    """Formats the setting ``name`` of a layout: "grid" with the sizes (dp, cp, tp, pp, ep) = (4, 1, 2, 1, 1) becomes
+    ``dp4 x tp2 x pp1``.
+    """
     match name, value:
         case "grid", (dp, cp, tp, pp, ep):
             return f"dp{dp}{f' x cp{cp}' if cp > 1 else ''} x tp{tp} x pp{pp}{f' (ep{ep})' if ep > 1 else ''}"

@@ -148,7 +148,9 @@ class PlannedModel:
         return called.all
 
     def workload(self, config: Config) -> Workload:
-        """Returns the model's workload (FLOPs and tensor sizes) for the cost model, traced in one forward on shapes."""
+        """Returns the model's workload (FLOPs and tensor sizes) for the cost model, traced in one forward without
+        data.
+        """
         return traced_workload(self._program(config), self.row)
 
     def _search(self, config: Config) -> FoundStyles:
@@ -273,10 +275,10 @@ def _leaves(planned: PlannedModel) -> int:
 
 
 def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
-    """Counts the peak memory of each pipeline rank in a dry run on shapes. Returns ``costs`` with these numbers, and a
-    description of the count.
+    """Counts the peak memory of each pipeline rank in a dry run with tensor shapes only. Returns ``costs`` with these
+    numbers, and a description of the count.
 
-    If the model does not run on shapes, ``costs`` is unchanged and the description names the reason.
+    If the model cannot run on shapes, ``costs`` is unchanged and the description names the reason.
     """
     leaves = _leaves(planned)
     if leaves > MOST_SILENT:

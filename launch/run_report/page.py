@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 class PageSection(NamedTuple):
-    """Section of a run's report page."""
+    """Section of the HTML report that ``trine report`` writes about a run."""
 
     name: str
     """HTML id of the section."""
@@ -32,7 +32,7 @@ class PageSection(NamedTuple):
 
 
 def page(run: RecordedRun) -> str:
-    """Returns the report page of a run as one HTML document."""
+    """Returns the HTML report of a run as one document."""
     sections = [part for part in (make(run) for make in _SECTIONS) if part.body]
     if run.warnings:
         sections = [sections[-1], *sections[:-1]]
@@ -226,7 +226,7 @@ def _thousands(value: float) -> str:
 
 
 def write_report(folder: Path, out: Path | None) -> None:
-    """Writes the report page of a run, and ``trace.json`` next to it if steps were profiled.
+    """Writes the HTML report of a run, and ``trace.json`` next to it if steps were profiled.
 
     Args:
         folder: the ``monitor.report`` folder of the run.

@@ -56,7 +56,7 @@ SEED = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Model that ``trine verify`` tests, with rows of data for it."""
+    """Model that ``trine verify`` tests, with a loss function and rows of data for it."""
 
     words: str
     """Description of the model for the first line of output."""
@@ -78,8 +78,8 @@ class Subject:
 
 
 def of_function(name: str) -> Subject:
-    """Returns the test subject for ``name``, a ``module:function``. It returns model, (model, rows) or (model, rows,
-    loss_fn); the model is used unchanged.
+    """Returns the test subject for ``name``, the ``module:function`` of a builder. The function returns model, (model,
+    rows) or (model, rows, loss_fn); the model is used unchanged.
 
     Raises:
         PlanError: there is no such function, it raises, or it returns no model or no rows.
@@ -159,7 +159,11 @@ def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
     shrunk; any other model is used unchanged.
 
     Args:
+        name: name of the model in messages.
         sizes: (tensor ranks, blocks) of a shrunk model.
+
+    Raises:
+        PlanError: the model cannot be built again, or its rows are unknown.
     """
     model = build_named(name, call.model) if not isinstance(call.model, nn.Module) else call.model
     config = getattr(model, "config", None)

@@ -97,9 +97,9 @@ def exchange(
     """Sends ``gives[r]`` rows of each tensor [sum of gives, ..] to rank r of the axis "ep". Returns the received rows,
     one tensor [sum of ``gets``, ..] for each.
 
-    It is a single autograd node, so all ranks exchange the gradients in the same order. Integer tensors have no
-    gradient. ``ties``: tensors that get zero gradients. They make this rank's backward join the exchange even if no row
-    requires a gradient.
+    The exchange is a single autograd node, so all ranks exchange the gradients in the same order. Integer tensors have
+    no gradient. ``ties``: tensors that get zero gradients. They make this rank's backward join the exchange even if no
+    row requires a gradient.
     """
     made: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
         comm, gives, gets, label, len(tensors), *tensors, *ties

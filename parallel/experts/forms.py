@@ -76,7 +76,9 @@ class RoutedExperts:
 
     @property
     def parameters(self) -> Mapping[str, ExpertPacking]:
-        """Packing of each parameter that stacks experts, by the parameter's full name in the model."""
+        """Packing (dim and order of the experts) of each parameter that stacks experts, by the parameter's full
+        name.
+        """
         return {f"{self.name}.{own}": packing for own, packing in self.own.items()}
 
 
