@@ -28,10 +28,10 @@ MODEL = "model/"
 
 
 def info(folder: Path) -> None:
-    """Prints the content of a checkpoint, from its manifest alone.
+    """Prints the content of a checkpoint, read from its manifest alone.
 
     Args:
-        folder: folder of a checkpoint, or of a run, of which the newest checkpoint is read.
+        folder: folder of a checkpoint, or of a run; for a run, its newest checkpoint is shown.
 
     Raises:
         CheckpointError: the folder has no checkpoint, or its manifest is damaged.
@@ -46,7 +46,8 @@ def info(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path, everything: bool) -> None:
-    """Reads every block of a checkpoint, or of all checkpoints of the run, and prints one line for each.
+    """Reads every block of the checkpoint in ``folder``, verifies its checksum, and prints one line. With
+    ``everything``, verifies all checkpoints of the run.
 
     Raises:
         CheckpointError: a checkpoint is damaged; the message names file and tensor.
@@ -71,8 +72,9 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
-    """Copies the model folder of a checkpoint, verified during the copy; ``out`` appears by a rename, complete or not
-    at all.
+    """Copies the Hugging Face model folder of a checkpoint to ``out``, and verifies every block during the copy.
+
+    The copy is renamed to ``out`` only when it is complete.
 
     Args:
         single: writes all tensors to one ``model.safetensors`` instead of one file per saving rank.
@@ -102,7 +104,8 @@ def export(folder: Path, out: Path, single: bool) -> None:
 
 
 def find(folder: Path) -> Path:
-    """Returns ``folder`` if it is a checkpoint, otherwise the newest checkpoint inside.
+    """Returns the checkpoint folder that ``folder`` denotes: ``folder`` itself, or the newest checkpoint of the run in
+    it.
 
     Raises:
         CheckpointError: the folder has no checkpoint.
@@ -160,7 +163,7 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
 
 
 def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
-    """Formats a checkpoint's content as lines of a run's banner, by name."""
+    """Formats a checkpoint's content as text lines, by title such as "grid" or "optimizer"."""
     return {
         "saved": _saved(manifest),
         "grid": _grid(manifest),
@@ -233,7 +236,9 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """Formats the names of other checkpoints and files in the run folder of ``step`` as one line."""
+    """Returns one line with the names of all other checkpoints and files in the run folder of the checkpoint
+    ``step``.
+    """
     steps = [path.name for path in committed(files, step.parent) if path != step]
     hidden = {step.name, "latest", LOCK, *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]

@@ -30,7 +30,7 @@ from engine.launch.verifier import verify_command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status."""
+    """Runs one ``trine`` command and returns the exit status; ``arguments`` None: the words of the command line."""
     options = make_parser().parse_args(arguments)
     try:
         return options.run(options) or 0
@@ -40,13 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class CommandParser(ArgumentParser):
-    """Command-line parser whose errors show the command's usage and its most similar option.
+    """Argument parser that shows a command's usage and the most similar option in its errors.
 
-    Options may precede, separate and follow positional arguments, up to ``--``.
+    Options may stand before, between and after positional arguments, up to ``--``.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses the arguments; exits with a usage error if unknown ones remain."""
+        """Parses the arguments as argparse does, but exits with a usage error if unknown ones remain."""
         if not any(action.nargs in (PARSER, REMAINDER) for action in self._actions):
             args = self._options_first(args)
         found, left = super().parse_known_args(args, namespace)
@@ -80,7 +80,7 @@ class CommandParser(ArgumentParser):
 
 
 def make_parser() -> ArgumentParser:
-    """Returns the parser of ``trine`` with every command."""
+    """Returns the argument parser of ``trine`` with all of its commands."""
     parser = CommandParser(prog="trine", description="3D-parallel training of unchanged PyTorch models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -224,7 +224,7 @@ def _checkpoint_export(options: Namespace) -> None:
 
 
 def check_configuration(options: Namespace) -> None:
-    """Prints notes, skipped checks and the verdict on a configuration.
+    """Checks a configuration without a model or GPU; prints notes, the checks that were skipped, and the verdict.
 
     Raises:
         ConfigError, PlanError, ScheduleError: the error that ``engine.initialize`` would raise.
@@ -244,9 +244,10 @@ def check_configuration(options: Namespace) -> None:
 
 
 def unchecked(config: Config, sized: bool) -> Iterator[str]:
-    """Yields a line for each check left to ``engine.initialize``, because it depends on ranks, model or device.
+    """Yields a line for each check that only ``engine.initialize`` can make, because it depends on ranks, model or
+    device.
 
-    ``sized``: the number of ranks was passed.
+    ``sized``: True if the number of ranks is known.
     """
     parallel = config.parallel
     if not sized:

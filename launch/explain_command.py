@@ -19,13 +19,15 @@ WIDTH = 100
 
 
 def add_explain_options(parser: ArgumentParser) -> None:
-    """Adds the arguments of ``trine explain``."""
+    """Adds the arguments of ``trine explain`` to the parser ``parser``."""
     parser.add_argument("words", nargs="*", metavar="WORDS", help="words of the error, or all of its text")
     parser.add_argument("--all", action="store_true", help="list every error, or every one that fits the words")
 
 
 def explain(options: Namespace) -> int:
-    """Prints the errors that best match the user's words; returns the exit status, 1 if no error matches."""
+    """Prints the engine's error messages that best match the user's words; returns exit status 0, or 1 if none
+    matches.
+    """
     given = " ".join(options.words)
     errors = list({(error.kind, error.text): error for error in raised_errors()}.values())
     if options.all:
@@ -48,7 +50,9 @@ def explain(options: Namespace) -> int:
 
 
 def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
-    """Returns the known errors most similar to ``given``; only one if ``given`` contains all of its constant text."""
+    """Returns the error messages most similar to ``given``, best first. If ``given`` contains all constant text of one,
+    only that one is returned.
+    """
     asked = spelled(given, errors)
     known = [(share_of_words(error, given, asked), constant(error), error) for error in errors]
     fits = sorted(known, key=lambda one: one[:2], reverse=True)
@@ -59,8 +63,8 @@ def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
 
 
 def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
-    """Splits ``given`` into words without numbers and paths, and replaces unknown words by the most similar known
-    ones.
+    """Splits ``given`` into words, without numbers and paths. Words that occur in no error message are replaced by the
+    most similar ones that do.
     """
     vocabulary = {word for error in errors for word in words_of(error.text)}
     words = [word for word in words_of(given) if not re.search(r"[\d/]", word)]
@@ -69,10 +73,12 @@ def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
 
 
 def share_of_words(error: RaisedError, given: str, asked: Sequence[str] | None = None) -> float:
-    """Returns how well an error of the engine matches the text ``given``: a fraction of words, or 2 for certain.
+    """Returns how well an error message matches the text ``given``: a fraction from 0 to 1, or 2 for a certain match.
 
-    2: ``given`` contains the error's constant text in order. Otherwise the fraction of ``given``'s words that the error
-    contains; for at least ``PASTED`` words also the fraction of the error's constant words found in order, if larger.
+    It is 2 if ``given`` contains all constant text of the message in order. Otherwise it is the fraction of the words
+    of ``given`` that the message contains. For long texts it may also be the fraction of the message's words that are
+    found in order, if that is larger.
+
     ``asked``: words to compare; None: all words of ``given``.
     """
     said = " ".join(given.split())
@@ -89,28 +95,28 @@ def share_of_words(error: RaisedError, given: str, asked: Sequence[str] | None =
 
 
 def words_of(text: str) -> list[str]:
-    """Returns the words of a text in lower case."""
+    """Returns the words of ``text`` in lower case, in order."""
     return re.findall(r"[\w.\-]*\w", text.lower())
 
 
 def pieces(text: str) -> list[str]:
-    """Splits an error message into the constant texts between its placeholders."""
+    """Splits an error message template into the constant texts between its placeholders."""
     return [piece.strip() for piece in re.split(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text) if piece.strip()]
 
 
 def constant(error: RaisedError) -> int:
-    """Returns the number of constant characters in the error's message."""
+    """Returns the number of characters in the constant parts of an error message."""
     return sum(map(len, pieces(error.text)))
 
 
 def readable(text: str) -> str:
-    """Returns a message with <value> for each inserted value, and [text] for optional text."""
+    """Returns an error message template for display, with <value> for each placeholder and [text] for optional text."""
     text = re.sub(r"\{\?([^{}]*)\}", r"[\1]", text)
     return re.sub(r"\{([^{}\"']*)\}", r"<\1>", text)
 
 
 def described(error: RaisedError) -> str:
-    """Formats error, cause and remedy as paragraphs."""
+    """Formats an error message with its cause and remedy, as paragraphs for the terminal."""
     text = readable(error.text)
     clauses = re.split(r"; (?=[^;]*$)", text, maxsplit=1)
     rule, remedy = clauses if len(clauses) == 2 else (text, "the sentence has no separate remedy.")

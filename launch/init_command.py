@@ -116,7 +116,7 @@ with engine.initialize(build, config$loss) as eng:
 
 
 def add_init_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine init``."""
+    """Adds the arguments of ``trine init`` to the parser ``command``."""
     command.add_argument("model", metavar="MODEL", help=(
         "Hugging Face folder; or module:function that returns model, (model, rows) or (model, rows, loss_fn)"
     ))  # fmt: skip
@@ -125,7 +125,7 @@ def add_init_options(command: ArgumentParser) -> None:
 
 
 def write_starter(options: Namespace) -> None:
-    """Writes ``train.py`` and ``engine.json``, and prints the next commands.
+    """Writes a starter ``train.py`` and ``engine.json``, and prints the next commands.
 
     Raises:
         ConfigError, PlanError: a file exists already, or the model does not.

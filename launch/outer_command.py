@@ -24,7 +24,7 @@ _HEAD = ("site", "life", "clock", "rows")
 
 
 def add_outer_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine outer``."""
+    """Adds the arguments of ``trine outer`` to the parser ``command``."""
     command.add_argument("config", metavar="CONFIG", help="configuration of the training; or: status, replay")
     command.add_argument("rest", nargs="*", metavar="KEY=VALUE", help=(
         f"{OVERRIDES_HELP}; after status, the address of a store; after replay, its folder"
@@ -40,7 +40,8 @@ def add_outer_options(command: ArgumentParser) -> None:
 
 
 def run_outer(options: Namespace) -> None:
-    """Serves a store, prints the state of one, or replays one.
+    """Runs ``trine outer``: serves a store, which merges the weights of several training sites; prints a store's state;
+    or replays its merges.
 
     Raises:
         EngineError: the configuration has no store, the address cannot be served, or the store does not answer.
@@ -84,10 +85,11 @@ def _serve(options: Namespace) -> None:
 
 
 def store_config(source: str | Mapping[str, Any], overrides: list[str]) -> Config:
-    """Returns the configuration of a store: that of the training without the keys that a store does not need.
+    """Returns the configuration for a store that merges the weights of several training sites. It is the training's
+    configuration ``source``, reduced to the keys that a store needs.
 
     Raises:
-        ConfigError: a needed key has a mistake, or there is no section "outer" with a store.
+        ConfigError: a needed key is invalid, or there is no section "outer" with a store.
     """
     raw = load_raw(source, overrides)
     outer = raw.get("outer")

@@ -24,7 +24,7 @@ REFUSALS = "RefusedError"
 
 
 class RaisedError(NamedTuple):
-    """Error message in the source code, with its location."""
+    """Error message that the source code can raise, with its location."""
 
     kind: str
     """Name of the exception class."""
@@ -39,7 +39,9 @@ class RaisedError(NamedTuple):
 
 
 def raised_errors(root: Path = ROOT) -> Iterator[RaisedError]:
-    """Yields every error message in the sources below ``root``, and every refusal of a configuration."""
+    """Parses all Python sources below ``root``, and yields every error message that a user can see. Variables are in
+    braces.
+    """
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for file in sorted(files):
@@ -90,13 +92,15 @@ def _message(call: ast.Call, scope: "Scope") -> tuple[str, ast.expr | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Source code around an error message, from which the possible texts of its variables follow."""
+    """Function and module around an error message, from which the possible texts of its variables are derived."""
 
     function: ast.AST | None
     tree: ast.Module
 
     def texts(self, node: ast.expr, depth: int = 3) -> list[str]:
-        """Returns every text to which an expression may evaluate."""
+        """Returns every text that the expression ``node`` may have; an unknown part is a placeholder in braces.
+        ``depth``: how many assignments or calls may be followed.
+        """
         match node:
             case ast.Constant(value=str() as text):
                 return [text]
@@ -112,7 +116,9 @@ class Scope:
         return [text for value in found for text in self.texts(value, depth - 1)] or [_placeholder(node)]
 
     def public(self, name: str) -> str:
-        """Returns the public error class that ``name`` is or derives from in its file; empty if none."""
+        """Returns the public error class that the class ``name`` is, or derives from in this file; empty if it has
+        none.
+        """
         if name in PUBLIC:
             return name
         classes = (node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name)

@@ -29,13 +29,18 @@ CHECKPOINT_EVERY = 50
 
 
 def job_place() -> tuple[int, int]:
-    """Returns this process's rank and the job's number of ranks, before the engine starts."""
+    """Returns (rank, number of ranks) from the launcher's environment variables, before the engine starts; (0, 1)
+    without a launcher.
+    """
     place = find_place(os.environ)
     return (place.rank, place.size) if place is not None else (0, 1)
 
 
 def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
-    """Reads the JSON configuration and adds the command line's schedule length, bf16 on GPUs, log file and checkpoints.
+    """Reads the JSON configuration and fills keys that it leaves open from the command line: schedule, bf16 on GPUs,
+    log file and checkpoints.
+
+    ``root``: folder of the default configurations.
 
     Raises:
         ConfigError: the file is missing or is not a JSON object.
@@ -62,38 +67,47 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
 
 
 def read_corpus(options: Namespace) -> tuple[Corpus, Corpus]:
-    """Returns training and validation text: the user's files, or the sources of this Python interpreter."""
+    """Returns (training text, validation text): the user's files, or the source code of this Python's standard
+    library.
+    """
     if options.data:
         return text_corpus(options.data, "train"), text_corpus(options.data, "validation")
     return builtin_corpus("train"), builtin_corpus("validation")
 
 
 def describe_text(corpus: Corpus) -> str:
-    """Describes the text in one line for the banner."""
+    """Returns a banner line about the training text: name, size, number of files and digest."""
     return f"  text       {corpus.name}, {len(corpus.tokens):,} bytes of {corpus.files} files, digest {corpus.digest}"
 
 
 def decoder_config(options: Namespace) -> DecoderConfig:
-    """Returns the sizes of the decoder."""
+    """Returns the sizes of the reference decoder from the command line."""
     return DecoderConfig(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
 
 
 def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, torch.Tensor]:
-    """Returns the shapes of one microbatch, so that the engine can partition the model before the first batch."""
+    """Returns one microbatch of token ids and labels on the meta device. With it the engine can partition the model
+    before the first batch.
+    """
     rows = engine.load_config(settings, job_place()[1]).micro
     ids = torch.empty((rows, shape.context), dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids}
 
 
 def save_last(eng: engine.Engine, before: int) -> None:
-    """Starts a checkpoint of the last step, unless that step has one or no step followed ``before``. Collective."""
+    """Starts a checkpoint after the last step, unless it is saved already or no step was made. Collective.
+
+    ``before``: number of steps before this start.
+    """
     every = eng.config.checkpoint.every
     if eng.step_count > before and (not every or eng.step_count % every):
         eng.save_checkpoint()
 
 
 def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:
-    """Returns the validation loss in nats per byte; every byte counts once over all data ranks."""
+    """Returns the mean validation loss in nats per byte, over all data ranks. ``context``: tokens of a row.
+    Collective.
+    """
     grid, rows = eng.grid, eng.config.micro * eng.config.accumulation
     batches: Iterator[Any] = evaluation_batches(
         corpus, context, rows, grid.row_rank, grid.row_ranks, EVALUATION_BATCHES
@@ -107,7 +121,9 @@ def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:
 
 
 def sample_text(eng: engine.Engine, shape: DecoderConfig, length: int) -> bytes | None:
-    """Generates text with the trained model on rank 0, where the full model is assembled. Collective."""
+    """Generates ``length`` bytes after a fixed prompt with the trained model. Collective: all ranks assemble the full
+    model; only rank 0 returns text, the others None.
+    """
     state = eng.full_state_dict()
     if eng.grid.rank:
         return None
@@ -123,7 +139,9 @@ WARM_UP_STEPS = 2
 
 @dataclass(slots=True)
 class ProgressLine:
-    """Progress ``step 40/250 16% loss 2.413 bpb 3.481 lr 1.9e-03 norm 0.81 24.1k tok/s mem 0.4 GiB eta 1m04s``."""
+    """Printer of progress lines, one per reported step. A line has step, loss, bits per byte, learning rate, gradient
+    norm, tokens per second, memory and remaining time.
+    """
 
     steps: int
     """Total number of steps of the run, including earlier starts."""
@@ -132,7 +150,9 @@ class ProgressLine:
     _marks: list[float] = field(default_factory=list)
 
     def show(self, report: StepReport) -> None:
-        """Records a step's report; prints the first, the last, and every ``every``-th step."""
+        """Records the report of a step. Prints a line for the first, the last, each skipped and every ``every``-th
+        step.
+        """
         self._marks.append(time.perf_counter())
         fresh = self.smoothed is None or not math.isfinite(self.smoothed)
         self.smoothed = report.loss if fresh else 0.9 * (self.smoothed or 0.0) + 0.1 * report.loss
@@ -160,18 +180,18 @@ class ProgressLine:
 
 
 def bits_per_byte(loss: float) -> float:
-    """Converts nats per byte token to bits per byte, a measure that is independent of the vocabulary."""
+    """Converts a loss in nats per byte to bits per byte."""
     return loss / math.log(2)
 
 
 def decode_for_terminal(text: bytes) -> str:
-    """Decodes generated bytes for a terminal, with a replacement character for everything that is not printable."""
+    """Decodes generated bytes as UTF-8 for a terminal; unprintable characters become the replacement character."""
     shown = text.decode("utf-8", errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
 
 
 def say(*lines: str) -> None:
-    """Prints lines immediately, even into a pipe."""
+    """Prints lines and flushes stdout, so that they also appear at once in a pipe."""
     for line in lines:
         print(line, flush=True, file=sys.stdout)
 

@@ -35,14 +35,15 @@ RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 
 def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> ExitStack:
-    """Creates or reopens the folder, and records the inputs of this start. Rank 0 calls it before all others.
+    """Creates or reopens the run folder ``options.out``, locks it, and records text, model and configuration. Rank 0
+    calls it before all others.
 
     Returns:
-        A context of the open folder, which locks out other runs until it is left or this process ends in any way.
+        A context of the open folder; the lock ends with it, or with this process.
 
     Raises:
-        EngineError: another process trains there; the run there has another text, model or seed, so that it cannot
-            continue; ``--fresh`` while the configuration keeps checkpoints outside this folder.
+        EngineError: another process trains in the folder; its run has another text, model or seed; or ``--fresh`` is
+            given while checkpoints are outside the folder.
     """
     folder: Path = options.out
     if options.fresh and folder.exists():
@@ -62,10 +63,11 @@ def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, sh
 
 
 def check_same(folder: Path, record: Mapping[str, Any]) -> None:
-    """Compares this start with the run in ``folder``; number of processes, batch size and learning rate may change.
+    """Checks that this start, described by ``record``, can continue the run in ``folder``. The number of processes, the
+    batch size and the learning rate may differ.
 
     Raises:
-        EngineError: a difference would repeat or skip samples, or its weights would not fit; the first one is named.
+        EngineError: text, seed or model sizes differ; the message names the first difference.
     """
     try:
         there = _identity(json.loads((folder / RECORD).read_text(encoding="utf-8")))
@@ -84,9 +86,10 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def go_on(options: Namespace, made: int) -> list[str]:
-    """Truncates the log to the loaded checkpoint; returns lines that report this, none for a new run.
+    """Removes log rows after step ``made``, the step of the loaded checkpoint, since these steps are trained again.
+    Returns lines for the user, empty for a new run.
 
-    The removed rows belong to steps that are trained again. A log outside the folder is left unchanged.
+    A log outside the folder is left unchanged.
     """
     lines = []
     if cut := _trim(options.out / METRICS, made):
@@ -174,7 +177,9 @@ DATA_CONFIG = Path("configs/dp_zero1.json")
 
 
 def training_options(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parses the options of the reference run; every option has a default."""
+    """Parses the command line of the reference run; every option has a default. ``arguments`` None: the words of the
+    command line.
+    """
     parser = ArgumentParser(
         prog="train.py",
         description="Train a small byte-level decoder on real text. "

@@ -23,7 +23,7 @@ RANKS, MICROBATCHES = 4, 8
 
 
 def add_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine schedule``."""
+    """Adds the arguments of ``trine schedule`` to the parser ``command``."""
     command.add_argument("kind", nargs="?", metavar="KIND", help=(
         f"{', '.join(SCHEDULE_KINDS)}, or a .txt or .csv file of action tokens (default 1f1b)"
     ))  # fmt: skip
@@ -46,7 +46,7 @@ def add_options(command: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Prints the requested drawings and figures of a schedule, and writes the requested files.
+    """Runs ``trine schedule``: prints pictures and figures of pipeline schedules, and writes the requested files.
 
     Raises:
         EngineError: the kind does not exist or refuses these sizes, or a file is malformed or cannot be written.

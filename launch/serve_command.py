@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 
 
 def add_serve_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine serve``."""
+    """Adds the arguments of ``trine serve`` to the parser ``command``."""
     command.add_argument("config", nargs="?", metavar="CONFIG", help="configuration with the section serve")
     command.add_argument("rest", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
     command.add_argument("--model", type=Path, default=None, metavar="FOLDER", help="Hugging Face folder of the model")
@@ -30,7 +30,8 @@ def add_serve_options(command: ArgumentParser) -> None:
 
 
 def run_serve(options: Namespace) -> None:
-    """Serves a model until SIGTERM or SIGINT, or checks a journal.
+    """Serves a model for training and sampling until SIGTERM or SIGINT. With ``--replay``, only checks the journal of a
+    service.
 
     Raises:
         EngineError: configuration, model, address or journal have a mistake.
@@ -53,7 +54,9 @@ def _sized(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve_settings(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
-    """Returns the section ``serve`` of a configuration with host, port and token variable from the command line."""
+    """Returns the configuration section ``serve``, with host, port and token variable replaced by the command line's
+    values.
+    """
     given = {"host": options.host, "port": options.port, "token_env": options.token_env}
     return replace(serve or ServeConfig(), **{name: value for name, value in given.items() if value is not None})
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_sweep_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine sweep``."""
+    """Adds the arguments of ``trine sweep`` to the parser ``command``."""
     command.add_argument("sweep", type=Path, metavar="SWEEP", help="settings of the sweep, such as sweep.json")
     command.add_argument("script", type=Path, metavar="-- SCRIPT", help="script that calls engine.initialize")
     command.add_argument("arguments", nargs="*", metavar="ARGUMENTS", help="arguments of the script")
@@ -28,10 +28,10 @@ def add_sweep_options(command: ArgumentParser) -> None:
 
 
 def run_sweep(options: Namespace) -> None:
-    """Runs the trials of a sweep, and prints a line for each and a table of all.
+    """Runs a hyperparameter sweep: one line for each trial, then a table of all.
 
     Raises:
-        EngineError: a mistake in the settings, before any rank communicates; or the error of a trial.
+        EngineError: the settings have a mistake, found before any rank communicates; or a trial raises it.
     """
     settings = read_sweep(options.sweep)
     if settings.metric is None:

@@ -30,11 +30,11 @@ def sweep_script(
     promote: int,
     show: Callable[[TrialRow, SweepConfig], None],
 ) -> Sweep:
-    """Runs a script once for each trial; returns the finished sweep. Collective.
+    """Runs ``script`` once for each trial of a hyperparameter sweep; returns the finished sweep. Collective.
 
     Args:
-        promote: number of pruned trials that go on from their checkpoints.
-        show: receives the row of each trial when it ends, on rank 0.
+        promote: number of pruned trials that continue from their checkpoints.
+        show: called on rank 0 with the result row of each trial at its end.
 
     Raises:
         ConfigError: a mistake in the settings or in the script's configuration; on all ranks.

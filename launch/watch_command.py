@@ -26,7 +26,7 @@ _WAITS_HEAD = ("rank", "has waited in", "between", "times", "in all")
 
 
 def add_watch_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine watch``."""
+    """Adds the arguments of ``trine watch`` to the parser ``command``."""
     about = "folder of the watchdog's report (watchdog.folder or checkpoint.folder); default: jobs of this host"
     command.add_argument("folder", type=Path, nargs="?", help=about)
     command.add_argument("--all", action="store_true", help=(
@@ -39,7 +39,8 @@ def add_watch_options(command: ArgumentParser) -> None:
 
 
 def show_ranks(options: Namespace) -> None:
-    """Prints a table of the ranks once, or repeatedly until Ctrl-C.
+    """Prints a table with the state of each rank, from the watchdog's records. Repeats it until Ctrl-C if ``--every``
+    is given.
 
     Raises:
         EngineError: the folder contains no report.
@@ -121,12 +122,12 @@ def _tables(views: list[RankView], waits: bool) -> list[str]:
 
 
 def rank_table(views: list[RankView]) -> list[str]:
-    """Formats the state of each rank as a table line."""
+    """Returns table lines with the current action of each rank, sorted by rank."""
     return aligned([_HEAD, *(_row(view) for view in sorted(views, key=lambda view: view.rank))])
 
 
 def wait_table(views: list[RankView]) -> list[str]:
-    """Formats waits of each rank and stream of collectives or messages as table lines."""
+    """Returns table lines with the waits of each rank, one per stream of collectives or messages, the longest first."""
     rows = [
         (str(view.rank), f"{one.axis} {one.stream!r}", name_ranks(one.ranks), str(one.count), f"{one.seconds:.3f} s")
         for view in sorted(views, key=lambda view: view.rank)

@@ -38,7 +38,7 @@ Storages = MutableMapping[tuple[int, int], torch.UntypedStorage]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBucket:
-    """Flat tensors of one bucket on this rank: parameters, gradients, master weights."""
+    """Memory of one bucket on this rank: flat tensors for its parameters, gradients and master weights."""
 
     bucket: Bucket
     params: Tensor
@@ -78,27 +78,33 @@ class FlatBucket:
 
     @property
     def rounds_in_gathers(self) -> bool:
-        """True if the gather after an update writes decoded weights to ``kept``, while the master stays exact."""
+        """True if the all-gather after an update is quantized and a master exists. The gather then writes ``kept``,
+        decoded like the copies on other ranks; the master is not rounded.
+        """
         return self.codec is not None and self.wide is not None and not self.sharded
 
     def gradient(self, part: slice) -> Tensor:
-        """Returns the gradients of the bucket's elements ``part``, which this rank must store."""
+        """Returns a view of the gradients of the bucket's elements ``part``, which must be within ``held``."""
         return self.grads[part.start - self.held.start : part.stop - self.held.start]
 
     @property
     def weights(self) -> Tensor:
-        """Weights [owned] that the optimizer updates: the master, or ``kept`` without a master."""
+        """Weights [owned] that the optimizer updates: the master, or ``kept`` if there is no master."""
         return self.kept if self.master is None else self.master
 
     @property
     def wide(self) -> Tensor | None:
-        """Master of a wider dtype than ``kept``; None for a host copy of equal dtype, which is not saved or
-        gathered.
+        """Master [owned], if its dtype differs from that of ``kept``; otherwise None. A host copy of equal dtype is not
+        saved or gathered.
         """
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
-        """Copies a parameter's values ``given`` to its slot in the bucket and, unrounded, to the master."""
+        """Copies ``given``, the full values of one parameter, to its position ``slot`` in the bucket.
+
+        This rank's part is written to ``kept`` and to the master; unless the bucket is sharded, all values are written
+        to ``params``.
+        """
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
         if start < stop:
@@ -110,14 +116,15 @@ class FlatBucket:
             self.params[slot.start : slot.stop].copy_(flat)
 
     def reserve(self) -> None:
-        """Allocates memory for ``params`` of a sharded bucket, uninitialized."""
+        """Allocates uninitialized memory for ``params`` of a sharded bucket, before a gather writes to it."""
         self.params.untyped_storage().resize_(self.params.numel() * self.params.element_size())
 
     def release(self) -> None:
-        """Frees the memory of ``params`` of a sharded bucket; views of it are valid again after ``reserve``.
+        """Frees the memory of ``params`` of a sharded bucket; views of it are valid again after :meth:`reserve` and a
+        gather.
 
-        Memory that cannot be resized (used by NumPy or another process), or that a single parameter's storage shares,
-        stays allocated for its users (``move``).
+        Memory that cannot be resized (shared with NumPy or another process), or that state-dict entries share, stays
+        allocated for its users.
         """
         if self.apart or not self.params.untyped_storage().resizable():
             self.move()
@@ -125,15 +132,17 @@ class FlatBucket:
 
     @property
     def escaped(self) -> bool:
-        """True if a tensor outside the bucket shares the memory of ``params``."""
+        """True if a tensor outside the bucket, such as a view that the user has stored, shares the memory of
+        ``params``.
+        """
         storage = self.params.untyped_storage()
         parameters = sum(p.untyped_storage()._cdata == storage._cdata for p in self.parameters)
         own = 2 + len(self.views) + parameters  # ``params`` and ``storage``
         return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
-        """Moves ``params``, with the parameters that view it, to new uninitialized memory; other tensors retain the old
-        memory.
+        """Moves ``params``, and the parameters that are views of it, to new uninitialized memory. Other tensors retain
+        the old memory.
         """
         fresh = torch.empty_like(self.params)
         for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
@@ -143,10 +152,10 @@ class FlatBucket:
 
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
-    """Gives ``tensor`` a storage of only its own bytes, in the same memory, so that a pickle of it contains no other
-    data.
+    """Gives ``tensor``, a slice of larger memory, a storage object that covers only its own bytes. A pickle of it then
+    contains no other data.
 
-    Tensors with the same bytes share one entry of ``storages``. No data are copied.
+    No data are copied. Tensors with the same bytes share one entry of ``storages``, which this function extends.
     """
     whole, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
@@ -161,8 +170,8 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Returns the storages that the bucket of ``parameter`` has for single parameters; None if the parameter is in no
-    bucket.
+    """Returns the registry of single-parameter storages in the bucket of ``parameter``, for :func:`lay_apart`. Returns
+    None if the parameter is in no bucket.
     """
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
@@ -181,13 +190,15 @@ def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
-    """Returns the view of one parameter, in its shape, in a flat tensor [elements] of its bucket."""
+    """Returns the view of one parameter, in its shape, in ``flat`` [elements], a flat tensor of its bucket."""
     return flat[slot.start : slot.stop].view(slot.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Index of this rank among the data ranks that share buckets, and the state (gradients, masters) that it shards."""
+    """Description of this rank's share of all buckets: its index among the data ranks, and the ZeRO states that are
+    sharded.
+    """
 
     index: int
     ranks: int
@@ -221,12 +232,12 @@ class Ownership:
     """Shards of frozen buckets that another engine on this rank has, by the names of their slots."""
 
     def index_of(self, spread: Spread) -> int:
-        """Returns the index of this rank's shard in a bucket with these axes."""
+        """Returns the index of this rank's shard in a bucket with the axes ``spread``."""
         return self.index if self.grid is None else self.grid.index(spread.sharding)
 
     def counts(self, spread: Spread) -> bool:
-        """Returns True if this rank counts its shard in the gradient norm; only the first of the ranks with equal
-        copies does.
+        """Returns True if this rank counts its shard of a bucket with the axes ``spread`` in the gradient norm. Among
+        ranks with equal copies, only the first one does.
         """
         return self.grid is None or self.grid.is_first(spread.shard_copies)
 
@@ -234,15 +245,20 @@ class Ownership:
 def reserve(
     layout: FlatLayout, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device
 ) -> tuple[FlatBucket, ...]:
-    """Allocates zeros for the buckets of ``layout`` on ``device``: trained buckets first, then frozen ones."""
+    """Allocates zeroed memory for the buckets of ``layout`` on ``device``; returns the trained buckets, then the frozen
+    ones.
+
+    ``parameters``: parameters by name. Their values are copied later, by :func:`fill`.
+    """
     trained = [_reserve(bucket, parameters, who, device, trainable=True) for bucket in layout.buckets]
     return (*trained, *(_reserve(bucket, parameters, who, device, trainable=False) for bucket in layout.frozen))
 
 
 def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
-    """Copies the parameters of a bucket into its memory and makes them views; skips names in ``placed``.
+    """Copies the parameters of a bucket into its flat memory, and makes the parameters views of it. Parameters with
+    names in ``placed`` are skipped.
 
-    A pickle of one parameter then contains its own bytes, not the whole bucket.
+    A pickle of one parameter still contains only its own bytes, not the whole bucket.
     """
     for slot, parameter, view in zip(flat.bucket.slots, flat.parameters, flat.views, strict=True):
         if slot.name not in placed:
@@ -253,8 +269,8 @@ def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
 
 
 def leave(flat: FlatBucket) -> None:
-    """Gives each full parameter of a bucket its own storage when the engine closes; the memory stays in place, without
-    copies.
+    """Gives each parameter of an unsharded bucket a storage object of its own when the engine closes. The data stay in
+    place, without copies.
     """
     for parameter in flat.parameters if not flat.sharded else ():
         vars(parameter).pop("__reduce_ex__", None)
@@ -336,9 +352,10 @@ def _on_host(owned: slice, who: Ownership, device: torch.device, dtype: torch.dt
 
 
 def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: Callable[[FlatBucket], float]) -> Tensor:
-    """Returns the sum of squares of each parameter's gradient over the elements that this rank counts, fp64 [names].
+    """Returns each parameter's sum of squared gradient elements, fp64 [names], over the elements that this rank counts.
 
-    Other ranks count the other elements. ``factor``: function from a bucket to the factor of its gradients.
+    Other ranks count the other elements, so the sum over ranks is complete. ``factor``: returns the factor by which the
+    gradients of a bucket are multiplied first.
     """
     found: dict[str, Tensor] = {}
     for flat in buckets:
@@ -353,10 +370,10 @@ def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: C
 
 
 def norm_parts(buckets: Sequence[FlatBucket]) -> list[tuple[Tensor, bool]]:
-    """Returns (gradient slice, True if this rank counts it) for the shards of all buckets, as summands of the gradient
-    norm.
+    """Returns pairs (gradient slice, counted) over this rank's shards of all buckets, as inputs of the gradient norm.
 
-    A slice that another rank counts adds 0, or NaN if it contains a non-finite value. Padding is 0.
+    ``counted`` is False if another rank counts the same elements; such a slice adds only NaN, if it contains a
+    non-finite value. Padding is 0.
     """
     return [
         (flat.gradient(part), counts and flat.counts)
@@ -402,12 +419,13 @@ class Attachment:
         self._members = self._count()
 
     def check(self) -> None:
-        """Refuses parameters that the engine would not train: added, replaced, moved or unfrozen since the build.
+        """Checks that the engine trains all parameters of the model: none was added, replaced, moved or unfrozen since
+        the build.
 
-        A trained parameter may be frozen and thawed; while frozen it has no gradient.
+        A trained parameter may be frozen and unfrozen; while frozen it has no gradient.
 
         Raises:
-            EngineError: such a parameter exists; the message names the first one.
+            EngineError: a parameter breaks this rule; the message names the first one.
         """
         if self._count() != self._members:
             self._refuse_added()

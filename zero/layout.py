@@ -40,7 +40,9 @@ ALIGNMENT = 64
 
 
 class Turn(NamedTuple):
-    """Pair (stage, gather group); pairs sort in the order in which a forward through all stages uses the groups."""
+    """Key of a gather group: its pipeline stage, and its number in the stage. Keys sort in the order in which a forward
+    through all stages uses the groups.
+    """
 
     stage: int
     group: int
@@ -48,7 +50,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Input of the layout for one parameter: name, shape, dtype, optimizer group, axes."""
+    """Properties of one parameter that determine its position in the flat layout."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,7 +79,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Position of one parameter in its bucket, in elements."""
+    """Position of one parameter in its bucket, in elements from the start of the bucket."""
 
     name: str
     shape: tuple[int, ...]
@@ -89,13 +91,13 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """End of the slot in the bucket, exclusive."""
+        """End of the parameter in the bucket, exclusive and without padding, in elements."""
         return self.start + math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start:stop`` of a bucket that belong to one optimizer group and one data rank."""
+    """Elements ``start:stop`` of a bucket that belong to one optimizer group, within one data rank's slice."""
 
     group: int
     start: int
@@ -104,7 +106,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Piece of the layout with the elements of several parameters, contiguous and communicated by one collective."""
+    """Contiguous range of elements for several parameters of one dtype, which one collective reduces or gathers."""
 
     index: int
     dtype: str
@@ -126,24 +128,34 @@ class Bucket:
 
     @property
     def late(self) -> bool:
-        """True if the reduction is deferred until all gradients of the step are accumulated."""
+        """True if the bucket is reduced only after all gradients of the step: it is tied over stages or partial over
+        tensor ranks.
+        """
         return bool(self.ties) or self.partial
 
     def shard(self, index: int) -> slice:
-        """Returns the slice that rank ``index`` along ``spread.sharding`` owns."""
+        """Returns the elements that rank ``index`` along the axis ``spread.sharding`` owns: an equal part of the
+        bucket.
+        """
         size = self.elements // self.spread.ranks
         return slice(index * size, (index + 1) * size)
 
     def segments(self, within: slice) -> tuple[Segment, ...]:
-        """Divides the slice ``within`` by optimizer group, including padding, in order."""
+        """Divides the slice ``within`` of the bucket into consecutive segments by optimizer group; padding belongs to
+        the group before it.
+        """
         return tuple(Segment(group, start, stop) for group, start, stop in self._runs(within, lambda slot: slot.group))
 
     def counted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the slices of ``within`` that this rank counts in the gradient norm, possibly with padding."""
+        """Returns the parts of ``within`` that this rank includes in the gradient norm, possibly with padding.
+        Replicated elements are included by one rank only.
+        """
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
     def uncounted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the slices of ``within`` that another rank counts in the gradient norm."""
+        """Returns the parts of ``within`` that this rank leaves out of the gradient norm, because another rank includes
+        them.
+        """
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if not yes)
 
     def _norm_runs(self, within: slice) -> Iterator[tuple[bool, int, int]]:
@@ -172,7 +184,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Buckets of one pipeline stage and tensor rank, sharded over ``ranks`` data ranks."""
+    """Buckets for the parameters of one pipeline stage and tensor rank, sharded over ``ranks`` data ranks."""
 
     ranks: int
     buckets: tuple[Bucket, ...]
@@ -189,13 +201,16 @@ class FlatLayout:
 def build_layout(
     items: Sequence[Item], ranks: int, bucket_elements: int, alignment: int = ALIGNMENT, spread: Spread | None = None
 ) -> FlatLayout:
-    """Lays out ``items`` (in model order) for ``ranks`` data ranks.
+    """Distributes the parameters ``items``, in model order, to buckets for ``ranks`` data ranks.
 
     A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a larger parameter gets a
-    bucket of its own. Inside a bucket slots are ordered by optimizer group, and within a group the slots that the norm
-    counts come first (except in deferred buckets), so that each kind is one run. Sharded parameters ignore
-    ``bucket_elements``: the parameters of a gather group form one bucket. ``alignment``: a multiple of ALIGNMENT.
-    ``spread``: axes of the items that name none; None: the data axis.
+    bucket of its own. At ZeRO 3 the parameters of a gather group form one bucket of any size. Within a bucket,
+    parameters are sorted by optimizer group; within a group, the ones that several tensor ranks store come last, except
+    in deferred buckets.
+
+    Args:
+        alignment: multiple of ALIGNMENT at which each parameter starts, in elements.
+        spread: axes for items that name none; None: the data axis.
     """
     usual = (spread or Spread())._replace(ranks=ranks)
     items = [item if item.spread is not None else replace(item, spread=usual) for item in items]

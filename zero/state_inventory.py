@@ -27,86 +27,93 @@ from engine.zero.flat_buckets import FlatBucket
 
 
 class UpdatedTensor(Protocol):
-    """Interface of a tensor that an optimizer updates: the elements ``part`` of a bucket."""
+    """Interface of a tensor that an optimizer updates. It covers the elements ``part`` of a flat bucket."""
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Parameter object in the optimizer's groups."""
+        """Tensor's ``nn.Parameter`` object in the optimizer's parameter groups."""
 
     @property
     def flat(self) -> FlatBucket:
-        """Bucket with the tensor's elements."""
+        """Flat bucket that contains the tensor's elements."""
 
     @property
     def part(self) -> slice:
-        """Slice of the bucket that this tensor covers."""
+        """Elements of the bucket that this tensor covers."""
 
     def names(self) -> list[str]:
-        """Returns the names of the parameters with elements in this tensor."""
+        """Returns the names of the model parameters with elements in this tensor."""
 
 
 class KeepsWhole(Protocol):
-    """Interface of an object with state tensors of whole parameters, in shapes of their own."""
+    """Interface of an update rule, such as Muon or Adafactor, that stores state per whole parameter, in shapes of its
+    own.
+    """
 
     @property
     def on_all_data_ranks(self) -> bool:
-        """True if all data ranks store equal state."""
+        """True if every data rank stores the same state, False if the state is divided among them."""
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """State tensors on this rank by parameter and kind."""
+        """State tensors on this rank, by parameter name, then by state name such as "exp_avg_sq"."""
 
 
 class HoldsMoments(Protocol):
-    """Interface of an optimizer with moments that the inventory lists."""
+    """Interface of the engine's optimizer: its updated tensors and their state, for the inventory of state tensors."""
 
     @property
     def places(self) -> Sequence[UpdatedTensor]:
-        """All tensors that the optimizer updates."""
+        """Tensors that the optimizer updates on this rank."""
 
     @property
     def inner(self) -> Optimizer:
-        """Inner optimizer, with its state by the tensors of ``places``."""
+        """Wrapped ``torch.optim.Optimizer``; its ``state`` has the parameter objects of ``places`` as keys."""
 
     @property
     def whole(self) -> Sequence[KeepsWhole]:
-        """Updates of whole parameters, each with the state that it stores."""
+        """Update rules with state for whole parameters, in addition to the per-element state of ``inner``."""
 
 
 class HoldsCompanions(Protocol):
-    """Interface of a feature that stores a tensor for each updated tensor, such as a moving average of the weights."""
+    """Interface of a feature that stores a tensor next to each updated tensor, such as a moving average of the
+    weights.
+    """
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the feature's tensors by updated tensor and kind."""
+        """Returns the feature's tensors by parameter object of the optimizer, then by kind such as "ema"."""
 
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the feature's tensors that a load fills; ``stored``: entries of the checkpoint, named "KIND/NAME"."""
+        """Allocates the tensors that a checkpoint load fills, and returns them as :meth:`tensors` does.
+
+        ``stored``: entries of the checkpoint by "KIND/NAME", with the parameter's name as NAME.
+        """
 
     def forget(self) -> None:
-        """Adapts the feature's tensors to weights that the user has replaced."""
+        """Discards or renews the feature's tensors after the user has replaced the weights."""
 
 
 class HoldsResiduals(Protocol):
-    """Interface of a gradient reducer with encoding errors."""
+    """Interface of a gradient reducer that stores the encoding errors of quantized gradients."""
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Encoding errors of gradients, by name."""
+        """Encoding errors of quantized gradients, by a name that is unique on this rank."""
 
 
 class HoldsSecondary(Protocol):
-    """Interface of a parameter gatherer with secondary shards."""
+    """Interface of a parameter gatherer with secondary shards (ZeRO++ hpZ: parameters partitioned within a node)."""
 
     @property
     def secondary(self) -> Sequence[Tensor]:
-        """Secondary shards on this rank."""
+        """Secondary shards on this rank, one tensor for each bucket that has one."""
 
     def end(self) -> None:
-        """Frees gathered parameters that a forward kept for its backward."""
+        """Frees gathered parameters that a forward has left in memory for its backward."""
 
 
 class Home(Enum):
-    """Memory of a tensor between two steps: device or host."""
+    """Memory in which a tensor is stored between two steps."""
 
     DEVICE = auto()
     """Memory of the accelerator (or CPU) that computes."""
@@ -116,7 +123,7 @@ class Home(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """Tensor of state that this rank stores between two steps, with its parameter and axes."""
+    """One tensor of training state that this rank stores between steps, with the parameters that it belongs to."""
 
     kind: str
     """Kind of state: "weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or an
@@ -139,19 +146,23 @@ class StateTensor:
 
     @property
     def copies(self) -> Axis:
-        """Axis of the ranks with bitwise equal tensors."""
+        """Axis along which ranks have bitwise equal copies of this tensor."""
         return self.spread.copies if self.equal else self.spread.shard_copies
 
     def parameter(self, element: int) -> str:
-        """Returns the name of the parameter of a bucket element."""
+        """Returns the name of the parameter that element ``element`` of this tensor belongs to."""
         return self._slot(element)[0]
 
     def place(self, element: int) -> int:
-        """Returns the index of a bucket element within its parameter's slot."""
+        """Returns the index of ``element`` of this tensor, counted from the first element of the same parameter
+        here.
+        """
         return element - self._slot(element)[1]
 
     def within(self, part: slice) -> "StateTensor":
-        """Returns the slice of this tensor with the elements ``part`` of the bucket, which it must contain."""
+        """Returns this entry reduced to the bucket's elements ``part``; its tensor is a slice of this one, which must
+        contain them.
+        """
         start = self.part.start
         return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
 
@@ -169,7 +180,8 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateInventory:
-    """List of all state tensors of a rank between two steps, made anew at each call.
+    """Lists of all state tensors of a rank between two steps: weights, masters, optimizer state, gradients. Each call
+    collects them anew.
 
     All data ranks list their tensors in the same order.
     """
@@ -191,11 +203,11 @@ class StateInventory:
 
     @property
     def buckets(self) -> tuple[FlatBucket, ...]:
-        """All buckets, trained and frozen."""
+        """Flat buckets of this rank: the trained ones, then the frozen ones."""
         return (*self.trained, *self.frozen)
 
     def weights(self) -> Iterator[StateTensor]:
-        """Yields the parameters in the compute dtype: first in buckets, then outside."""
+        """Yields the weights in the compute dtype: bucket by bucket, then parameters outside of buckets."""
         for flat in self.buckets:
             optimized = self._optimized(flat) if flat.master is None else ()
             if flat.sharded:
@@ -219,7 +231,7 @@ class StateInventory:
                 )
 
     def masters(self) -> Iterator[StateTensor]:
-        """Yields all master weights of this rank."""
+        """Yields the master weights that this rank stores, bucket by bucket."""
         for flat in self.buckets:
             if flat.master is not None:
                 yield StateTensor(
@@ -236,7 +248,7 @@ class StateInventory:
             )  # fmt: skip
 
     def moments(self) -> Iterator[StateTensor]:
-        """Yields the optimizer state of whole parameters and of elements."""
+        """Yields the optimizer state: first that of whole parameters, then per-element state such as Adam's moments."""
         for updates in self.optimizer.whole:
             yield from self.whole_state(updates)
         state = self.optimizer.inner.state
@@ -246,8 +258,8 @@ class StateInventory:
         })  # fmt: skip
 
     def element_state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
-        """Yields per-element state in ``tensors``, by updated tensor and kind: the optimizer's, or state to be
-        loaded.
+        """Yields the per-element state in ``tensors``, a mapping from the optimizer's parameter object to tensors by
+        kind. ``tensors`` may be the present state, or state to be loaded.
         """
         for place in self.optimizer.places:
             flat, shape = place.flat, place.parameter.shape
@@ -261,7 +273,7 @@ class StateInventory:
                     yield replace(held, name=next(iter(place.names()), "padding of a bucket"))
 
     def whole_state(self, updates: KeepsWhole) -> Iterator[StateTensor]:
-        """Yields the state tensors of optimizers that update whole parameters."""
+        """Yields the state tensors of ``updates``, an update rule with state for whole parameters."""
         for name, own in updates.state.items():
             for kind, value in own.items():
                 yield StateTensor(
@@ -269,14 +281,16 @@ class StateInventory:
                 )
 
     def companion_state(self) -> Iterator[StateTensor]:
-        """Yields the tensors that features store for each updated tensor on this rank: averages, anchors and encoding
+        """Yields the tensors that features store next to each updated tensor: weight averages, anchors and encoding
         errors.
         """
         for companion in self.companions:
             yield from self.element_state(companion.tensors())
 
     def gradients(self) -> Iterator[StateTensor]:
-        """Yields accumulated gradients, their host copies, and encoding errors."""
+        """Yields the accumulated gradients, their host copies, and the encoding errors of quantized gradients and
+        messages.
+        """
         for flat in self.trained:
             yield StateTensor(kind="gradient", tensor=flat.grads, flat=flat, part=flat.held)
             if flat.host_sums is not None:

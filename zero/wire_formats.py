@@ -24,7 +24,7 @@ _ENCODED = frozenset(str(dtype).removeprefix("torch.") for dtype in ENCODED_DTYP
 
 @dataclass(frozen=True, slots=True)
 class ReductionHop:
-    """One all-to-all of an encoded gradient reduction."""
+    """One of the all-to-alls that form a quantized gradient reduction."""
 
     label: str
     ranks: int
@@ -35,7 +35,7 @@ class ReductionHop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormats:
-    """Encodings of parameters and gradients sent between data ranks."""
+    """Quantization formats of weights and gradients sent between data ranks, and the topology of these ranks."""
 
     ranks: int = 1
     """Number of data ranks in a shard group."""
@@ -52,26 +52,31 @@ class WireFormats:
 
     @property
     def any(self) -> bool:
-        """True if weights or gradients are encoded."""
+        """True if weights or gradients are quantized."""
         return self.weights is not None or self.gradients is not None
 
     @property
     def alignment(self) -> int:
-        """Alignment of slots in elements."""
+        """Number of elements to which the start of every parameter in a bucket is aligned, so that each starts a
+        quantization block.
+        """
         return max([ALIGNMENT, *(wire.block for wire in (self.weights, self.gradients) if wire is not None)])
 
     def of_weights(self, bucket: Bucket) -> BlockFormat | None:
-        """Returns the encoding of a bucket's all-gather; None: unencoded."""
+        """Returns the quantization format for the all-gather of ``bucket``; None: the weights are sent unencoded."""
         return self.weights if bucket.dtype in self.weight_dtypes & _ENCODED and _encodable(bucket) else None
 
     def of_gradients(self, bucket: Bucket) -> BlockFormat | None:
-        """Returns the encoding of a bucket's gradient reduction; None: unencoded."""
+        """Returns the quantization format for the gradient reduction of ``bucket``; None: the gradients are sent
+        unencoded.
+        """
         return self.gradients if bucket.dtype in _ENCODED and _encodable(bucket) else None
 
     def over(self, spread: Spread) -> "WireFormats":
         """Returns the formats for buckets that are sharded over the axis of ``spread``.
 
-        For another axis than this object's, they have the ranks of ``spread`` and reduce in one hop.
+        If that axis differs from ``axis``, as for experts, the result has the ranks of ``spread`` and reduces in one
+        hop.
         """
         if spread.sharding == self.axis or not self.axis:
             return self
@@ -79,7 +84,9 @@ class WireFormats:
 
     @property
     def hops(self) -> tuple[ReductionHop, ...]:
-        """All-to-alls of an encoded reduction: one, or two, within nodes and then across nodes."""
+        """All-to-alls of a quantized reduction, in order: one over all ranks, or one within nodes and then one across
+        nodes.
+        """
         nodes = self.ranks // self.within
         if nodes == 1 or self.within == 1:
             return (ReductionHop("gradients", self.ranks, 1),)
@@ -87,8 +94,8 @@ class WireFormats:
         return inside, ReductionHop("gradients across nodes", nodes, 1)
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
-        """Returns the indices on the axis that exchange messages with ``index`` in a hop, itself included, in the order
-        of sums.
+        """Returns the indices along ``axis`` that exchange messages with rank ``index`` in hop number ``hop``. They
+        include ``index``, in the order in which messages are summed.
         """
         first = index - index % self.ranks
         if len(self.hops) == 1:
@@ -99,7 +106,9 @@ class WireFormats:
         return tuple(range(first + place, first + self.ranks, self.within))
 
     def gathered_bytes(self, bucket: Bucket, itemsize: int) -> int:
-        """Returns the bytes of all shards of a gathered bucket; ``itemsize``: bytes of an unencoded element."""
+        """Returns the message bytes of all shards in one all-gather of ``bucket``. ``itemsize``: bytes of an unencoded
+        element.
+        """
         wire = self.of_weights(bucket)
         if wire is None:
             return bucket.elements * itemsize
@@ -107,7 +116,9 @@ class WireFormats:
         return ranks * wire.message_bytes(bucket.elements // ranks)
 
     def reduction(self, bucket: Bucket, itemsize: int) -> Iterator[Traffic]:
-        """Yields the traffic of one gradient reduction of a bucket; ``itemsize``: bytes of an unencoded element."""
+        """Yields the bytes that a rank sends in one gradient reduction of ``bucket``, for each hop. ``itemsize``: bytes
+        of an unencoded element.
+        """
         wire, formats = self.of_gradients(bucket), self.over(bucket.spread)
         if wire is None:
             sent = sent_bytes("reduce_scatter", bucket.elements * itemsize, formats.ranks)
@@ -119,9 +130,7 @@ class WireFormats:
             yield Traffic(formats.axis, hop.label, 1, sent)
 
     def residual_elements(self, bucket: Bucket) -> int:
-        """Returns the number of fp32 encoding errors that a rank stores for error feedback of a bucket, over all
-        hops.
-        """
+        """Returns the number of fp32 values that a rank stores for error feedback of ``bucket``, over all hops."""
         if not self.feedback or self.of_gradients(bucket) is None:
             return 0
         formats = self.over(bucket.spread)

@@ -17,17 +17,25 @@ BatchPath = tuple[str | int, ...]
 
 
 def map_tensors(tree: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Returns a nested batch with ``change`` applied to every tensor; mappings become plain dicts."""
+    """Returns a copy of the nested batch ``tree`` with ``change(tensor)`` in place of every tensor; mappings become
+    plain dicts.
+    """
     return change_tensors(tree, lambda _, tensor: change(tensor))
 
 
 def cast_floats(tree: Batch, dtype: torch.dtype | None) -> Batch:
-    """Returns the batch with its floating tensors in ``dtype``; None leaves all dtypes unchanged."""
+    """Returns a copy of the nested batch ``tree`` with its floating-point tensors in ``dtype``; None: with unchanged
+    dtypes.
+    """
     return map_tensors(tree, lambda one: one if dtype is None or not one.is_floating_point() else one.to(dtype))
 
 
 def change_tensors(tree: Batch, change: Callable[[BatchPath, Tensor], Tensor], path: BatchPath = ()) -> Batch:
-    """Returns a nested batch with ``change(path, tensor)`` applied to every tensor; mappings become plain dicts."""
+    """Returns a copy of the nested batch ``tree`` with ``change(path, tensor)`` in place of every tensor; mappings
+    become plain dicts.
+
+    A path is a tuple of keys and indices; ``path`` is the prefix of all paths.
+    """
     if isinstance(tree, Tensor):
         return change(path, tree)
     if isinstance(tree, Mapping):
@@ -44,7 +52,9 @@ def _like(tree: Any, parts: list[Any]) -> Any:
 
 
 def tensors_by_path(tree: Batch, path: BatchPath = ()) -> Iterator[tuple[BatchPath, Tensor]]:
-    """Yields every tensor of a nested batch with its path."""
+    """Yields (path, tensor) for every tensor of a nested batch. A path is a tuple of keys and indices; ``path`` is the
+    prefix of all.
+    """
     if isinstance(tree, Tensor):
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -56,17 +66,21 @@ def tensors_by_path(tree: Batch, path: BatchPath = ()) -> Iterator[tuple[BatchPa
 
 
 def named_tensors(tree: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of a nested batch with its expression, such as ``batch['key'][0]``."""
+    """Yields (expression, tensor) for every tensor of a nested batch, with an expression such as
+    ``batch['key'][0]``.
+    """
     return ((expression(path), tensor) for path, tensor in tensors_by_path(tree))
 
 
 def expression(path: BatchPath) -> str:
-    """Returns the expression of a path: ``batch['key'][0]`` for ('key', 0)."""
+    """Formats the path of a tensor as a Python expression: ('key', 0) becomes ``batch['key'][0]``."""
     return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
 def count_tokens(microbatch: Batch) -> int:
-    """Returns the number of elements of ``input_ids``, or of rows without ``input_ids``."""
+    """Returns the number of tokens: the elements of ``input_ids``, or the number of rows if the batch has no
+    ``input_ids``.
+    """
     if is_text(microbatch):
         return int(microbatch["input_ids"].numel())
     return next((tensor.shape[0] for _, tensor in named_tensors(microbatch) if tensor.ndim), 1)
@@ -78,7 +92,9 @@ def is_text(microbatch: Batch) -> bool:
 
 
 def call_model(model: nn.Module, microbatch: Batch) -> Any:
-    """Returns ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, by the type of the batch."""
+    """Calls the model: ``model(**microbatch)`` for a mapping, ``model(*microbatch)`` for a tuple or list, otherwise
+    ``model(microbatch)``.
+    """
     if isinstance(microbatch, Mapping):
         return model(**microbatch)
     if isinstance(microbatch, tuple | list):
@@ -87,9 +103,10 @@ def call_model(model: nn.Module, microbatch: Batch) -> Any:
 
 
 def join_outputs(outputs: list[Any]) -> Any:
-    """Joins the outputs of microbatches into one: tensors along dim 0, scalars stacked, sequences entry by entry.
+    """Joins the model outputs of several microbatches into one. Tensors are concatenated along dim 0, scalars are
+    stacked, mappings and sequences are joined entry by entry.
 
-    Sequences of different lengths have an entry per row or image (SmolVLM's ``pooler_output``), and are concatenated.
+    Sequences of different lengths have one entry per row or image (SmolVLM's ``pooler_output``), and are concatenated.
     """
     first = outputs[0]
     if isinstance(first, Tensor):

@@ -20,7 +20,9 @@ Name = str | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRows:
-    """Rule that determines which tensors of a batch are split into microbatches; by default all with a dim."""
+    """Rule for splitting a batch into microbatches. Every tensor with at least one dim is split by rows, except for the
+    tensors in ``whole`` and ``learnt``.
+    """
 
     whole: frozenset[Name] = frozenset()
     learnt: frozenset[BatchPath] = frozenset()
@@ -28,9 +30,10 @@ class BatchRows:
 
     @staticmethod
     def of(whole: Name | Sequence[Name], example: Batch, micro: int) -> "BatchRows":
-        """Returns the rule for batches like ``example``; tensors named in ``whole`` are not split.
+        """Returns the rule for batches like ``example``, a microbatch of ``micro`` rows. Tensors named in ``whole``,
+        and tensors of the example with another leading dim, are not split.
 
-        An example without a tensor of ``micro`` rows adds nothing.
+        If no tensor of the example has ``micro`` rows, only ``whole`` counts.
         """
         leading = {path: tensor.shape[0] for path, tensor in tensors_by_path(example) if tensor.ndim}
         others = {path for path, rows in leading.items() if rows != micro} if micro in leading.values() else ()
@@ -38,7 +41,7 @@ class BatchRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence about the tensors that are not split, if there are any."""
+        """Text for the startup banner about the tensors that are not split: one sentence, or empty."""
         whole = [f"batch[{name!r}]" for name in self.whole] + [expression(path) for path in self.learnt]
         return (f"batch: every microbatch gets the whole of {', '.join(sorted(set(whole)))}",) if whole else ()
 
@@ -48,12 +51,12 @@ class BatchRows:
         return named or path in self.learnt or any(isinstance(key, str) and key in self.whole for key in path)
 
     def take_microbatches(self, batch: Batch | Iterator[Batch], micro: int, count: int | None) -> list[Batch]:
-        """Returns ``count`` microbatches of ``micro`` rows, split from a batch or pulled from an iterator; with
-        ``count`` None, those of a list, of any number and any rows.
+        """Returns ``count`` microbatches of ``micro`` rows, split from a batch or drawn from an iterator of
+        microbatches. With ``count`` None, ``batch`` is a list of microbatches of any sizes and is returned.
 
         Raises:
-            EngineError: a wrong number of rows (names the tensor), a batch without tensors, an iterable that is not an
-                iterator, or an iterator that ends before ``count`` items.
+            EngineError: a tensor has a wrong number of rows, the batch has no tensors, an iterable is not an iterator,
+                or an iterator ends before ``count`` items.
         """
         if count is None:
             return self._listed(batch)
@@ -69,7 +72,7 @@ class BatchRows:
         return [self.take_rows(batch, index * micro, micro) for index in range(count)]
 
     def split(self, batch: Batch, micro: int) -> list[Batch]:
-        """Returns a batch of any number of rows split into microbatches of ``micro`` rows; the last one may have fewer.
+        """Splits a batch of any number of rows into microbatches of ``micro`` rows; the last one may have fewer.
 
         Raises:
             EngineError: the batch has no row, or its tensors have different numbers of rows.
@@ -83,16 +86,20 @@ class BatchRows:
         return [self.take_rows(batch, start, micro) for start in range(0, rows, micro)]
 
     def count(self, batch: Batch) -> int:
-        """Returns the number of rows: the leading dim of the first split tensor; 0 without such a tensor."""
+        """Returns the batch's number of rows: the leading dim of the first tensor that is split; 0 without such a
+        tensor.
+        """
         cut = (tensor for path, tensor in tensors_by_path(batch) if tensor.ndim and not self.is_whole(path))
         return next((tensor.shape[0] for tensor in cut), 0)
 
     def whole_names(self, batch: Batch) -> list[str]:
-        """Returns the expressions of tensors that are not split, without 0-dim tensors."""
+        """Returns expressions such as ``batch['key']`` for the tensors that are not split, except 0-dim tensors."""
         return [expression(path) for path, tensor in tensors_by_path(batch) if tensor.ndim and self.is_whole(path)]
 
     def take_rows(self, batch: Batch, start: int, count: int) -> Batch:
-        """Returns rows ``start`` to ``start + count``; scalars, whole tensors and other values stay unchanged."""
+        """Returns the batch with ``count`` rows from row ``start`` of each split tensor; all other values stay
+        unchanged.
+        """
 
         def cut(path: BatchPath, tensor: Tensor) -> Tensor:
             return tensor[start : start + count] if tensor.ndim and not self.is_whole(path) else tensor

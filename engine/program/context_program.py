@@ -29,7 +29,9 @@ from engine.program.program import ForwardResult, Program
 
 @dataclass(frozen=True, slots=True)
 class ContextProgram(Program):
-    """Model and loss over sequences that are sharded over the axis "cp"."""
+    """Model and loss under context parallelism: each rank of the axis "cp" computes a part of the positions of every
+    sequence.
+    """
 
     sequences: ContextOfSequences | None = field(default=None, compare=False)
     staged: bool = False
@@ -39,7 +41,9 @@ class ContextProgram(Program):
     """Modules that a trace runs on this rank's positions as plain tensors; in a run they have been patched."""
 
     def forward(self, microbatch: Batch) -> ForwardResult:
-        """Returns output and loss of one microbatch, equal on all context ranks; the first one starts the backward."""
+        """Returns output and loss of one microbatch. The loss is equal on all context ranks, but only the first rank's
+        loss starts a gradient.
+        """
         done = Program.forward(self, microbatch)
         total = _plain(done.loss.sum)
         if total.requires_grad:
@@ -50,25 +54,29 @@ class ContextProgram(Program):
         )
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
-        """Returns the loss of an example as a plain tensor; see :meth:`Program.planned_loss`."""
+        """Returns the loss of an example for planning, gathered to a plain tensor; see :meth:`Program.planned_loss`."""
         loss = Program.planned_loss(self, microbatch)
         return WeightedLoss(_plain(loss.sum), _plain(loss.weight))
 
     def output(self, microbatch: Batch) -> Any:
-        """Returns the output of one microbatch, gathered over the axis "cp"."""
+        """Returns the model's output for one microbatch, with sequences gathered over the axis "cp"."""
         return gather_sequences(Program.output(self, microbatch))
 
     def local_modules(self) -> AbstractContextManager[None]:
-        """Patches the modules that treat positions one by one inside the context, for a trace."""
+        """Returns a context for a trace, in which modules that compute each position independently run on this rank's
+        positions as plain tensors.
+        """
         return running_rowwise(self.model, self.local)
 
     def on_shapes(self) -> AbstractContextManager[None]:
-        """Makes the axis "cp" dry inside the context."""
+        """Returns a context in which the axis "cp" traces shapes only and communicates nothing."""
         return self._sequences.axis.dry_run()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the banner: methods of attention, and functions without a rule, which gather sequences."""
+        """Lines for the startup banner: the attention methods, the balance of their work, and functions that gather
+        whole sequences.
+        """
         gathers = self._sequences.gathers
         attention = (*self._sequences.attention.notes, *self._on_balance())
         if not gathers:
@@ -78,7 +86,9 @@ class ContextProgram(Program):
 
     @property
     def balance(self) -> WorkBalance:
-        """Pairs that each rank computes in a head for the packed documents of the last forward; none without them."""
+        """Attention work of each context rank for the packed documents of the last forward, in (query, key) pairs per
+        head. It is empty if no documents were packed.
+        """
         return self._sequences.balance
 
     def _on_balance(self) -> Iterator[str]:
@@ -101,14 +111,16 @@ class ContextProgram(Program):
             )
 
     def keeps_positions(self, trace: ModelTrace) -> bool:
-        """Returns True if modules exchange only tensors with the batch's positions, which every stage knows."""
+        """Returns True if all sharded tensors that modules of ``trace`` exchange have the positions of the batch.
+        Pipeline stages then know the position of each row that they receive.
+        """
         last = max((call.event for call in trace.calls), default=0)
         specs = [call.output.spec for call in trace.calls]
         specs += [glue.output.spec for glue in trace.glue if glue.event < last]
         return all(self._sequences.is_plain(sets) for spec in specs for sets in _sets_in(spec, self._sequences))
 
     def check_trace(self, trace: ModelTrace) -> None:
-        """Refuses a forward whose stages exchange tensors that they could not place for packed documents.
+        """Checks that pipeline stages can place all tensors between modules when documents are packed.
 
         Raises:
             EngineError: a tensor between modules has other positions than the batch.
@@ -126,7 +138,9 @@ class ContextProgram(Program):
         return self.sequences
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output, gathered over the axis "cp"; the first context rank passes gradients on."""
+        """Returns the model's output for given arguments, with sequences gathered over the axis "cp". In backward, only
+        the first context rank passes the output's gradient on.
+        """
         moved = self.move(args), self.move(kwargs)
         run = partial(Program.call, self, *moved[0], **moved[1])
         # the graphs of several forwards may live at once, and a recomputation knows the positions of the last one
@@ -179,13 +193,13 @@ def with_context(
     staged: bool = False,
     unit: int = 1,
 ) -> Program:
-    """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank.
+    """Returns ``program`` with context parallelism over ``axis``; returns ``program`` itself if the axis has one rank.
 
     Args:
-        asked: the way in which queries meet the keys of other ranks.
+        asked: attention method from the configuration: how queries get the keys of other ranks.
         plan: decisions from a trace of the model.
-        staged: a forward runs one pipeline stage.
-        unit: divisor of the number of positions of each rank.
+        staged: True if a forward runs one pipeline stage only.
+        unit: number that divides each rank's number of positions.
     """
     if axis.size == 1:
         return program
@@ -195,7 +209,7 @@ def with_context(
 
 
 def gather_sequences(output: Any) -> Any:
-    """Returns ``output`` with plain tensors in place of those that are sharded along positions."""
+    """Returns ``output`` with every tensor that is sharded along positions replaced by the full, plain tensor."""
     return map_leaves(_plain, output)
 
 

@@ -35,7 +35,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 class ExpertStack(NamedTuple):
-    """Experts of one layer."""
+    """Module that owns the experts of one layer, with the number of experts."""
 
     name: str
     """Name of the module that owns them."""
@@ -47,17 +47,21 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 
 def chosen_experts(model: nn.Module, experts: int) -> int:
-    """Returns the number of experts of a token, of ``experts``, by the model's configuration; 2 without one."""
+    """Returns the number of experts that a router chooses per token, from the model's ``config``; 2 if it has no such
+    entry. The result is at most ``experts``, the number of experts in the layer.
+    """
     config = getattr(model, "config", None)
     given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
     return min(given, experts)
 
 
 def find_experts(model: nn.Module, key: str = "monitor.expert_load") -> tuple[ExpertStack, ...]:
-    """Finds every module of ``model`` that owns experts, in order, for ``key`` of the configuration. Reads only shapes.
+    """Returns the modules of ``model`` that own experts, in model order. Reads only names and shapes.
+
+    ``key``: configuration key that requires them, for the error message.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the model has no experts.
     """
     adapters = outermost_adapters(model)
     found = tuple(
@@ -87,10 +91,13 @@ def _held_by(name: str, module: nn.Module) -> int:
 
 
 class ExpertCounter:
-    """Counter of rows on this rank while ``counting`` is open; a forward that is repeated in backward counts once.
+    """Counter of the rows routed to each expert on this rank, for ``monitor.expert_load``.
 
-    Ranks along tp and cp route the same rows, or parts of one sequence: each row counts on the first rank that stores
-    it, so the sum over the world is the sum over all rows. ``ranks``: this rank's index on these axes.
+    Ranks along tp and cp may route the same rows. Each row counts only on the first rank that stores it, so the sum
+    over all ranks counts it once. A recomputed forward does not count again.
+
+    Args:
+        ranks: this rank's index along tp and cp.
     """
 
     def __init__(
@@ -101,11 +108,13 @@ class ExpertCounter:
         self._told: set[str] = set()
 
     def zeros(self) -> Tensor:
-        """Returns the counts at the start of a step, fp64 [experts of all layers]."""
+        """Returns a tensor of zeros for the counts of a step, fp64 [total number of experts over all layers]."""
         return torch.zeros(sum(stack.experts for stack in self._stacks), dtype=torch.float64, device=self._device)
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Wraps the forwards of the experts of ``model``, before patches that may run a forward twice are installed."""
+        """Wraps the forwards of the experts of ``model``. It must be called before patches that may run a forward
+        twice.
+        """
         start = 0
         for stack in self._stacks:
             module = model.get_submodule(stack.name)
@@ -118,7 +127,9 @@ class ExpertCounter:
 
     @contextmanager
     def counting(self, into: Tensor | None) -> Iterator[None]:
-        """Adds the rows of the forwards inside to ``into``; None counts nothing."""
+        """Returns a context in which forwards add their row counts to ``into``, a tensor from :meth:`zeros`; None: they
+        count nothing.
+        """
         before, self._into = self._into, into
         try:
             yield

@@ -31,7 +31,7 @@ Inputs = Name | Sequence[Name] | Callable[[Batch], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardSignature:
-    """Names of the parameters of a forward."""
+    """Parameter names of a model's ``forward``."""
 
     required: tuple[str, ...] = ()
     """Names of positional parameters without a default."""
@@ -42,7 +42,7 @@ class ForwardSignature:
 
     @staticmethod
     def of(model: nn.Module) -> "ForwardSignature":
-        """Returns the signature of the model's forward; one that cannot be read accepts everything."""
+        """Reads the signature of the model's forward. If it cannot be inspected, the result accepts any argument."""
         try:
             parameters = list(inspect.signature(model.forward).parameters.values())
         except (TypeError, ValueError):
@@ -59,7 +59,7 @@ class ForwardSignature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInputs:
-    """Selection of the arguments of forward from a microbatch; by default all entries."""
+    """Rule that selects the arguments of the model's forward from a microbatch; by default all entries."""
 
     stated: Inputs | None = None
     signature: ForwardSignature = field(default_factory=ForwardSignature)
@@ -73,22 +73,26 @@ class ForwardInputs:
     def of(
         model: nn.Module, separate_loss: bool, stated: Inputs | None, without: Collection[str] = ()
     ) -> "ForwardInputs":
-        """Returns the selection for a run; ``separate_loss``: a loss function receives the microbatch too."""
+        """Returns the rule for a run.
+
+        ``separate_loss``: True if a loss function receives the microbatch too. ``stated``: the user's ``inputs``; None:
+        the signature of forward decides. ``without``: keys that forward never receives.
+        """
         follows = separate_loss and stated is None
         signature = ForwardSignature.of(model) if follows else ForwardSignature()
         return ForwardInputs(stated=stated, signature=signature, without=frozenset(without))
 
     def kept(self, microbatch: Batch) -> Batch:
-        """Returns a microbatch without the keys that the engine itself reads."""
+        """Returns the microbatch without the keys in ``without``, which the engine itself reads."""
         if not self.without or not isinstance(microbatch, Mapping) or self.without.isdisjoint(microbatch):
             return microbatch
         return {key: value for key, value in microbatch.items() if key not in self.without}
 
     def take(self, microbatch: Batch) -> Batch:
-        """Returns the arguments of forward from a microbatch.
+        """Returns the part of a microbatch that forward receives: a mapping, a sequence or a single value.
 
         Raises:
-            EngineError: the signature of forward does not determine them.
+            EngineError: the signature of forward does not determine the arguments, or ``inputs`` names absent entries.
         """
         microbatch = self.kept(microbatch)
         if self.stated is not None:
@@ -100,7 +104,9 @@ class ForwardInputs:
         return microbatch
 
     def rest(self, microbatch: Batch) -> list[Any]:
-        """Returns the entries of a microbatch that forward does not receive; [] if ``inputs`` is a function."""
+        """Returns the values of a microbatch that forward does not receive, such as targets; [] if ``inputs`` is a
+        function.
+        """
         microbatch = self.kept(microbatch)
         if callable(self.stated):
             return []
@@ -116,7 +122,9 @@ class ForwardInputs:
         return list(microbatch[len(given) if isinstance(given, tuple | list) else 1 :])
 
     def note(self, microbatch: Batch) -> str:
-        """Returns one sentence about entries that forward does not receive; "" if it receives all."""
+        """Returns one sentence for the banner about entries that only the loss function receives; "" if forward
+        receives all.
+        """
         microbatch = self.kept(microbatch)
         given = self.take(microbatch)
         if not isinstance(microbatch, Mapping | tuple | list) or given is microbatch:
@@ -183,8 +191,8 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchLoss:
-    """Loss function around a ``torch.nn`` loss, called with the output and the one tensor that forward does not
-    receive.
+    """Loss function with the engine's signature (output, batch) around a ``torch.nn`` loss. It calls the loss with the
+    output and the batch's only tensor that forward does not receive.
     """
 
     loss: Callable[..., Any]
@@ -203,7 +211,9 @@ class TorchLoss:
 
 
 def with_targets(loss_fn: LossFunction | None, inputs: ForwardInputs) -> LossFunction | None:
-    """Returns ``loss_fn``; a torch loss is wrapped so that it receives the targets instead of the batch."""
+    """Returns ``loss_fn``. A ``torch.nn`` or ``torch.nn.functional`` loss is wrapped as :class:`TorchLoss`, so that it
+    receives the targets instead of the batch.
+    """
     inner: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     of_torch = isinstance(inner, _Loss) or getattr(inner, "__module__", None) == nn.functional.__name__
     return TorchLoss(loss_fn, inputs) if of_torch and loss_fn is not None else loss_fn

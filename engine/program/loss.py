@@ -23,7 +23,7 @@ LossFunction = Callable[[Any, Batch], Any]
 
 
 class WeightedLoss(NamedTuple):
-    """Sum and weight of a microbatch's loss; the global loss is total sum / total weight."""
+    """Loss of one microbatch as a sum and its weight. The global loss is the total sum divided by the total weight."""
 
     sum: Tensor
     """Sum of losses, a 0-dim floating tensor."""
@@ -36,13 +36,14 @@ class WeightedLoss(NamedTuple):
 def find_loss(
     output: Any, batch: Batch, loss_fn: LossFunction | None, names: Sequence[str] | None = None, weight: float = 1.0
 ) -> WeightedLoss:
-    """Returns the loss of one microbatch.
+    """Returns the loss of one microbatch, from ``loss_fn`` or from the model's ``output``.
 
-    With ``loss_fn``: its result, a 0-dim tensor or (sum, weight), optionally followed by a dict of metrics by name,
-    each a number, a 0-dim tensor or (sum, weight). Without: ``output.loss``, ``output["loss"]``, a 0-dim output, or the
-    one 0-dim floating tensor of a tuple.
+    With ``loss_fn``: it returns a 0-dim tensor or (sum, weight), optionally followed by a dict of metrics by name. Each
+    metric is a number, a 0-dim tensor or (sum, weight). Without ``loss_fn``, the loss is ``output.loss``,
+    ``output["loss"]``, a 0-dim output, or the one 0-dim floating tensor of a tuple.
 
-    ``names``: the metrics that the run averages; None ignores all returned metrics. ``weight``: that of a mean.
+    ``names``: metrics that the run averages; None: returned metrics are ignored. ``weight``: weight of a loss that is a
+    mean.
 
     Raises:
         EngineError: there is no loss, or it is not a 0-dim floating tensor; a metric is missing, is not named, or is
@@ -68,7 +69,8 @@ def _without_metrics(found: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def with_metrics(loss: WeightedLoss, metrics: Mapping[str, Any], names: Sequence[str]) -> WeightedLoss:
-    """Returns ``loss`` with the metrics that a user's loop passes with it; an absent metric has weight 0.
+    """Returns ``loss`` with ``metrics``, which a user's loop passes to ``backward``. A metric in ``names`` that is
+    absent has weight 0.
 
     Raises:
         EngineError: a metric is not named in ``monitor.metrics``, or is not a number.
@@ -117,14 +119,24 @@ def _number(value: Any, name: str, by: str) -> Tensor | float:
 
 
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
-    """Returns a 0-dim loss, or a pair (sum, weight), as :class:`WeightedLoss`; raises EngineError for anything else."""
+    """Converts ``found``, a 0-dim loss or a pair (sum, weight), to a :class:`WeightedLoss`; a single loss has weight 1.
+
+    ``what``: subject of the error message, with {} for "loss", "sum" or "weight".
+
+    Raises:
+        EngineError: ``found`` is neither.
+    """
     if isinstance(found, tuple) and len(found) == 2:
         return WeightedLoss(check_scalar(found[0], what.format("sum")), _check_weight(found[1], what.format("weight")))
     return WeightedLoss(check_scalar(found, what.format("loss")), 1.0)
 
 
 def check_scalar(loss: Any, what: str) -> Tensor:
-    """Returns ``loss`` if it is a 0-dim floating tensor; raises EngineError about ``what`` otherwise."""
+    """Returns ``loss`` if it is a 0-dim floating tensor. ``what``: subject of the error message.
+
+    Raises:
+        EngineError: ``loss`` is anything else.
+    """
     if not isinstance(loss, Tensor):
         given = f"a {type(loss).__name__}"
     elif loss.ndim or not loss.is_floating_point():
@@ -149,7 +161,11 @@ def _check_weight(weight: Any, what: str) -> Tensor | float:
 
 
 def check_trainable(loss: Tensor) -> None:
-    """Raises EngineError for a loss without gradient."""
+    """Checks that ``loss`` requires a gradient.
+
+    Raises:
+        EngineError: the loss does not depend on any trainable parameter.
+    """
     if not loss.requires_grad:
         raise EngineError(
             "the loss does not depend on any trainable parameter; check requires_grad, torch.no_grad and detach in "
@@ -158,7 +174,9 @@ def check_trainable(loss: Tensor) -> None:
 
 
 def has_loss(output: Any) -> bool:
-    """Returns True if a model output contains a loss, valid or not."""
+    """Returns True if a model output contains a loss: a ``loss`` entry, a 0-dim output, or one 0-dim tensor in a
+    tuple.
+    """
     try:
         found = _loss_in(output)
     except EngineError:
@@ -191,10 +209,11 @@ _ARGUMENT = "gather_rows"
 
 
 class RowGather:
-    """All-gather of rows over dp with gradients; before ``open`` it returns only shapes, for planning.
+    """Differentiable all-gather of rows over dp, for contrastive losses that compare rows of all data ranks. Before
+    :meth:`open` it returns only shapes, for planning.
 
-    forward     rows [b, ...] of each data rank -> [N*b, ...] on all of them        all-gather over dp
-    backward    gradient of all rows -> its sum over ranks for the own rows         reduce-scatter over dp
+        forward     rows [b, ...] of each data rank -> [N*b, ...] on all of them        all-gather over dp
+        backward    gradient of all rows -> its sum over ranks for the own rows         reduce-scatter over dp
 
     The engine's gradient is that of the mean of all ranks' losses (of sum over weight, if a loss is a pair). Every term
     counts exactly once, even if each rank computes the loss of the whole batch.
@@ -206,7 +225,7 @@ class RowGather:
         self.comm: Comm | None = None
 
     def open(self, comm: Comm) -> None:
-        """Enables communication over ``comm``."""
+        """Enables communication: later calls gather rows through ``comm``."""
         self.comm = comm
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -221,7 +240,7 @@ class RowGather:
         return gathered
 
     def given_to(self, loss_fn: LossFunction | None) -> LossFunction | None:
-        """Returns ``loss_fn`` with this object as its argument ``gather_rows``, if it has one."""
+        """Returns ``loss_fn``. If it has a parameter ``gather_rows``, this object is bound to it."""
         try:
             named = loss_fn is not None and _ARGUMENT in inspect.signature(loss_fn).parameters
         except (TypeError, ValueError):  # a callable without a signature

@@ -27,7 +27,7 @@ from engine.program.router_replay import RouterReplay
 
 
 class ForwardResult(NamedTuple):
-    """Output and loss of a microbatch.
+    """Model output and loss of one microbatch.
 
     Drop it early: the logits of a large vocabulary are the largest tensor of a step.
     """
@@ -38,7 +38,9 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Model, loss function and dtypes as one function of a microbatch; each pipeline stage runs a part of it."""
+    """Model, loss function, dtypes and device as one function of a microbatch. Under pipeline parallelism each stage
+    runs a part of it.
+    """
 
     model: nn.Module
     loss_fn: LossFunction | None
@@ -57,17 +59,17 @@ class Program:
     copies: PinnedCopies = field(default_factory=PinnedCopies, compare=False)
 
     def move(self, batch: Batch) -> Batch:
-        """Returns a microbatch copied to the device."""
+        """Returns a copy of the nested batch with all tensors on the program's device."""
         return map_tensors(batch, lambda tensor: self.copies.bring(tensor, self.device))
 
     def cast(self, batch: Batch) -> Batch:
-        """Returns a microbatch with floating tensors in the dtype of forward; the loss function receives it without
-        this cast.
+        """Returns the batch with floating-point tensors in the dtype of the model's inputs. The loss function receives
+        the uncast batch.
         """
         return cast_floats(batch, self.precision.inputs)
 
     def forward(self, microbatch: Batch) -> ForwardResult:
-        """Returns output and loss of one microbatch."""
+        """Moves one microbatch to the device, runs model and loss function, and returns output and loss."""
         moved = self.move(microbatch)
         output = self._run(moved, microbatch)
         return ForwardResult(output, self._loss(output, moved))
@@ -77,9 +79,10 @@ class Program:
         return find_loss(output, moved, self.loss_fn, self.metrics, weight)
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
-        """Returns the loss of an example batch for planning; for an output without a loss, a substitute.
+        """Returns the loss of an example microbatch, for planning. If the output has no loss, a substitute is computed
+        from every floating-point tensor of the output.
 
-        The substitute reads every floating tensor of the output, so that the plan sends all of them to the last stage.
+        The planner then sends all of these tensors to the last stage.
         """
         with self.precision.forward(self.device):
             return self._planned_loss(self.move(microbatch))
@@ -94,7 +97,7 @@ class Program:
         return WeightedLoss(torch.stack([leaf.float().square().mean() for leaf in found]).sum(), 1.0)
 
     def output(self, microbatch: Batch) -> Any:
-        """Returns the model's output for one microbatch, which needs no labels."""
+        """Returns the model's output for one microbatch, without computing a loss."""
         return self._run(self.move(microbatch), microbatch)
 
     def _run(self, moved: Batch, given: Batch | None = None) -> Any:
@@ -114,7 +117,9 @@ class Program:
             raise _mixed_dtypes(error, self.precision.compute) from error
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for one batch, or for arguments of the model's forward."""
+        """Returns the model's output for one batch, if it is the only positional argument, or for arguments of the
+        model's forward.
+        """
         given = self.move(args[0] if len(args) == 1 and not kwargs else kwargs)
         if self.replay is not None:
             self.replay.check(given)
@@ -125,18 +130,22 @@ class Program:
             return self.model(*self.cast(self.move(args)), **kept)
 
     def local_modules(self) -> AbstractContextManager[None]:
-        """Returns a context in which modules run on this rank's rows as plain tensors; here none does."""
+        """Returns a context for a trace, in which some modules run on this rank's positions as plain tensors. Here it
+        has no effect; :class:`ContextProgram` overrides it.
+        """
         return nullcontext()
 
     def check_trace(self, trace: ModelTrace) -> None:
-        """Checks a trace before pipeline stages run it; every stage has all that it needs."""
+        """Checks that pipeline stages can run a traced forward. Here it does nothing; :class:`ContextProgram` overrides
+        it.
+        """
 
     def on_shapes(self) -> AbstractContextManager[None]:
-        """Returns a context in which forwards communicate nothing."""
+        """Returns a context in which forwards trace shapes and communicate nothing. Here it has no effect."""
         return nullcontext()
 
     def on(self, device: torch.device) -> "Program":
-        """Returns the same program on another device."""
+        """Returns a copy of the program for another device."""
         return replace(self, device=device)
 
 
@@ -171,7 +180,9 @@ def _mixed_dtypes(error: RuntimeError, compute: torch.dtype) -> EngineError:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module in eval mode inside this context; afterwards each gets its previous mode."""
+    """Returns a context in which all modules of ``model`` are in eval mode; afterwards each gets its previous mode
+    back.
+    """
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -28,12 +28,13 @@ _NOTE = "takes the experts of each row from the batch, if it has them (router_re
 
 
 class RouterReplay:
-    """Choices of all routers of a model on this rank.
+    """Replay and recording of expert choices: routers use the expert indices in a batch's ``routed_experts`` instead of
+    their own choices.
 
     Args:
-        routers: the routers of the model in their order, and the number of the layer of each one.
-        layers: number of layers of the model, with layers without experts.
-        rows: finds the number of rows of a batch.
+        routers: routers of the model in order, each with the index of its layer.
+        layers: number of layers of the model, including layers without experts.
+        rows: rule that finds the number of rows of a batch.
     """
 
     def __init__(self, routers: Sequence[tuple[RouterChoice, int]], layers: int, rows: BatchRows) -> None:
@@ -52,7 +53,7 @@ class RouterReplay:
         """Choices in the running forward; a block that sends rows to experts runs twice in it."""
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Wraps the forwards of the routers."""
+        """Wraps the forwards of all routers of ``model``."""
         for place, (choice, _) in enumerate(self._routers):
             module = model.get_submodule(choice.router)
             patches.wrap_forward(module, PatchLayer.EXPERTS, self._wrapped(place, module.forward), _NOTE)
@@ -99,7 +100,9 @@ class RouterReplay:
 
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
-        """Opens the forward of a microbatch, whose entry stays for its backward."""
+        """Returns a context for the forward of a microbatch. Routers in it use the batch's ``routed_experts``, which
+        also apply to recomputation in backward.
+        """
         if self._traces:
             yield
             return
@@ -119,7 +122,7 @@ class RouterReplay:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Opens a trace, in which routers choose themselves and nothing is recorded."""
+        """Returns a context for a trace, in which routers make their own choices and nothing is recorded."""
         before, self._traces = self._traces, True
         try:
             yield
@@ -127,15 +130,19 @@ class RouterReplay:
             self._traces = before
 
     def begin_backward(self, batch: Batch) -> None:
-        """Begins the backward of a microbatch, which may run blocks again."""
+        """Selects the ``routed_experts`` of ``batch`` for the backward of this microbatch, which may recompute
+        blocks.
+        """
         self._now, self._waiting = self._entry(batch), []
 
     def end_backward(self) -> None:
-        """Drops the record of forwards that waited for a backward."""
+        """Ends a backward: no earlier forward waits for its backward any more."""
         self._waiting = []
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns the context in which a block of the running forward runs again."""
+        """Returns a function that makes the context in which a block of the present forward is recomputed, with the
+        same expert choices.
+        """
         now = self._now
 
         @contextmanager
@@ -155,10 +162,11 @@ class RouterReplay:
     # ------------------------------------------------------------------ checks
 
     def check(self, batch: Batch) -> None:
-        """Checks the entry of a batch, if it has one. The host reads its values.
+        """Checks ``routed_experts`` of a batch, if present. Reads the values on the host, which synchronizes the
+        device.
 
         Raises:
-            EngineError: another shape, another number of layers, or a number that is not one of an expert.
+            EngineError: a wrong shape or number of layers, an invalid expert index, or an expert twice at one position.
         """
         entry = _entry_of(batch)
         if entry is None:
@@ -204,7 +212,9 @@ class RouterReplay:
 
     @contextmanager
     def recording(self) -> Iterator[Mapping[str, list[Tensor]]]:
-        """Records the choices of forwards inside, each router's in their order."""
+        """Returns a context that records the routers' choices. Its value maps each router's name to a list with one
+        int32 tensor [rows, positions, k] per forward.
+        """
         self._recorded = {}
         try:
             yield self._recorded
@@ -212,9 +222,10 @@ class RouterReplay:
             self._recorded = None
 
     def joined(self, recorded: Mapping[str, list[Tensor]], rows: int, comm: Comm, device: torch.device) -> Tensor:
-        """Returns the choices of ``rows`` rows, int32 [rows, positions, layers with routers, k], on every rank.
+        """Joins the choices that :meth:`recording` has recorded on all stages. Returns int32 [``rows``, positions,
+        layers with routers, k] on every rank.
 
-        Stages have the choices of their layers: two all-reduces over pp, label "routing".
+        Sends two all-reduces over pp, label "routing".
 
         Raises:
             EngineError: a router was not called once for each row.

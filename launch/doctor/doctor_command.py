@@ -37,7 +37,7 @@ _SECONDS = 30
 
 
 def add_doctor_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine doctor``."""
+    """Adds the arguments of ``trine doctor`` to the parser ``command``."""
     about = "configuration of the training; without one, all ranks are data ranks"
     command.add_argument("config", type=Path, nargs="?", help=about)
     about = f"time limit of a rank's answer (default {_SECONDS})"
@@ -46,10 +46,10 @@ def add_doctor_options(command: ArgumentParser) -> None:
 
 
 def run_doctor(options: Namespace) -> None:
-    """Examines the ranks, prints the report, and exits with 1 if training would not start.
+    """Examines all ranks of the job and prints the report on rank 0. Exits with status 1 if training would not start.
 
     Raises:
-        EngineError: the result cannot be written, or the variables of the launcher contradict each other.
+        EngineError: the result cannot be written, or the launcher's environment variables contradict each other.
     """
     if options.timeout < 1:
         raise ConfigError(f"--timeout {options.timeout} is below 1; give the time limit of a rank's answer in seconds.")
@@ -168,7 +168,7 @@ def _conclude(examination: "Examination", seen: Examined, path: Path | None) -> 
 
 
 def result_json(seen: Examined, findings: Sequence[HostFinding]) -> dict[str, Any]:
-    """Returns all results as a JSON object."""
+    """Returns findings, facts and measurements as one JSON object; "starts" is True if training would start."""
     starts = not any(finding.severity == "error" for finding in findings)
     return {"starts": starts, "findings": [asdict(finding) for finding in findings], **seen.to_json()}
 
@@ -200,7 +200,7 @@ _MOST_ROWS = 64
 
 
 def report_lines(seen: Examined, findings: Sequence[HostFinding]) -> Iterator[str]:
-    """Yields the lines of the whole report."""
+    """Yields the lines of the printed report: tables of hosts, ranks and links, then findings and verdict."""
     hosts = Hosts(seen.facts)
     grid = "" if seen.grid is None else f", {Grid(order=seen.order, **seen.grid).shape}"
     yield f"{_number(len(seen.facts), 'rank')} of {seen.size} on {_number(len(hosts.ranks), 'host')}{grid}"
@@ -218,7 +218,7 @@ def report_lines(seen: Examined, findings: Sequence[HostFinding]) -> Iterator[st
 
 
 def verdict_line(findings: Sequence[HostFinding]) -> str:
-    """Returns the last line of the report: the verdict with the numbers of errors and warnings."""
+    """Returns the last line of the report, such as "training would start: 1 warning"."""
     errors = sum(finding.severity == "error" for finding in findings)
     warnings = len(findings) - errors
     counted = [_number(errors, "error")] * bool(errors) + [_number(warnings, "warning")] * bool(warnings)

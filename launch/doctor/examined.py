@@ -27,7 +27,7 @@ from engine.parallel.grid import Order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceFacts:
-    """Network interface of a host."""
+    """Network interface of a host, with its addresses and speed."""
 
     name: str
     addresses: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class InterfaceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """GPU that is visible to a rank."""
+    """GPU that a rank can use: its name and its memory in bytes."""
 
     name: str
     bytes: int
@@ -50,7 +50,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Facts about a host, as one of its ranks sees it."""
+    """Facts about a host, collected by one of its ranks: software versions, GPUs, network and limits."""
 
     name: str
     identity: str
@@ -81,8 +81,8 @@ class HostFacts:
     infiniband: bool = False
 
     def carrier(self) -> InterfaceFacts | None:
-        """Returns the network interface of gloo: the configured one, or one with an address of the host's name; None if
-        unknown.
+        """Returns the network interface that gloo uses: the configured one, or the one with an address of the host's
+        name. Returns None if it is unknown.
         """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
@@ -95,7 +95,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Facts about a rank: host, device, and reasons why training would not start."""
+    """Facts about a rank: its host, its device, and the reason why training would not start there."""
 
     rank: int
     local_rank: int
@@ -108,7 +108,7 @@ class RankFacts:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "RankFacts":
-        """Rebuilds the facts from the result of ``asdict``."""
+        """Rebuilds a :class:`RankFacts` from its JSON object."""
         host = dict(facts["host"])
         host["gpus"] = tuple(GpuFacts(**gpu) for gpu in host["gpus"])
         given = ({**one, "addresses": tuple(one["addresses"])} for one in host["interfaces"])
@@ -119,7 +119,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockFigure:
-    """Measured offset between the clocks of a host and of rank 0, in seconds."""
+    """Measured difference between the clock of a host and that of rank 0's host, in seconds."""
 
     host: str
     seconds: float
@@ -129,7 +129,9 @@ class ClockFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFigure:
-    """Measured all-reduce of one group of an axis, while all groups of the axis communicated."""
+    """Measured latency and rate of one group of ranks along a grid axis, while the axis's other groups communicated
+    too.
+    """
 
     axis: str
     ranks: tuple[int, ...]
@@ -150,7 +152,7 @@ class AxisFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairFigure:
-    """Measured messages between two hosts, both directions at once."""
+    """Measured latency and rate of messages between two hosts."""
 
     hosts: tuple[str, str]
     latency: float
@@ -162,7 +164,7 @@ class PairFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """All results, up to the end or the first failure."""
+    """Result of ``trine doctor``: facts about all ranks, and all measurements up to the end or the first failure."""
 
     size: int
     """Number of ranks of the job."""
@@ -199,7 +201,9 @@ class Examined:
 
 @dataclass(slots=True)
 class Hosts:
-    """Names of hosts, and the ranks on each; hosts with equal names get their addresses appended."""
+    """Display names of the job's hosts, with the ranks on each. A host name that occurs several times is followed by an
+    address.
+    """
 
     facts: tuple[RankFacts, ...]
     of_rank: dict[int, str] = field(init=False)
@@ -219,12 +223,15 @@ class Hosts:
             self.ranks.setdefault(self.of_rank[one.rank], []).append(one)
 
     def host(self, name: str) -> HostFacts:
-        """Returns the facts that a host's first rank has reported."""
+        """Returns the facts about the host with the display name ``name``, as reported by its first rank."""
         return self.ranks[name][0].host
 
 
 def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
-    """Collects the facts about this host that need no torch; ``target``: address of the rendezvous."""
+    """Collects the facts about this host that do not need torch.
+
+    ``variables``: environment variables. ``target``: address of the rendezvous, for the route to it.
+    """
     name, identity = socket.gethostname(), host_identity()
     size, free = _shared_memory()
     return HostFacts(
@@ -276,7 +283,9 @@ def _memory_free() -> int | None:
 
 
 def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> HostFacts:
-    """Adds GPUs and NCCL to the facts, from torch, after a test of ``device``."""
+    """Returns ``host`` with its GPUs and the NCCL version, read through torch. It first runs a small kernel on
+    ``device``, unless that is empty.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -322,7 +331,7 @@ _UNKNOWN = 0xFFFFFFFF
 
 
 def network_interfaces() -> tuple[InterfaceFacts, ...]:
-    """Returns all network interfaces, with known addresses and speeds."""
+    """Returns all network interfaces of this host, with addresses and speeds where known."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         return tuple(_interface(asking, name) for _, name in socket.if_nameindex())
 

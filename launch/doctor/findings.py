@@ -24,7 +24,7 @@ _MOST_SENTENCES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFinding:
-    """Error or warning about a job."""
+    """Error or warning about a job's hosts, as one sentence."""
 
     severity: Literal["error", "warning"]
     """Severity; "error": training would not start."""
@@ -34,7 +34,7 @@ class HostFinding:
 
 
 def find_all(seen: Examined) -> list[HostFinding]:
-    """Returns all findings, errors first."""
+    """Derives errors and warnings from ``seen``, the result of ``trine doctor``'s checks; errors come first."""
     hosts = Hosts(seen.facts)
     found = [
         *_answers(seen, hosts),
@@ -273,14 +273,16 @@ _ROUGH = 0.1
 
 
 def link_findings(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, str]]:
-    """Yields (kind, sentence) for each problem with a link."""
+    """Yields (kind, sentence) for each link problem: tensor ranks on several hosts, slow axes, and a slow pair of
+    hosts.
+    """
     yield from _wide_tensor(seen, hosts)
     yield from _slow_axes(seen)
     yield from _slowest_pair(seen.pairs)
 
 
 def in_megabytes(rate: float) -> str:
-    """Formats bytes per second as MB/s or GB/s."""
+    """Formats a rate in bytes per second as MB/s, or as GB/s from 10 GB/s on."""
     return f"{rate / 1e9:.1f} GB/s" if rate >= 1e10 else f"{rate / 1e6:.{0 if rate >= 1e7 else 1}f} MB/s"
 
 

@@ -44,11 +44,13 @@ _REACHING = "reaching the meeting point"
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """One rank's part in the examination of a job; call ``run`` once.
+    """One rank's part in ``trine doctor``'s joint check of a job, along the steps of training's start. :meth:`run` is
+    called once.
 
     Args:
         own: facts about this rank.
-        config: configuration resolved for the job; None: ``own`` contains the reason.
+        config: configuration resolved for the job; None: it is invalid, and ``own.problem`` contains the reason.
+        seconds: timeout of each phase.
         tell: called with the name of each phase.
     """
 
@@ -83,7 +85,7 @@ class Examination:
         )
 
     def run(self) -> Examined:
-        """Runs the examination; the result on rank 0 covers all ranks."""
+        """Runs all phases of the check with timeouts and returns the result. On rank 0 it covers all ranks."""
         ended = threading.Event()
         self._enter(self._phase, _MEETING_GRACE_SECONDS)
         threading.Thread(target=self._work, args=(ended,), daemon=True).start()
@@ -106,7 +108,9 @@ class Examination:
         return f"no answer within {self.seconds:g} s: {self._phase}{'; ' * bool(words)}{words}."
 
     def say(self, verdict: Mapping[str, Any]) -> None:
-        """Sends rank 0's verdict to all other ranks, and waits until they have read it."""
+        """Sends ``verdict``, rank 0's conclusion as a JSON object, to all other ranks, and waits a few seconds until
+        they have read it.
+        """
         store, others = self._store, [one.rank for one in self.seen.facts if one.rank not in (0, *self.seen.silent)]
         if store is None or not others:
             return
@@ -122,7 +126,7 @@ class Examination:
         self._limited(speak, 2 * _GRACE_SECONDS)
 
     def hear(self) -> dict[str, Any] | None:
-        """Receives rank 0's verdict on another rank; None if there is none."""
+        """Receives rank 0's verdict on any other rank, as a JSON object; None if it does not arrive in time."""
         store, heard = self._store, list[dict[str, Any]]()
         if store is None:
             return None

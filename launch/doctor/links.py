@@ -34,7 +34,11 @@ _CLOCK_REPEATS = 8
 
 
 def tournament(count: int) -> list[list[tuple[int, int]]]:
-    """Returns rounds of disjoint pairs of ``count`` hosts that include every pair once."""
+    """Returns rounds of host pairs such that a host is in at most one pair of a round. Each pair is (index, index)
+    below ``count``.
+
+    Up to 16 hosts, the rounds contain every pair once; for more hosts, only neighbours in a ring.
+    """
     if count < 2:
         return []
     if count > MOST_HOSTS:
@@ -52,12 +56,13 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def ladder(call: Callable[[int], float]) -> int:
-    """Increases the message size of ``call`` while the call is fast, then repeats the last size; returns it in bytes.
+    """Finds the message size for a rate measurement: doubles it while ``call`` is fast, then repeats the last size.
+    Returns that size in bytes.
 
-    Switches buffer small messages, which hides a slow link.
+    Large messages are needed because switches buffer small ones, which hides a slow link.
 
     Args:
-        call: function of a size that returns its seconds.
+        call: sends a message of the given size, and returns its seconds.
     """
     size = PROBE
     call(size)
@@ -69,25 +74,25 @@ def ladder(call: Callable[[int], float]) -> int:
 
 
 class Stopwatch:
-    """Durations in seconds by message size; ignores the first duration of a size if there are others."""
+    """Record of durations in seconds, by message size."""
 
     def __init__(self) -> None:
         self._taken: dict[int, list[float]] = {}
 
     def note(self, size: int, seconds: float) -> float:
-        """Records the seconds of a call, and returns them."""
+        """Records the duration ``seconds`` of a call with ``size`` bytes, and returns ``seconds``."""
         self._taken.setdefault(size, []).append(seconds)
         return seconds
 
     def median(self, size: int) -> float:
-        """Returns the median seconds for a size."""
+        """Returns the median duration for ``size``; the first call is left out if there are others."""
         found = self._taken[size]
         return median(found[1:] or found)
 
 
 @dataclass(frozen=True, slots=True)
 class PairTimes:
-    """Measured times of a pair of hosts, reported by the first one."""
+    """Measured latency in seconds and rate in bytes per second between two hosts, given by their indices."""
 
     hosts: tuple[int, int]
     latency: float
@@ -95,8 +100,10 @@ class PairTimes:
 
 
 def measure_pairs(group: HostGroup, leaders: Sequence[int]) -> list[PairTimes]:
-    """Measures all pairs in rounds; every leader (one rank per host) calls it. Returns the pairs that this leader
-    reports.
+    """Measures the links between pairs of hosts, in rounds of disjoint pairs. All leaders, one rank per host, must call
+    it.
+
+    Returns the results of the pairs in which this leader's host is the first.
 
     Raises:
         EngineError: a leader does not answer.
@@ -172,9 +179,10 @@ def _follow(other: _Partner) -> None:
 
 
 def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float, float]]:
-    """Measures (seconds ahead of the first leader, maximum error) of each host's clock; all leaders call it.
+    """Measures the clocks of all hosts against the first leader's. All leaders, one rank per host, must call it.
 
-    As in NTP, the shortest round trip has the smallest error.
+    Returns on the first leader (seconds ahead, maximum error) for each other host; an empty list on the others. As in
+    NTP, the shortest round trip determines the offset.
 
     Raises:
         EngineError: a leader does not answer.
@@ -208,7 +216,9 @@ _Call = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class AxisTimes:
-    """Measured times of one rank in a group of an axis."""
+    """One rank's measured latency in seconds and rate in bytes per second within its group of ranks along a grid
+    axis.
+    """
 
     axis: str
     ranks: tuple[int, ...]
@@ -218,7 +228,8 @@ class AxisTimes:
 
 
 def measure_axes(comm: Comm, device: torch.device) -> Iterator[AxisTimes]:
-    """Measures the collectives of each axis with several ranks, in all groups at once, as in training.
+    """Measures an all-reduce along each grid axis, and sends between pipeline stages. All groups of an axis communicate
+    at once, as in training. Yields this rank's times.
 
     Raises:
         EngineError: a rank does not join.
@@ -309,9 +320,10 @@ class _Meter:
 def axis_figures(
     times: Sequence[AxisTimes], grid: Grid, hosts: Hosts, device: torch.device, shared: bool
 ) -> list[AxisFigure]:
-    """Combines the ranks' times by group, with the expected rate of each link; ``shared``: tensor ranks share memory.
+    """Combines the times of all ranks into one result per group, with the expected rate of its link. The slowest rank
+    of a group counts.
 
-    A group is as slow as the slowest of its ranks.
+    ``shared``: True if tensor ranks of a host communicate through shared memory.
     """
     by_group: dict[tuple[str, tuple[int, ...]], list[AxisTimes]] = {}
     for one in times:

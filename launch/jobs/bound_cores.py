@@ -16,10 +16,10 @@ MODULE = "engine.launch.jobs.bound_cores"
 
 
 def read_cores(text: str) -> tuple[int, ...]:
-    """Parses a list of CPU cores such as ``0-3,8``.
+    """Parses a list of CPU cores and ranges such as ``0-3,8``; returns the core numbers, sorted and distinct.
 
     Raises:
-        LaunchError: it is not such a list.
+        LaunchError: the text is not such a list.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -33,7 +33,8 @@ def read_cores(text: str) -> tuple[int, ...]:
 
 
 def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """Returns the cores of the local rank ``rank``, one of ``ranks`` on this host: a contiguous slice of ``cores``.
+    """Returns the CPU cores for the local rank ``rank`` of ``ranks`` on this host: an equal, contiguous slice of
+    ``cores``.
 
     Raises:
         LaunchError: there are fewer cores than ranks.
@@ -48,7 +49,9 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Binds this process to its cores, and executes the program.
+    """Binds this process to its share of the host's CPU cores, by LOCAL_RANK, then replaces it by another program.
+
+    ``words``: optionally ``--cores LIST``, then the program and its arguments.
 
     Raises:
         LaunchError: there are too few cores, or the host lacks them.

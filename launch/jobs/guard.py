@@ -32,7 +32,9 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 def watch_over_torchrun() -> None:
-    """Replaces an older guard of the same job on this host, runs torchrun, and exits with its exit code."""
+    """Runs torchrun on this host while the launcher stays connected over ssh, then exits with torchrun's exit code. An
+    older guard of the same job is ended first.
+    """
     wish = json.loads(sys.stdin.readline())
     libc = ctypes.CDLL(None)
     libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)

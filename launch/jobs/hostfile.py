@@ -30,7 +30,7 @@ _LINE = re.compile(rf"(?:{_NAME}|(?P<six>{_USER}{_SIX})(?:{_SLOTS.replace('slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Host of a job, from one line of a hostfile."""
+    """Host of a job, as one line of a hostfile describes it."""
 
     name: str
     """Name for ssh, such as ``node0`` or ``user@node0``."""
@@ -41,15 +41,15 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Host name or IP address without the user."""
+        """Host name or IP address, without the user name for ssh."""
         return self.name.rpartition("@")[2]
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Reads all hosts, in the order of the file.
+    """Reads the hosts of a hostfile in the formats of DeepSpeed and MPI, in the order of the file.
 
     Raises:
-        LaunchError: the file cannot be read, names no host, or has wrong lines; all of them are listed.
+        LaunchError: the file cannot be read, names no host, or has malformed lines; the message lists all of these.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -89,10 +89,10 @@ def _problems_of(host: Host, before: list[Host], place: str) -> Iterator[LaunchE
 
 
 def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """Selects hosts, and GPUs on them, by ``--include`` or ``--exclude``.
+    """Returns the hosts that ``--include`` or ``--exclude`` leaves, restricted to the selected GPUs.
 
     Raises:
-        LaunchError: both are given; one names an unlisted host or missing GPUs; or no host remains.
+        LaunchError: both options are given, one names an unlisted host or missing GPUs, or no host remains.
     """
     if include is not None and exclude is not None:
         raise LaunchError("--include and --exclude both select hosts; give one of them.")

@@ -69,7 +69,7 @@ FLAGS = {"local": "a job on this host", "ssh": "--hostfile", "slurm": "--slurm",
 
 
 def add_launch_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine launch``."""
+    """Adds the arguments of ``trine launch`` to the parser ``command``."""
     add = command.add_argument
     add("--ranks-per-node", type=_count, metavar="N", help="ranks of a node; default: the number of its GPUs")
     add("--nodes", metavar="N", help="number of nodes, or MIN:MAX for an elastic job")
@@ -128,7 +128,7 @@ def _count(text: str) -> int:
 
 
 def launch(options: Namespace) -> int:
-    """Starts the job or writes its file; returns the exit status.
+    """Starts the job of ``trine launch``, or writes its batch script or manifest; returns the exit status.
 
     Raises:
         LaunchError: options are wrong; the message lists all problems, before anything is started.

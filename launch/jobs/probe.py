@@ -20,7 +20,9 @@ SOURCES = (".py", ".json")
 
 
 def gpu_names() -> list[str]:
-    """Returns the names of the GPUs on this host from ``nvidia-smi``, without torch."""
+    """Returns the names of the GPUs that CUDA_VISIBLE_DEVICES leaves on this host, from ``nvidia-smi`` and without
+    torch.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None or given == "":
         return []
@@ -36,7 +38,7 @@ def gpu_names() -> list[str]:
 
 
 def tell_facts() -> None:
-    """Reads the launcher's request from stdin, and prints facts about this host as one line of JSON."""
+    """Answers the launcher: reads its question from stdin, and prints facts about this host as one line of JSON."""
     question = json.loads(sys.stdin.readline())
     print(MARK + json.dumps(_answer(question)), flush=True)
 
@@ -72,7 +74,9 @@ def _version(package: str) -> str:
 
 
 def sources_digest(folder: "str | os.PathLike[str]") -> str:
-    """Returns a digest of names and bytes of all source files in ``folder``; empty if one is unreadable."""
+    """Returns a short SHA-256 digest over names and contents of all source files in ``folder``; empty if a file is
+    unreadable.
+    """
     found = [
         os.path.join(base, name)
         for base, _, names in os.walk(folder, followlinks=True)

@@ -28,7 +28,7 @@ _FIRST = "import sys,json;exec(json.loads(sys.stdin.readline()))"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshRequest:
-    """Hosts of a job, and the ssh command that reaches them."""
+    """Hosts of a job, with the ssh command and Python interpreter to reach them."""
 
     hostfile: Path
     hosts: tuple[Host, ...]
@@ -39,14 +39,18 @@ class SshRequest:
     python: str
 
     def command(self, host: Host) -> list[str]:
-        """Returns the local command that runs a program on a host."""
+        """Returns the local ssh command that runs a Python program on ``host``; the program's source is sent over
+        stdin.
+        """
         connect = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(self.seconds))}")
         return [*self.ssh, *connect, *ALIVE, "-T", host.name, f"exec {shlex.quote(self.python)} -u -c '{_FIRST}'"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Answer of a host to the probe, or the reason why there is none."""
+    """Answer of a host to the probe, a small program that reports facts about it; or the reason for a missing
+    answer.
+    """
 
     facts: Mapping[str, Any] | None
     """Facts about the host; None: no answer."""
@@ -57,17 +61,21 @@ class Answer:
 
 
 def input_of(program: Path, question: Mapping[str, Any]) -> bytes:
-    """Returns the two lines of stdin for a remote program: its source code and its request."""
+    """Returns the stdin of a remote program, two lines of JSON: the source code of ``program`` and its input
+    ``question``.
+    """
     return f"{json.dumps(program.read_text(encoding='utf-8'))}\n{json.dumps(dict(question))}\n".encode()
 
 
 def guard_input(wish: Mapping[str, Any]) -> bytes:
-    """Returns the stdin of the guard on a host, for the request ``wish``."""
+    """Returns the stdin that starts the guard of torchrun on a host; ``wish``: its request, from
+    :meth:`SshPlan.wish`.
+    """
     return input_of(Path(guard.__file__), wish)
 
 
 def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
-    """Runs the probe on a host within the timeout, and returns its JSON answer."""
+    """Runs the probe on ``host`` over ssh and returns its answer, or the reason for its failure."""
     given = input_of(Path(probe.__file__), question)
     try:
         done = subprocess.run(
@@ -86,7 +94,7 @@ def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
 
 
 def failure_message(lines: Sequence[str]) -> str:
-    """Returns the reason in ssh's last line, without program name, host and port."""
+    """Returns the last line of ssh's error output without program name, host and port; empty if there is no output."""
     content = [line.strip() for line in lines if line.strip()]
     if not content:
         return ""
@@ -100,7 +108,7 @@ AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReply:
-    """Facts about a host that answered the probe."""
+    """Facts about a host that answered the probe, the program that checks a host before the job starts."""
 
     host: Host
     folder: bool
@@ -126,7 +134,10 @@ class HostReply:
 
 
 def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict[str, Any]:
-    """Returns the probe's question; ``port``: port of the store on its host, 0 for any."""
+    """Returns the input of the probe, the program that checks a host before the job starts.
+
+    ``port``: port that must be free on the host; 0: find any; None: check none.
+    """
     names = [host.address for host in ssh.hosts] if len(ssh.hosts) > 1 else []
     return {
         "folder": str(request.folder),
@@ -139,7 +150,7 @@ def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweringHosts:
-    """Hosts on which a job starts, in the order of the hostfile, and unreachable hosts of an elastic job."""
+    """Result of probing all hosts: the ones on which the job starts, and the unreachable ones of an elastic job."""
 
     found: tuple[HostReply, ...]
     absent: Mapping[Host, str]
@@ -147,7 +158,8 @@ class AnsweringHosts:
 
 
 def examine(request: JobRequest, ssh: SshRequest) -> AnsweringHosts:
-    """Probes all hosts and compares them. An elastic job starts on the answering hosts, if there are enough.
+    """Probes all hosts in parallel and compares their software, sources and GPUs. An elastic job may start without some
+    of them.
 
     Raises:
         LaunchError: hosts do not answer or differ; the message lists all problems.
@@ -180,7 +192,7 @@ def examine(request: JobRequest, ssh: SshRequest) -> AnsweringHosts:
 
 
 def unanswered(ssh: SshRequest, host: Host, answer: Answer) -> LaunchError:
-    """Returns the error for a host that did not answer the probe."""
+    """Returns the error for a host that did not answer the probe, with ``answer.reason``."""
     if not answer.lost:
         return LaunchError(
             f"{host.name}: {ssh.python} does not run there ({answer.reason}); give --python PATH of one on all hosts."
@@ -215,7 +227,7 @@ def _own_problems(request: JobRequest, ssh: SshRequest, facts: HostReply) -> Ite
 
 
 def differences(facts: HostReply, other: HostReply, script: str) -> Iterator[LaunchError]:
-    """Yields an error for each difference between two hosts that must be equal."""
+    """Yields an error for each difference between two hosts in Python, packages, script, sources or GPUs."""
     name, than = facts.host.name, other.host.name
     if facts.python != other.python:
         yield LaunchError(
@@ -257,11 +269,11 @@ def _port_problem(request: JobRequest, facts: HostReply) -> list[LaunchError]:
 
 
 def ranks_on(request: JobRequest, facts: HostReply) -> int:
-    """Returns the number of ranks on a host: as requested, by the hostfile, one per GPU, or one."""
+    """Returns the number of ranks on a host: the requested number, else the hostfile's, else one per GPU, else 1."""
     return request.ranks_per_node or facts.host.slots or len(facts.gpus) or 1
 
 
 def free_port(request: JobRequest, ssh: SshRequest, host: Host) -> int:
-    """Returns a free port for the store on its new host; 0 if the host does not answer."""
+    """Returns a free port on ``host`` for the rendezvous store; 0 if the host does not answer."""
     answer = ask(ssh, host, question_for(request, ssh, 0))
     return int(answer.facts["port"]) if answer.facts is not None else 0

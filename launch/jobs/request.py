@@ -20,7 +20,7 @@ PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "NCCL_*", "GLOO_*", "TRINE_*")
 
 
 def refuse_all(problems: Sequence[LaunchError]) -> None:
-    """Raises all problems as one error, one per line; does nothing without problems.
+    """Raises one error with all ``problems``, one per line; does nothing if there are none.
 
     Raises:
         LaunchError: ``problems`` is not empty.
@@ -31,7 +31,7 @@ def refuse_all(problems: Sequence[LaunchError]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCount:
-    """Number of nodes of a job; minimum and maximum for an elastic job."""
+    """Number of nodes of a job; for an elastic job, its minimum and maximum."""
 
     least: int
     most: int
@@ -39,7 +39,9 @@ class NodeCount:
 
     @classmethod
     def parse(cls, text: str, option: str, elastic: bool = False) -> Self:
-        """Parses ``4`` or ``2:4``; with ``elastic``, only a range.
+        """Parses a number of nodes such as ``4``, or a range such as ``2:4`` for an elastic job.
+
+        ``option``: name of the option in the error message. ``elastic``: only a range is accepted.
 
         Raises:
             LaunchError: it is not a number of nodes.
@@ -84,11 +86,12 @@ class JobRequest:
 
     @property
     def elastic(self) -> bool:
-        """True if nodes may leave and join."""
+        """True if nodes may leave and join while the job runs."""
         return self.nodes is not None and self.nodes.elastic
 
     def ranks(self, why: str) -> int:
-        """Returns the ranks per node, for launch methods that cannot count GPUs; ``why``: reason for the error.
+        """Returns the number of ranks per node, which must be given if the launcher cannot count the GPUs of the nodes.
+        ``why``: subject of the error message.
 
         Raises:
             LaunchError: the number is not specified.
@@ -101,10 +104,10 @@ class JobRequest:
 
 
 def exported(wishes: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of ``--export NAME`` or ``NAME=VALUE``.
+    """Returns the environment variables that ``--export NAME`` or ``--export NAME=VALUE`` selects, by name.
 
     Raises:
-        LaunchError: an invalid name, or a variable that the launcher's environment lacks.
+        LaunchError: a name is invalid, or the launcher's environment lacks the variable.
     """
     found: dict[str, str] = {}
     for wish in wishes:
@@ -118,7 +121,7 @@ def exported(wishes: Iterable[str], environment: Mapping[str, str]) -> dict[str,
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables that every host gets without ``--export``."""
+    """Returns the environment variables that every host gets without ``--export``, by name."""
     return {
         name: value
         for name, value in environment.items()
@@ -168,7 +171,7 @@ ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 def add_deepspeed_options(command: ArgumentParser) -> None:
-    """Adds DeepSpeed's spellings of options that are defined already; ``--help`` does not show them."""
+    """Adds DeepSpeed's names for existing options of ``trine launch``, as hidden aliases."""
     command.set_defaults(became=[], refused=[])
     known = command._option_string_actions
     for ours, spellings in TAKEN.items():
@@ -231,13 +234,16 @@ class _Launcher(_Told):
 
 
 def drop_one_node(options: Namespace) -> None:
-    """Ignores ``--nodes 1`` without a hostfile or scheduler, as DeepSpeed's users pass it for one host."""
+    """Ignores ``--nodes 1`` without a hostfile or scheduler, because DeepSpeed's users pass it for a job on one
+    host.
+    """
     if options.nodes == "1" and options.hostfile is None and not options.slurm and options.kubernetes is None:
         options.nodes = None
 
 
 def environment_file() -> tuple[Path, dict[str, str]] | None:
-    """Reads the variables of ``.deepspeed_env``, here or in the home folder, which DeepSpeed passes to all hosts.
+    """Reads ``.deepspeed_env`` in the working or home folder, with variables for all hosts. Returns (path, variables),
+    or None if there is no such file.
 
     Raises:
         LaunchError: one of its lines is not NAME=VALUE.

@@ -28,7 +28,7 @@ WRITTEN = "# Written by trine launch"
 
 
 def write_job_file(path: Path, text: str) -> None:
-    """Writes a file of the launcher; refuses to overwrite a file from another source.
+    """Writes a generated job file. Refuses to overwrite a file that the launcher did not generate.
 
     Raises:
         LaunchError: another file exists, or the path cannot be written.
@@ -64,7 +64,7 @@ class SlurmRequest:
 
 
 def slurm_script(request: JobRequest, slurm: SlurmRequest) -> str:
-    """Returns the batch script of a job for sbatch.
+    """Returns the batch script for Slurm's ``sbatch`` as text.
 
     Raises:
         LaunchError: nodes or ranks are not specified.
@@ -162,7 +162,7 @@ exit "$status"
 
 
 def submit(path: Path) -> int:
-    """Submits the script to Slurm; returns the exit status of sbatch.
+    """Submits the batch script ``path`` to Slurm; returns the exit status of ``sbatch``.
 
     Raises:
         LaunchError: there is no sbatch.
@@ -196,7 +196,7 @@ class KubernetesRequest:
 
 
 def manifest(request: JobRequest, wish: KubernetesRequest) -> str:
-    """Returns the YAML manifest of a job.
+    """Returns the Kubernetes manifest of a job as YAML text.
 
     Raises:
         LaunchError: image, nodes or ranks are missing, or the name is invalid.

@@ -55,13 +55,13 @@ _ITS_FRAMES = re.compile(rb"Exception raised from |frame #\d+: |<omitting python
 
 
 class Screen:
-    """Printer of all hosts' output, line by line, prefixed by host names."""
+    """Printer of the output of all hosts, thread-safe, with the host name before each line."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def show(self, stream: IO[bytes], host: str, line: bytes) -> None:
-        """Prints a line of a host's output to ``stream``."""
+        """Prints ``line``, a line of a host's output, to ``stream``."""
         with self._lock, contextlib.suppress(BrokenPipeError):
             stream.write(f"[{host}] ".encode() + line.rstrip(b"\r\n") + b"\n")
             stream.flush()
@@ -73,7 +73,7 @@ class Screen:
 
 
 class HostRun:
-    """Process that runs torchrun on one host over ssh, with its output."""
+    """Local ssh process that runs torchrun on one host, with threads that read its output."""
 
     def __init__(self, host: Host, command: list[str], wish: Mapping[str, Any], screen: Screen) -> None:
         self.host = host
@@ -115,7 +115,9 @@ class HostRun:
             self._screen.show(target, self.host.name, line)
 
     def say(self, word: str) -> None:
-        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard of torchrun on the host."""
+        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard, the program that runs torchrun on the
+        host.
+        """
         self._write(f"{word}\n".encode())
 
     def _write(self, given: bytes) -> None:
@@ -125,7 +127,7 @@ class HostRun:
                 self._process.stdin.flush()
 
     def status(self) -> int | None:
-        """Returns the exit status once all output is printed; None while torchrun runs."""
+        """Returns the exit status after torchrun's end, once its output is printed; None while torchrun runs."""
         code = self._process.poll()
         if code is not None:
             for reader in self._readers:
@@ -137,26 +139,28 @@ class HostRun:
 
     @property
     def taken_down(self) -> bool:
-        """True if the root cause in torchrun's output is a failure of another rank, or a process that SIGTERM has
-        ended.
+        """True if torchrun's error report names, as root cause, the failure of another rank or a process ended by
+        SIGTERM. The origin is then on another host.
         """
         root = "".join(self._errors).rpartition("Root Cause")[2]
         return is_consequence(root) or re.search(r"exitcode +: -15\b", root) is not None
 
     @property
     def reason(self) -> str:
-        """Last error message of ssh itself."""
+        """Last line of ssh's error output, without host and port."""
         return failure_message(self._errors) or "without a message"
 
     def abandon(self) -> None:
-        """Kills ssh; the guard on the host then notices the closed connection."""
+        """Kills the local ssh process. The guard, which runs torchrun on the host, then ends it because its connection
+        is closed.
+        """
         self._process.kill()
         self._process.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """Rendezvous address of the hosts, with the number of restarts."""
+    """Rendezvous of the hosts: address of its store, its identity, and the number of restarts so far."""
 
     first: Host
     port: int
@@ -164,20 +168,22 @@ class MeetingPlace:
     round: int = 0
 
     def moved(self, first: Host, port: int) -> "MeetingPlace":
-        """Returns the rendezvous of the next restart, with the store on the host ``first``."""
+        """Returns the rendezvous for the next restart of the job, with its store on the host ``first`` at ``port``."""
         return replace(self, first=first, port=port, round=self.round + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshPlan:
-    """Request, hosts and ssh command of a job."""
+    """Plan of a job over ssh: the user's options, the ssh command, and the hosts that answered."""
 
     request: JobRequest
     ssh: SshRequest
     hosts: tuple[HostReply, ...]
 
     def wish(self, facts: HostReply, meeting: MeetingPlace) -> dict[str, Any]:
-        """Returns the request to the guard on a host, which starts torchrun with the rendezvous ``meeting``."""
+        """Returns the request for the guard on a host: torchrun's command, its environment, and the rendezvous
+        ``meeting``.
+        """
         rendezvous = RendezvousEndpoint(
             address=meeting.first.address,
             port=meeting.port,
@@ -196,12 +202,12 @@ class SshPlan:
         }
 
     def start(self, facts: HostReply, meeting: MeetingPlace, screen: Screen) -> HostRun:
-        """Starts torchrun on a host over ssh."""
+        """Starts torchrun over ssh on the host that ``facts`` describes; returns the running process."""
         return HostRun(facts.host, self.ssh.command(facts.host), self.wish(facts, meeting), screen)
 
 
 class Running:
-    """torchrun processes on all running hosts, with control words to their guards."""
+    """Set of all hosts on which torchrun runs now."""
 
     def __init__(self, plan: SshPlan, screen: Screen) -> None:
         self._plan = plan
@@ -210,11 +216,13 @@ class Running:
         self.runs: dict[Host, HostRun] = {}
 
     def start(self, facts: HostReply, meeting: MeetingPlace) -> None:
-        """Starts torchrun on a host, and tracks it."""
+        """Starts torchrun on the host that ``facts`` describes, and adds it to the running hosts."""
         self.runs[facts.host] = self._plan.start(facts, meeting, self._screen)
 
     def ended(self) -> list[tuple[HostRun, int]]:
-        """Waits briefly, sends keep-alives to running hosts, and returns hosts that have ended since the last call."""
+        """Waits briefly and sends keep-alives. Returns pairs (host process, exit status) for hosts that have ended
+        since the last call.
+        """
         time.sleep(0.1)
         if time.monotonic() > self._beaten + BEAT_SECONDS:
             self._beaten = time.monotonic()
@@ -225,12 +233,16 @@ class Running:
         return found
 
     def say(self, word: str) -> None:
-        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard of torchrun on each running host."""
+        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard on each running host, which controls
+        torchrun.
+        """
         for run in self.runs.values():
             run.say(word)
 
     def end(self, seconds: float) -> list[tuple[HostRun, int]]:
-        """Ends torchrun on all hosts: TERM, then KILL after ``seconds``, then ssh itself."""
+        """Ends torchrun on all hosts: sends TERM, after ``seconds`` KILL, and finally kills ssh. Returns pairs (host
+        process, exit status).
+        """
         found: list[tuple[HostRun, int]] = []
         for word, wait in (("TERM", seconds), ("KILL", 10.0)):
             self.say(word)
@@ -254,21 +266,21 @@ HURRY_SECONDS = 1.0
 
 
 class AskedToStop:
-    """Record of the signals that the launcher received."""
+    """Record of the signals SIGTERM and SIGINT that the launcher has received."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self._last = float("-inf")
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Records a signal, as a signal handler."""
+        """Signal handler that records ``number``; repeated signals within a second count once."""
         if time.monotonic() - self._last > HURRY_SECONDS:
             self.numbers.append(number)
         self._last = time.monotonic()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Records SIGTERM and SIGINT inside the context instead of ending the launcher."""
+        """Returns a context in which SIGTERM and SIGINT are recorded and do not end the launcher."""
         before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -279,19 +291,21 @@ class AskedToStop:
 
 @dataclass(slots=True)
 class JobEnd:
-    """Exit status of the job, with its reason."""
+    """Outcome of the job: its exit status, and the reason as text."""
 
     code: int = 0
     words: str = ""
 
     @property
     def given(self) -> bool:
-        """True if the job's result is known."""
+        """True once the outcome is known, that is, the reason is not empty."""
         return bool(self.words)
 
 
 class SshJob:
-    """Job over ssh, from start to end."""
+    """Job on several hosts over ssh: starts torchrun on them, restarts elastic jobs, and ends all hosts after a
+    failure.
+    """
 
     def __init__(self, plan: SshPlan, meeting: MeetingPlace, absent: Mapping[Host, str] | None = None) -> None:
         """Takes ``absent``, the hosts that an elastic job starts without, with the reasons; they are tried again."""
@@ -310,7 +324,7 @@ class SshJob:
         """Facts of all hosts, lost or not."""
 
     def run(self) -> int:
-        """Runs the job; returns the exit status of the first failed host, else 0."""
+        """Runs the job to its end; returns the exit status of the first failed host, or 0."""
         stop = AskedToStop()
         try:
             with stop.listening():

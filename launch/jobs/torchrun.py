@@ -23,7 +23,7 @@ hangs.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousEndpoint:
-    """Rendezvous endpoint of a job's nodes, for torchrun."""
+    """Rendezvous settings of one node, as torchrun expects them."""
 
     address: str
     """Address of the node with the store, resolvable on all nodes."""
@@ -36,12 +36,16 @@ class RendezvousEndpoint:
 
     @property
     def endpoint(self) -> str:
-        """Address with port; an IPv6 address is in brackets."""
+        """Address and port as "ADDRESS:PORT"; an IPv6 address is in brackets."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
 def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: RendezvousEndpoint | None) -> list[str]:
-    """Returns the command ``python -m torch.distributed.run ...``; ``meeting`` None: a job on this host only."""
+    """Returns torchrun's command for one node, ``python -m torch.distributed.run ...``, as a list of words.
+
+    ``ranks``: ranks on this node. ``nodes``: number or range of nodes, as ``--nnodes`` takes it. ``meeting``:
+    rendezvous; None: the job runs on this host only.
+    """
     here = ["--standalone"]
     if request.port is not None:
         here = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{request.port}"]
@@ -72,9 +76,10 @@ def _program(request: JobRequest) -> list[str]:
 
 
 def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> dict[str, str]:
-    """Returns the environment of torchrun: exports, elastic settings, and the timeout for a last checkpoint.
+    """Returns environment variables for torchrun: the user's exports, elastic settings, and the grace period for a last
+    checkpoint.
 
-    ``devices``: indices of the GPUs for its ranks; empty: all.
+    ``devices``: indices of the GPUs for this node's ranks; empty: all.
     """
     elastic = ELASTIC_ENVIRONMENT if request.elastic else {}
     seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
@@ -82,7 +87,9 @@ def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> di
 
 
 def shell_line(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-    """Quotes the command for a shell; ``variables``: shell expressions for placeholder words such as ``@HEAD@``."""
+    """Returns ``command`` as one shell line with quoted words. ``variables``: shell expressions that replace
+    placeholder words such as ``@HEAD@``.
+    """
     line = shlex.join(command)
     for word, value in (variables or {}).items():
         line = line.replace(word, value)

@@ -35,7 +35,10 @@ FALLBACK = "h100"
 
 
 def calibrate(path: Path, links: Path | None = None) -> None:
-    """Measures this machine's GPU, writes the results to ``path``, and prints them.
+    """Measures this machine's GPU, prints the rates, and writes them to ``path`` as a GPU file for ``trine plan
+    --gpu``.
+
+    ``links``: file of ``trine doctor --json`` with measured link rates; None: link rates are not measured.
 
     Raises:
         ConfigError: there is no GPU, or a file cannot be read or written.
@@ -66,12 +69,16 @@ def calibrate(path: Path, links: Path | None = None) -> None:
 
 
 def gpu_kind_of(name: str) -> str | None:
-    """Returns the known kind of GPU in a vendor's device name; None if unknown."""
+    """Returns the known GPU kind, such as "h100", that occurs in the vendor's device name ``name``; None if none
+    does.
+    """
     return next((kind for kind in known_gpus() if kind in name.lower().replace(" ", "")), None)
 
 
 def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns the data of a known GPU kind under ``name``, as a template for another GPU's file."""
+    """Returns the GPU file ``content`` of a known kind, renamed to ``name`` and with all values marked as not measured.
+    It is the template for measured values.
+    """
     for entry in (*content.values(), *content["reached"].values()):
         if isinstance(entry, dict) and "source" in entry:
             entry["source"] = f"not measured, as in the file of its kind: {entry['source']}"
@@ -102,7 +109,9 @@ _Entry = tuple[str, float, str]
 
 
 def measured(device: torch.device) -> list[_Entry]:
-    """Measures products, attention and copies on ``device``."""
+    """Measures matrix products, memory copies and attention in bf16 on ``device``. Returns (key, value in SI units,
+    source) for each.
+    """
     dtype = torch.bfloat16
     times = {width: _product_seconds(width, device, dtype) for width in WIDTHS}
     rate, half = line_of(times)
@@ -125,9 +134,11 @@ def measured(device: torch.device) -> list[_Entry]:
 
 
 def line_of(times: Mapping[int, float]) -> tuple[float, float]:
-    """Fits (FLOP/s at infinite width, width with half of it) to the seconds of products by width.
+    """Fits the rate of square matrix products: ``times`` maps the width to seconds. Returns (FLOP/s at infinite width,
+    width at which half of it is reached).
 
-    2 w^3 / seconds = R w / (w + w0), so w / rate is the line (w + w0) / R; least squares.
+    Model: 2 w^3 / seconds = R w / (w + w0). Then w divided by the rate is a straight line, (w + w0) / R, fitted by
+    least squares.
     """
     points = [(width, width * seconds / (2 * width**3)) for width, seconds in times.items()]
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
@@ -162,7 +173,9 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def link_entries(axes: Sequence[Mapping[str, Any]]) -> list[_Entry]:
-    """Returns the links for a GPU file from a doctor's axes: fastest group within a host, slowest between hosts."""
+    """Returns the link rates and latencies for a GPU file from the doctor's results ``axes``. The fastest group within
+    a host and the slowest group between hosts count.
+    """
     found: list[_Entry] = []
     for inside, rate, latency in ((True, "link", "link_latency"), (False, "network", "network_latency")):
         groups = [axis for axis in axes if (len(axis["hosts"]) == 1) == inside and axis["rate"] > 0]

@@ -29,7 +29,7 @@ _UNUSED = {"nodes": None, "memory": None, "batch": None, "price": None, "top": N
 
 
 class StepSubject(NamedTuple):
-    """Model, configuration and launch options of a training step."""
+    """Model, configuration and launch options of the training step with kernels to compile ahead."""
 
     planned: "PlannedModel"
     config: Config
@@ -37,7 +37,7 @@ class StepSubject(NamedTuple):
 
 
 def add_compile_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine compile``."""
+    """Adds the arguments of ``trine compile`` to the parser ``command``."""
     command.add_argument("model", nargs="?", metavar="MODEL", help=(
         "Hugging Face folder or config.json, or module:function; or a script train.py, run up to its call of "
         "engine.initialize, with its arguments after two dashes; default: the built-in decoder of the sizes below"
@@ -56,7 +56,7 @@ def add_compile_options(command: ArgumentParser) -> None:
 
 
 def run_compile(options: Namespace) -> None:
-    """Collects the kernels of a step, and compiles the ones missing in Triton's cache.
+    """Finds the Triton kernels that a training step launches, and compiles the ones that Triton's cache lacks.
 
     Raises:
         EngineError: the model, the configuration or the GPU is refused, or Triton is not installed.
@@ -98,8 +98,10 @@ def _noted(options: Namespace, name: str, gpu: "GpuShape") -> "list[NotedKernel]
 
 
 def note_subject(subject: StepSubject, name: str, gpu: "GpuShape") -> "list[NotedKernel]":
-    """Returns the kernels that a step launches on ``gpu``, over all pipeline ranks; ``name``: the GPU in the tuning
-    table.
+    """Returns the distinct kernels that a step launches on ``gpu``, over all pipeline ranks. They are noted in a dry
+    run with tensor shapes only.
+
+    ``name``: name of the GPU in the table of tuned kernel settings.
     """
     from engine.kernels.gpu.warm_cache import noted_launches
 
@@ -177,7 +179,7 @@ def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
 
 
 def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
-    """Compiles kernels missing in Triton's cache in ``processes`` processes; prints progress and times."""
+    """Compiles the kernels that Triton's cache lacks, in up to ``processes`` processes; prints progress and times."""
     from engine.kernels.gpu.warm_cache import compile_kernel, is_compiled
 
     if not noted:
@@ -202,7 +204,7 @@ def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
 
 
 def cache_folder() -> str:
-    """Returns the folder of Triton's cache."""
+    """Returns the folder of Triton's compilation cache."""
     from triton import knobs
 
     return str(knobs.cache.dir)

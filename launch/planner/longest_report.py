@@ -16,10 +16,12 @@ _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers", "c
 
 
 def find_longest(asked: PlanAsked, work: Workload, samples: "SampledBlocks | None") -> list[LongestRun]:
-    """Returns the longest row that fits, then the longest row for each other number of context ranks.
+    """Finds the longest training row that fits in memory, with its layout. Then finds the longest row for each other
+    number of context ranks.
 
     Args:
-        samples: samples of the model's blocks; None: closed forms.
+        work: workload of the cost model.
+        samples: memory samples of the model's blocks; None: closed-form estimates.
 
     Raises:
         ConfigError: no layout fits even a short row.
@@ -42,7 +44,9 @@ def find_longest(asked: PlanAsked, work: Workload, samples: "SampledBlocks | Non
 
 
 def longest_text(asked: PlanAsked, runs: Sequence[LongestRun], declared: int | None) -> str:
-    """Formats the longest rows as a table, the longest of all layouts first; ``declared``: positions of the model."""
+    """Formats the longest rows ``runs`` as a table, the best layout first. ``declared``: positions that the model's
+    configuration declares, for a note; None: unknown.
+    """
     return "\n".join(_lines(asked, runs, declared))
 
 
@@ -69,7 +73,9 @@ def _width(head: str) -> int:
 
 
 def longest_json(asked: PlanAsked, runs: Sequence[LongestRun], settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the longest rows as a JSON object in tokens and bytes; ``settings``: configuration of the first."""
+    """Returns the longest rows ``runs`` as a JSON object, in tokens and bytes. ``settings``: engine configuration of
+    the best layout.
+    """
     return {
         "model": asked.model.words,
         "gpu": asked.gpu.name,

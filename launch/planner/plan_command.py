@@ -56,7 +56,8 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)
 
 
 def run_plan(options: Namespace) -> None:
-    """Runs ``trine plan`` and prints its report.
+    """Runs ``trine plan``: plans the configuration or searches for a layout, and prints the report. With
+    ``--calibrate``, measures a GPU instead.
 
     Raises:
         EngineError: the request, the model or the configuration is wrong.
@@ -354,7 +355,9 @@ def _write(path: Any, settings: dict[str, Any]) -> None:
 
 
 def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the configuration with the sizes of ``layout``, and all other keys from ``base``."""
+    """Returns an engine configuration with the parallel sizes of ``layout``. All other keys come from ``base``; None:
+    from a default with bf16 and AdamW.
+    """
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}
     more: dict[str, Any] = {"expert": layout.ep} if layout.ep > 1 else {}

@@ -23,7 +23,7 @@ PICTURED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Plan of a layout with its costs."""
+    """Finished plan of one layout: memory and time estimates, and whether it fits."""
 
     asked: PlanAsked
     plan: "Plan"
@@ -42,7 +42,7 @@ class Planned:
 
 
 def as_text(planned: Planned) -> str:
-    """Formats the plan's banner and costs as text."""
+    """Formats the plan for the terminal: the startup banner, then memory, step time and verdict."""
     from engine.reporting.banner import banner_text
 
     lines = [banner_text(planned.plan, "no device: a plan")]
@@ -103,7 +103,7 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
 
 
 def balance_text(balance: "WorkBalance") -> str:
-    """Describes the attention work of context ranks."""
+    """Formats how evenly attention work is divided over the context ranks."""
     return (
         f"a context rank computes at most {max(balance.pairs):,} pairs of a query and a key in a head and row, "
         f"{balance.most_over_mean:.4f} times the mean of {len(balance.pairs)} ranks, under a causal mask"
@@ -111,7 +111,7 @@ def balance_text(balance: "WorkBalance") -> str:
 
 
 def expert_text(traffic: "ExpertTraffic") -> str:
-    """Describes the rows of shared experts that a rank exchanges, and the experts of each rank."""
+    """Formats the bytes that a rank exchanges for expert parallelism, and the placement of the experts."""
     places = "; ".join(_places(experts, bounds) for experts, bounds in traffic.placement)
     return (
         f"ep sends {traffic.expected / GIB:.2f} GiB a rank and step on average for even routing, at most "
@@ -134,7 +134,7 @@ def _memory_text(memory: RankMemory) -> str:
 
 
 def memory_kinds(memory: RankMemory) -> dict[str, float]:
-    """Returns the bytes of each kind."""
+    """Returns the planned bytes of a rank by kind, such as "parameters" or "activations"."""
     return {entry.name: getattr(memory, entry.name) for entry in fields(memory)}
 
 
@@ -165,7 +165,9 @@ def _verdict(planned: Planned) -> str:
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Formats a setting of a layout, such as ``dp4 x tp2 x pp1`` for (4, 1, 2, 1, 1)."""
+    """Formats the setting ``name`` of a layout: "grid" with the sizes (dp, cp, tp, pp, ep) = (4, 1, 2, 1, 1) becomes
+    ``dp4 x tp2 x pp1``.
+    """
     match name, value:
         case "grid", (dp, cp, tp, pp, ep):
             return f"dp{dp}{f' x cp{cp}' if cp > 1 else ''} x tp{tp} x pp{pp}{f' (ep{ep})' if ep > 1 else ''}"
@@ -179,7 +181,9 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def offload_text(smallest: LayoutEstimate | None) -> str:
-    """Describes the memory of the smallest layout with its optimizer state on the host."""
+    """Formats the GPU memory that ``smallest``, the layout with the least memory, needs with offloaded optimizer state;
+    empty for None.
+    """
     if smallest is None:
         return ""
     left = (smallest.memory.total - smallest.memory.optimizer) / GIB
@@ -187,13 +191,13 @@ def offload_text(smallest: LayoutEstimate | None) -> str:
 
 
 def room_text(memory_bytes: float) -> str:
-    """Describes the share of a GPU's memory that a layout of a search may fill."""
+    """Formats the part of ``memory_bytes``, a GPU's memory, that a layout may fill."""
     room, whole = USABLE * memory_bytes / GIB, memory_bytes / GIB
     return f"a layout may fill {room:.1f} of {whole:.1f} GiB ({1 - USABLE:.0%} is left free)"
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
-    """Returns the report as a JSON object, in bytes and seconds."""
+    """Returns the plan as a JSON object; memory in bytes, times in seconds."""
     costs, asked = planned.costs, planned.asked
     plan = planned.plan
     traffic = plan.rank(0).traffic
@@ -243,7 +247,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
-    """Describes the best layouts of a search, and why the first one won."""
+    """Formats the best layouts of a search as lines, with the reasons why the first one is the fastest."""
     lines = [f"model: {planned[0].asked.model.words}"]
     lines += [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]
     for one in planned:

@@ -20,7 +20,7 @@ STEP_TOKENS = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Source of the planned model: exactly one of the first three fields."""
+    """Source of the planned model. Exactly one of ``folder``, ``function`` and ``decoder`` is set."""
 
     folder: Path | None = None
     """Hugging Face folder with ``config.json``, or a configuration file of any name."""
@@ -40,7 +40,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAsked:
-    """Options of one ``trine plan`` command."""
+    """Parsed options of one ``trine plan`` command."""
 
     model: ModelSource
     world: int
@@ -57,7 +57,7 @@ class PlanAsked:
 
 
 def add_plan_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine plan``."""
+    """Adds the arguments of ``trine plan`` to the parser ``command``."""
     command.add_argument("model", nargs="?", metavar="MODEL", help=(
         "Hugging Face folder or config.json, or module:function; default: the built-in decoder of the sizes below"
     ))  # fmt: skip
@@ -91,7 +91,7 @@ def add_plan_options(command: ArgumentParser) -> None:
 
 
 def add_sizes(command: ArgumentParser) -> None:
-    """Adds the sizes of the built-in decoder."""
+    """Adds the options for the sizes of the built-in decoder, such as ``--layers``."""
     sizes = command.add_argument_group("sizes of the built-in decoder; --context also sets the row length of any model")
     for name, text in _SIZES.items():
         sizes.add_argument(f"--{name}", type=int, help=text)
@@ -108,7 +108,7 @@ _DEFAULTS = {"layers": 8, "width": 256, "heads": 4, "context": 128, "vocabulary"
 
 
 def read_request(options: Namespace) -> PlanAsked:
-    """Parses and checks the options of ``trine plan``.
+    """Parses and checks the options of ``trine plan``, including model source, GPU and configuration.
 
     Raises:
         ConfigError, GridError: an input does not exist or does not fit.

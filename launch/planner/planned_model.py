@@ -74,7 +74,7 @@ WIDE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """Model on device meta, with the other inputs of a plan."""
+    """Model on the meta device, with all other inputs that the planner needs."""
 
     model: nn.Module
     loss_fn: LossFunction | None
@@ -90,7 +90,7 @@ class PlannedModel:
     """Cache of programs, shared by searches for several tensor sizes."""
 
     def plan(self, config: Config) -> Plan:
-        """Returns the plan that the engine would run."""
+        """Returns the plan that the engine would make and run for this model under ``config``."""
         styles = self.styles if config.tp > 1 and config.parallel.tensor_plan == "auto" else None
         if styles is not None:
             config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, prove_plan=False))
@@ -107,21 +107,23 @@ class PlannedModel:
         return replace(plan, notes=(*notes, KNOWN_NOTE))
 
     def plan_shorter(self, shorter: nn.Module, plan: Plan) -> Plan:
-        """Plans ``shorter``, a copy with fewer blocks, under the configuration and styles of ``plan``."""
+        """Plans ``shorter``, a copy of the model with fewer blocks, with the configuration and tensor-parallel styles
+        of ``plan``.
+        """
         styles = None if plan.tensor is None else _present(shorter, plan.tensor.patterns)
         made = replace(self, model=shorter, styles=styles).plan(plan.config)
         return replace(made, config=plan.config)
 
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
-        """Returns the inputs for ``shorter``, a copy with fewer blocks, with the whole model's styles under
-        ``config``.
+        """Returns these inputs with ``shorter``, a copy with fewer blocks, as model. Its tensor-parallel styles are the
+        ones found for the whole model under ``config``.
         """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
         return replace(self, model=shorter, styles=_present(shorter, self._search(config).patterns))
 
     def with_rows_of(self, length: int) -> "PlannedModel":
-        """Returns the same model with rows of ``length`` tokens in place of its own."""
+        """Returns these inputs with an example row of ``length`` tokens instead of the model's own length."""
         sizes = {leaf.shape[1] for leaf in tree_leaves(self.row) if leaf.dim() > 1}
         tokens = max(sizes, default=1)
 
@@ -131,7 +133,9 @@ class PlannedModel:
         return replace(self, row=map_tensors(self.row, longer))
 
     def called(self) -> set[int] | None:
-        """Returns the ids of the modules that a forward on shapes calls; None if the forward reads data."""
+        """Returns the ``id`` of each module that a forward on the meta device calls. Returns None if the forward fails
+        there, as it does if it reads data.
+        """
         program = Program(self.model, self.loss_fn, Precision(None, None), torch.device("meta"))
         called = CalledModules()
         try:
@@ -144,7 +148,9 @@ class PlannedModel:
         return called.all
 
     def workload(self, config: Config) -> Workload:
-        """Returns the workload of the cost model, traced in one forward on shapes."""
+        """Returns the model's workload (FLOPs and tensor sizes) for the cost model, traced in one forward without
+        data.
+        """
         return traced_workload(self._program(config), self.row)
 
     def _search(self, config: Config) -> FoundStyles:
@@ -166,7 +172,7 @@ class PlannedModel:
 
 
 def build_model(source: ModelSource) -> PlannedModel:
-    """Builds the model on the meta device.
+    """Builds the planned model from ``source`` on the meta device.
 
     Raises:
         PlanError: the model cannot be built on the meta device; the message contains the reason.
@@ -250,10 +256,10 @@ MOST_SILENT = 150
 
 
 def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -> str:
-    """Returns the reason why the activations of ``plan`` are estimated, not counted; empty if they are counted.
+    """Returns the reason why the activations of ``plan`` are only estimated; empty if they can be counted in a dry run.
 
     Args:
-        searches: True if the plan is one of several, for which deep models with long pipelines stay estimates too.
+        searches: True if the plan is one of several in a search, which has a lower limit on the model's size.
     """
     leaves = _leaves(planned)
     if searches and leaves * plan.config.pp > MOST_SEARCHED:
@@ -269,9 +275,10 @@ def _leaves(planned: PlannedModel) -> int:
 
 
 def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
-    """Returns costs with counted live bytes per pipeline rank, and a description of the count.
+    """Counts the peak memory of each pipeline rank in a dry run with tensor shapes only. Returns ``costs`` with these
+    numbers, and a description of the count.
 
-    A model that does not run on shapes keeps the estimate, and the description names the reason.
+    If the model cannot run on shapes, ``costs`` is unchanged and the description names the reason.
     """
     leaves = _leaves(planned)
     if leaves > MOST_SILENT:
@@ -305,7 +312,7 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
 
 
 def kernels_of(config: Config, gpu: GpuSpec) -> PlannedKernels | None:
-    """Returns the kernel choices on ``gpu``; None if the configuration selects the reference operators."""
+    """Returns the choice of Triton kernels on ``gpu`` under ``config``; None if it selects the reference operators."""
     return None if config.kernels == "reference" else PlannedKernels(config.kernels, gpu.name)
 
 
@@ -322,11 +329,11 @@ def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[Rank
 
 
 class SampledBlocks:
-    """Cache of memory samples of a model's blocks, made at first use.
+    """Cache of memory measurements of a model's blocks, each made in a dry run of a shortened model at first use.
 
     Args:
         planned: model of the plan.
-        config_of: function of a layout that returns its configuration.
+        config_of: returns the configuration of a layout.
         gpu: GPU that determines which operators have kernels.
     """
 
@@ -342,11 +349,11 @@ class SampledBlocks:
         self._shortened: dict[int, nn.Module] = {}
 
     def of(self, layout: TrainingLayout, fresh: bool = True, length: int | None = None) -> BlockSample | None:
-        """Returns the sample of ``layout`` for rows of ``length`` tokens, by default of the model's row.
+        """Returns the memory of a block under ``layout``, for rows of ``length`` tokens; None: the model's own row
+        length.
 
-        None if the model has no run of equal blocks, does not run on shapes, or uses less memory with more blocks.
-
-        ``fresh``: make the sample if it is not cached.
+        Returns None if the model has no run of equal blocks, does not run on shapes, or uses less memory with more
+        blocks. ``fresh``: True: measure if the cache has no entry; False: return None.
         """
         key = layout.tp, layout.cp, layout.sequence, layout.recomputation, layout.inputs, length
         if key not in self._samples and fresh:
@@ -406,9 +413,10 @@ class SampledBlocks:
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:
-    """Returns a function that estimates bytes of activations and buffers: (estimate, fresh) -> bytes.
+    """Returns a function (estimate, fresh) that refines a layout's estimated bytes of activations and buffers.
 
-    It scales the estimate of a layout to the memory sample of the layout's blocks; without a sample it returns None.
+    It scales the estimate by the measured memory of the model's blocks, from ``samples``; without a measurement it
+    returns None. ``fresh``: as in :meth:`SampledBlocks.of`.
     """
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:

@@ -23,14 +23,14 @@ Form = Callable[[float], str]
 
 
 class Curve(NamedTuple):
-    """Numbers over steps for a chart; None leaves a gap."""
+    """Named series of (step, value) points for a chart; None as value leaves a gap."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
 
     @property
     def last(self) -> float | None:
-        """Newest number of the curve; None if empty."""
+        """Newest value of the curve; None if it has no values."""
         return next((y for _, y in reversed(self.points) if y is not None), None)
 
 
@@ -50,11 +50,12 @@ class _Frame(NamedTuple):
 
 
 def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -> str:
-    """Returns an SVG figure of curves; the newest number of a single curve is next to the title.
+    """Returns an HTML figure with an SVG line chart of ``curves``. For a single curve, its newest value is next to the
+    title.
 
     Args:
-        form: formats numbers.
-        zero: the vertical axis starts at 0.
+        form: formats the numbers.
+        zero: True: the vertical axis includes 0.
     """
     found = [(x, y) for curve in curves for x, y in curve.points if y is not None]
     if not found:
@@ -75,7 +76,9 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -
 
 
 def figure(title: str, shown: str, picture: str) -> str:
-    """Returns an HTML figure of ``picture``, with its title and, next to the title, the text ``shown``."""
+    """Returns an HTML figure with the title, the text ``shown`` next to it, and ``picture``, the HTML or SVG of its
+    content.
+    """
     head = f"<figcaption>{escape(title)}<b>{escape(shown)}</b></figcaption>"
     return f'<figure class="chart">{head}{picture}</figure>'
 
@@ -132,7 +135,9 @@ def _thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, 
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Returns about four multiples of 1, 2 or 5 times a power of ten that span a range."""
+    """Returns about five axis ticks that span the range from ``low`` to ``high``, at multiples of 1, 2 or 5 times a
+    power of ten.
+    """
     if high - low <= abs(high) * 1e-12:
         low, high = (low - abs(low) * 0.5, high + abs(high) * 0.5) if low else (0.0, 1.0)
     rough = (high - low) / 4
@@ -158,7 +163,7 @@ KEYS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """Heat map of expert load: rows from top to bottom, columns from left to right."""
+    """Heat map of expert load, relative to the mean load."""
 
     title: str
     cells: Sequence[Sequence[float]]
@@ -173,7 +178,7 @@ class HeatMap:
     """Label of the columns."""
 
     def drawn(self, shown: str) -> str:
-        """Returns the heat map as HTML; ``shown`` is printed next to the title."""
+        """Returns the heat map as an HTML figure; the text ``shown`` is next to its title."""
         height = min(_HIGHEST, max(_LOWEST, _ROW * len(self.cells)))
         high = height / len(self.cells)
         size = f"{WIDTH} {_MAP_TOP + height + _MAP_BOTTOM:.0f}"
@@ -256,7 +261,9 @@ class _Layer(NamedTuple):
 
 
 def expert_charts(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Returns (figures, legend and caption) of expert load over logged steps; both empty without counted rows."""
+    """Returns (HTML figures, HTML legend and caption) of expert load over the logged steps. Both are empty if no step
+    has ``expert_load``.
+    """
     layers = list(_layers([row for row in steps if row.get("expert_load")]))
     if not layers:
         return "", ""

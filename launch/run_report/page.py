@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 class PageSection(NamedTuple):
-    """Section of a run's report page."""
+    """Section of the HTML report that ``trine report`` writes about a run."""
 
     name: str
     """HTML id of the section."""
@@ -32,7 +32,7 @@ class PageSection(NamedTuple):
 
 
 def page(run: RecordedRun) -> str:
-    """Returns the report page as HTML."""
+    """Returns the HTML report of a run as one document."""
     sections = [part for part in (make(run) for make in _SECTIONS) if part.body]
     if run.warnings:
         sections = [sections[-1], *sections[:-1]]
@@ -226,7 +226,7 @@ def _thousands(value: float) -> str:
 
 
 def write_report(folder: Path, out: Path | None) -> None:
-    """Reads a run's records and writes its page, with ``trace.json`` of profiled steps next to it.
+    """Writes the HTML report of a run, and ``trace.json`` next to it if steps were profiled.
 
     Args:
         folder: the ``monitor.report`` folder of the run.
@@ -256,7 +256,9 @@ def _lost(traces: Sequence[RankTrace]) -> str:
 
 
 def traffic_table(run: RecordedRun) -> str:
-    """Returns a table of bytes sent in the last recorded step, summed over the recorded ranks, by axis and label."""
+    """Returns an HTML table of planned and sent bytes in the last recorded step, by axis and label. The bytes are sums
+    over the recorded ranks.
+    """
     sums: dict[tuple[str, str], list[int]] = {}
     for row in (row for rank in run.ranks for row in rank.sent):
         planned, measured = sums.setdefault((row.axis, row.label), [0, 0])
@@ -279,7 +281,7 @@ KEYS = '<span class="key k0">planned</span><span class="key k1">measured</span>'
 
 
 def memory_table(ranks: Sequence[RecordedRank]) -> str:
-    """Returns a table of planned state and measured peak of each rank."""
+    """Returns an HTML table with the planned state and the measured peak memory of each rank."""
     kinds = list(dict.fromkeys(kind for rank in ranks for kind, count in rank.state.items() if count))
     hosted = any(rank.host_bytes for rank in ranks)
     most = max(max(rank.peak_bytes, sum(rank.state.values())) for rank in ranks) or 1
@@ -295,12 +297,12 @@ def memory_table(ranks: Sequence[RecordedRank]) -> str:
 
 
 def wait_axes(ranks: Iterable[RecordedRank]) -> list[str]:
-    """Returns the axes on which any rank has waited, sorted."""
+    """Returns the names of the grid axes on which any rank has waited, sorted."""
     return sorted({axis for rank in ranks for axis, seconds in (rank.waits or {}).items() if seconds})
 
 
 def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
-    """Returns a table of each rank's waiting seconds by axis, and their share of step time."""
+    """Returns an HTML table of the seconds that each rank has waited, by axis, and their share of its step time."""
     axes = wait_axes(ranks)
     rows = []
     for rank in (rank for rank in ranks if rank.waits is not None):
@@ -316,7 +318,9 @@ def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
 
 
 def bubble_table(run: RecordedRun, predicted: float) -> str:
-    """Returns a table of the idle share of each pipeline in the last recorded step, measured and predicted."""
+    """Returns an HTML table of the idle share of each pipeline in the last recorded step: ``predicted`` and
+    measured.
+    """
     found = run.timelines()
     rows = [
         [
@@ -330,11 +334,12 @@ def bubble_table(run: RecordedRun, predicted: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Returns an HTML table of formatted cells.
+    """Returns an HTML table.
 
     Args:
-        head: HTML of the headings.
-        right: columns with right-aligned headings.
+        head: HTML of each heading.
+        rows: HTML cells of each row, as :func:`cell` returns them.
+        right: indices of right-aligned columns.
     """
     to_right = set(right)
     heads = "".join(f"<th{RIGHT * (n in to_right)}>{text}</th>" for n, text in enumerate(head))
@@ -350,22 +355,24 @@ def _placed(row: Sequence[str], right: Collection[int]) -> list[str]:
 
 
 def cell(text: str) -> str:
-    """Returns a table cell with text."""
+    """Returns an HTML table cell with ``text``, escaped."""
     return f"<td>{escape(text)}</td>"
 
 
 def whole_number(count: int) -> str:
-    """Returns a table cell with an integer."""
+    """Returns an HTML table cell with the integer ``count``, with thousands separators."""
     return cell(f"{count:,}")
 
 
 def amount(count: int) -> str:
-    """Returns a table cell with a number of bytes, the exact number as tooltip."""
+    """Returns an HTML table cell with ``count`` bytes in readable units; the exact number is the tooltip."""
     return f'<td class="r" title="{count} bytes">{megabytes(count)}</td>'
 
 
 def bars(lines: Sequence[Sequence[tuple[int, float]]]) -> str:
-    """Returns a table cell with stacked bars; each bar is a list of pieces (colour, fraction of the width)."""
+    """Returns an HTML table cell with one horizontal bar per line. Each bar is a list of pieces (number of the colour,
+    fraction of the width).
+    """
     drawn = (
         "".join(f'<i class="k{colour % 6}" style="width:{min(share, 1.0):.2%}"></i>' for colour, share in pieces)
         for pieces in lines

@@ -25,8 +25,9 @@ from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
 
 
 class SentBytes(NamedTuple):
-    """Planned and sent bytes of a rank for one label on one axis in its last recorded step; None: not planned, or not
-    sent.
+    """Planned and measured bytes that a rank sends for one label on one axis, in its last recorded step.
+
+    None: the traffic was not planned, or not sent.
     """
 
     axis: str
@@ -37,7 +38,7 @@ class SentBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRank:
-    """Recorded facts and measurements of one rank."""
+    """Facts and measurements that one rank recorded in its last recorded step."""
 
     rank: int
     place: Mapping[str, int]
@@ -63,7 +64,7 @@ class RecordedRank:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "RecordedRank":
-        """Builds the record of a rank from its JSON file's content."""
+        """Converts ``record``, the parsed JSON file of a rank."""
         spans = record["spans"]
         return cls(
             rank=int(record["rank"]),
@@ -89,7 +90,7 @@ def _sent(row: Mapping[str, Any]) -> SentBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """Records of all ranks of a run."""
+    """All records of a run: logged steps, facts of the run, and the records of its ranks."""
 
     name: str
     steps: Sequence[Mapping[str, Any]]
@@ -106,7 +107,9 @@ class RecordedRun:
 
     @property
     def warnings(self) -> list[str]:
-        """Notes of the plan, problems and gaps in the records."""
+        """Sentences for the report: notes of the plan, problems with the records, skipped steps, missing ranks,
+        deviations from the plan.
+        """
         return [*map(str, self.facts["notes"]), *self.notes, *self._skipped(), *self._late(), *self._deviations()]
 
     def _skipped(self) -> Iterator[str]:
@@ -129,7 +132,9 @@ class RecordedRun:
             yield f"Planned and sent bytes differ on {len(off)} rank{'s' * (len(off) > 1)}: {_few(off)}."
 
     def timelines(self) -> dict[str, StepTimeline]:
-        """Returns the last recorded step of each complete pipeline as a timeline, by its position in the grid."""
+        """Returns the timeline of each pipeline's last recorded step, by text such as "data 0, tensor 1". Pipelines
+        with missing ranks are left out.
+        """
         found: dict[str, StepTimeline] = {}
         places = {(_outside_pipeline(rank), rank.place["pp"]): rank for rank in self.ranks}
         length = len(self.schedule.per_rank)
@@ -148,7 +153,7 @@ def _few(words: Sequence[str]) -> str:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Reads the records in a folder of ``monitor.report``.
+    """Reads all records of a run from ``folder``, its ``monitor.report`` folder.
 
     Raises:
         EngineError: the folder is missing, contains no records, or a file is damaged.
@@ -182,10 +187,10 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def told_by(path: Path) -> dict[str, Any] | None:
-    """Reads a rank's JSON file; None if it is missing.
+    """Reads the JSON file that a rank has written; None if it does not exist.
 
     Raises:
-        EngineError: the file is damaged, or of another version.
+        EngineError: the file is damaged, or has another format version.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -208,7 +213,7 @@ def _rank(path: Path) -> Iterator[RecordedRank]:
 
 
 def damaged_file(path: Path, error: Exception) -> EngineError:
-    """Returns the error for a damaged file."""
+    """Returns the EngineError for ``path``, a damaged file; ``error``: the exception from reading it."""
     cause = f"{type(error).__name__}: {error}".rstrip(".")
     return EngineError(f"{path} cannot be read ({cause}); it may be damaged: restore it, or train another step.")
 
@@ -279,7 +284,7 @@ _MICROSECOND = 1e3
 
 
 class TraceSlice(NamedTuple):
-    """Trace event with a duration, in nanoseconds of its host's clock."""
+    """Trace event with start and end, in nanoseconds of its host's clock."""
 
     track: str
     name: str
@@ -289,7 +294,7 @@ class TraceSlice(NamedTuple):
 
 
 class RankTrace(NamedTuple):
-    """Profiled step of one rank as trace events."""
+    """Trace of the profiled steps of one rank."""
 
     rank: int
     title: str
@@ -302,7 +307,7 @@ class RankTrace(NamedTuple):
 
 
 def read_traces(folder: Path, size: int) -> list[RankTrace]:
-    """Reads the traces of all ranks; empty if no step was profiled.
+    """Reads the traces of all ``size`` ranks of the run; empty if no step was profiled.
 
     Raises:
         EngineError: a file is damaged.
@@ -347,7 +352,7 @@ def _event(event: Mapping[str, Any], newest: int) -> TraceSlice:
 
 
 def perfetto(traces: Sequence[RankTrace]) -> str:
-    """Formats traces as JSON for ui.perfetto.dev, one event per line."""
+    """Formats traces as Chrome trace JSON for ui.perfetto.dev, one event per line."""
     zeros: dict[str, int] = {}
     for trace in traces:
         zeros[trace.host] = min(trace.zero, zeros.get(trace.host, trace.zero))

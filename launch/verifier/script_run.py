@@ -32,7 +32,7 @@ class _EndOfScript(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class ScriptCall:
-    """Recorded call of ``engine.initialize`` in a user's script."""
+    """Arguments of one call of ``engine.initialize`` that a user's script made."""
 
     model: Any
     config: Any
@@ -73,7 +73,9 @@ class _Calls:
 
 
 class EngineStandIn:
-    """Substitute for an engine in a script; a use that needs an engine ends the script."""
+    """Substitute for an engine while a user's script is inspected. The script ends at the first use that needs a real
+    engine.
+    """
 
     def __init__(self, call: ScriptCall, resolve: Callable[[Any], Config]) -> None:
         self._call, self._resolve = call, resolve
@@ -81,12 +83,12 @@ class EngineStandIn:
 
     @property
     def grid(self) -> Grid:
-        """Grid of the configuration, as rank 0."""
+        """Grid of the script's configuration, seen from rank 0."""
         config = self._resolve(self._call.config)
         return config.grid(0)
 
     def train_batch(self, batch: Any) -> None:
-        """Records the rows of ``batch``, and ends the script."""
+        """Records ``batch``, or the first item of an iterator, as example rows; then ends the script."""
         given = next(batch) if isinstance(batch, Iterator) else batch
         self._call.rows = _with_content(given) or self._call.rows
         raise _EndOfScript
@@ -113,10 +115,11 @@ def _with_content(batch: Any) -> Batch | None:
 
 
 def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[Any], Config]) -> list[ScriptCall]:
-    """Runs a script up to its first use of an engine, and returns its recorded calls of ``engine.initialize``.
+    """Runs a script with ``arguments`` until it first uses an engine. Returns its calls of ``engine.initialize`` up to
+    there.
 
     Args:
-        resolve: resolves the script's configuration for a number of processes.
+        resolve: converts the script's configuration to a :class:`Config`.
 
     Raises:
         PlanError: the script fails earlier, or never calls ``engine.initialize``.
@@ -150,7 +153,7 @@ def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[A
 
 @contextmanager
 def started_as(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Sets ``sys.argv`` and ``sys.path`` inside the context, as if Python had started the script."""
+    """Returns a context in which ``sys.argv`` and ``sys.path`` are as if Python had started the script."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))

@@ -56,7 +56,7 @@ SEED = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Model under test, with token rows for it."""
+    """Model that ``trine verify`` tests, with a loss function and rows of data for it."""
 
     words: str
     """Description of the model for the first line of output."""
@@ -68,7 +68,9 @@ class Subject:
     """Other arguments of :func:`engine.verify.verify`."""
 
     def batches(self, count: int, size: int) -> list[Batch]:
-        """Draws ``count`` batches of ``size`` rows with replacement, equal in every call."""
+        """Draws ``count`` batches of ``size`` rows with replacement from ``rows``; every call returns the same
+        batches.
+        """
         chance = torch.Generator().manual_seed(SEED)
         rows = len(next(leaf for leaf in tree_leaves(self.rows) if isinstance(leaf, Tensor)))
         draws = [torch.randint(rows, (size,), generator=chance) for _ in range(count)]
@@ -76,7 +78,8 @@ class Subject:
 
 
 def of_function(name: str) -> Subject:
-    """Builds the model of ``module:function`` (returns model, (model, rows) or (model, rows, loss_fn)), unchanged.
+    """Returns the test subject for ``name``, the ``module:function`` of a builder. The function returns model, (model,
+    rows) or (model, rows, loss_fn); the model is used unchanged.
 
     Raises:
         PlanError: there is no such function, it raises, or it returns no model or no rows.
@@ -96,7 +99,9 @@ def of_function(name: str) -> Subject:
 
 
 def of_folder(folder: Path, tensor: int, layers: int) -> Subject:
-    """Builds the model of a Hugging Face folder or its ``config.json``, shrunk; its weights are not read.
+    """Returns the test subject for a Hugging Face folder or ``config.json``: a shrunk model with random weights.
+
+    ``tensor``: number of tensor ranks that must divide its heads. ``layers``: number of blocks.
 
     Raises:
         PlanError: the model cannot be built at this size.
@@ -150,9 +155,11 @@ def _check_rows(rows: Batch, name: str) -> None:
 
 
 def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
-    """Builds the model of a call of ``engine.initialize``: a model of transformers shrunk, any other one unchanged.
+    """Returns the test subject for ``call``, a recorded call of ``engine.initialize``. A transformers language model is
+    shrunk; any other model is used unchanged.
 
     Args:
+        name: name of the model in messages.
         sizes: (tensor ranks, blocks) of a shrunk model.
 
     Raises:
@@ -210,10 +217,11 @@ _MOST: Mapping[str, int] = MappingProxyType({
 
 
 def shrink(config: Any, tensor: int, layers: int) -> None:
-    """Shrinks a Hugging Face configuration in place, so that ``tensor`` ranks can share its heads and experts.
+    """Shrinks a Hugging Face configuration in place to toy sizes, such that ``tensor`` ranks can divide its heads and
+    experts.
 
-    Settings that determine the forward's code path stay: activations, norms, biases, ties, kinds of attention, shared
-    key heads, the pattern of layers. Widths, numbers of heads, experts and layers, vocabulary and positions shrink.
+    Widths, numbers of heads, experts and layers, vocabulary and positions shrink. Settings that select code paths stay:
+    activations, norms, biases, tied weights, kinds of attention, shared key heads, the pattern of layers.
 
     Args:
         layers: maximum number of blocks.
@@ -302,11 +310,11 @@ EPS = 1e-5
 
 
 def small_config(config: Config) -> Config:
-    """Returns the configuration of the first trial: the user's grid with at most two data ranks, few microbatches,
-    fp32.
+    """Returns a small fp32 version of ``config`` for a comparison with plain training: at most two data ranks, few
+    microbatches.
 
-    Shard groups become two groups of two data ranks, and two ranks share experts. Checkpoints, monitors and watchdogs
-    are off, since they change no number.
+    With shard groups, it has two groups of two data ranks; with expert parallelism, two ranks share the experts.
+    Checkpoints, monitors and watchdogs are off, since they change no number.
     """
     optimizer = config.optimizer
     if optimizer is not None:
@@ -336,7 +344,9 @@ def _steadied(optimizer: Chosen) -> Chosen:
 
 
 def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yields (feature, configuration without it) for each feature that the configuration enables."""
+    """Yields (feature key, ``config`` without the feature) for each enabled feature, to find the cause of a
+    deviation.
+    """
     parallel, (dp, tp, pp) = config.parallel, (config.dp, config.tp, config.pp)
     parts = replace(parallel, sequence_parallel=False, sequence_parallel_regather=False)
     line = replace(parallel, schedule="1f1b", virtual_stages=1)
@@ -365,10 +375,11 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def train_both_ways(subject: Subject, config: Config, steps: int) -> Parity:
-    """Trains on the grid of ``config``, with thread ranks, and in one process of plain torch; compares both.
+    """Trains the model on the grid of ``config``, with one thread per rank, and in plain torch in one process. Returns
+    the comparison.
 
     Raises:
-        EngineError: as :func:`engine.initialize` and a step raise it.
+        EngineError: the same error that :func:`engine.initialize` or a step raises.
     """
     assert config.train_batch_size is not None
     batches = subject.batches(steps, config.train_batch_size)

@@ -21,7 +21,7 @@ BOUNDS = (1e-6, 1e-5, 1e-5)
 
 
 def add_verify_options(command: ArgumentParser) -> None:
-    """Adds the arguments of ``trine verify``."""
+    """Adds the arguments of ``trine verify`` to the parser ``command``."""
     command.add_argument("model", metavar="MODEL", help=(
         "Hugging Face folder or config.json, which is shrunk; or module:function that returns model, (model, rows) "
         "or (model, rows, loss_fn), used unchanged; or a script train.py, run up to its call of "
@@ -42,7 +42,8 @@ def add_verify_options(command: ArgumentParser) -> None:
 
 
 def run_verify(options: Namespace) -> int:
-    """Runs ``trine verify``: prints deviations and verdict; returns 0 if training equals one process's.
+    """Runs ``trine verify``: compares training on the configured grid with training in one process, and prints the
+    deviations. Returns 0 if they agree.
 
     Raises:
         EngineError: the model, the configuration or their combination is refused; the error that a run would raise.

@@ -37,36 +37,38 @@ Again = Callable[[], Callable[[], AbstractContextManager[None]]]
 
 
 class CheckpointPolicy(Protocol):
-    """Policy of recomputation, as in the configuration's section ``activation_checkpointing``."""
+    """Interface of the configuration section ``activation_checkpointing``: which blocks are recomputed or offloaded."""
 
     @property
     def mode(self) -> str:
-        """Mode of activation checkpointing of the blocks: ``none``, ``full``, ``selective`` or ``offload``."""
+        """Mode for the model's blocks: ``none``, ``full``, ``selective`` or ``offload``."""
 
     @property
     def save(self) -> tuple[str, ...] | None:
-        """Names of the operators with outputs that mode ``selective`` saves for backward; None: matrix products and
-        attention.
+        """Operators or kinds of operators; mode ``selective`` saves their outputs for backward. None: matrix products
+        and attention.
         """
 
     @property
     def every(self) -> int | None:
-        """Interval n of blocks. Mode ``selective`` recomputes every n-th block in full and the others not at all; None:
-        every block is recomputed except for the outputs of the operators in ``save``. Mode ``offload`` copies the
-        activations of every n-th block to the host; None: of all blocks.
+        """Interval n between affected blocks, for modes ``selective`` and ``offload``.
+
+        Mode ``selective``: every n-th block is recomputed in full, the others not at all. With None, every block is
+        recomputed except for the outputs of the operators in ``save``. Mode ``offload``: the activations of every n-th
+        block are copied to the host; None: of all blocks.
         """
 
     @property
     def others(self) -> str:
-        """Mode of the blocks that are not offloaded, in mode ``offload``."""
+        """Mode for the blocks that mode ``offload`` does not offload, such as ``none`` or ``full``."""
 
     @property
     def inputs(self) -> str:
-        """Device that stores the inputs of recomputed blocks until backward: ``device`` or ``host``."""
+        """Memory that stores the inputs of recomputed blocks until backward: ``device`` or ``host``."""
 
 
 def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """Returns the blocks that backward recomputes in full, by module name.
+    """Returns the blocks that ``settings`` selects for full recomputation in backward, by module name.
 
     Raises:
         ConfigError: ``every`` is larger than the number of blocks.
@@ -81,7 +83,7 @@ def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[s
 
 
 def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """Returns the blocks that backward recomputes except for the saved outputs of some operators, by module name."""
+    """Returns the blocks that backward recomputes except for the saved outputs of listed operators, by module name."""
     if _switched_on(model):
         return MappingProxyType({})
     if settings.mode == "offload" and settings.others == "selective":
@@ -91,7 +93,7 @@ def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[st
 
 
 def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """Returns the blocks with activations offloaded to the host, by module name.
+    """Returns the blocks with activations that are copied to the host until backward, by module name.
 
     Raises:
         ConfigError: ``every`` is larger than the number of blocks.
@@ -102,7 +104,7 @@ def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[st
 
 
 def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
-    """Returns the torch operators with outputs that selective checkpointing saves.
+    """Returns the torch operators (``OpOverload``) with outputs that selective checkpointing saves.
 
     Raises:
         ConfigError: torch has no such operator, or its outputs share the memory of its arguments.
@@ -124,11 +126,15 @@ def recompute_blocks(
     device: torch.device = CPU,
     again: Again | None = None,
 ) -> HostActivations:
-    """Patches the blocks selected by ``settings``: backward recomputes their activations, or host memory stores them.
+    """Applies activation checkpointing: patches the forwards of the blocks that ``settings`` selects for recomputation
+    or offloading. Does nothing if Hugging Face's own gradient checkpointing is on.
 
-    Returns the store of activations on the host. ``axis``: tensor axis of the sharded layers; selective checkpointing
-    saves the results of sums over it. ``again``: called in the forward of a block; returns the context in which this
-    block is recomputed.
+    Returns the store of offloaded activations.
+
+    Args:
+        axis: tensor-parallel axis; selective checkpointing also saves the results of all-reduces over it.
+        device: device of the activations.
+        again: called in each forward of a block; returns the context for the recomputation of this forward.
     """
     host = HostActivations(device)
     if _switched_on(model):
@@ -154,7 +160,11 @@ def recomputed_in_part(
     block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None,
     again: Again | None = None,
 ) -> Any:  # fmt: skip
-    """Returns a forward of ``block`` under selective checkpointing; calls append saved tensors to ``started``."""
+    """Returns a forward of ``block`` under selective checkpointing.
+
+    Each call appends its record of saved tensors to ``started``, unless that is None. ``again``: as in
+    :func:`recompute_blocks`.
+    """
     inner, state = block.forward, BlockState(block)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -264,8 +274,10 @@ def _maker(value: Any) -> Callable[[Any], Any]:
 
 
 def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
-    """Returns a wrapper of the forward ``inner``: each run after the first, a recomputation, uses the function modes of
-    the first run and the context that ``again`` returns.
+    """Returns a wrapper of ``inner``, a block's forward, for one call and its recomputations.
+
+    A recomputation runs under the torch function modes of the first run, and in the context that ``again`` returned in
+    that run.
     """
     calls, run = 0, _in_mode_of_forward(inner)
     if again is None:

@@ -64,11 +64,11 @@ class _BlockRun:
 
 
 class HostActivations:
-    """Store of the activations of one engine in host memory.
+    """Store in host memory for activations of offloaded blocks, one per engine.
 
     Attributes:
         bytes_out: bytes copied to the host since the engine was built.
-        observer: called with each new tensor of host memory; None: no call.
+        observer: called with each newly allocated host tensor; None: no call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class HostActivations:
         """The call in backward."""
 
     def keeping(self, block: nn.Module) -> Any:
-        """Returns a forward of ``block`` that copies the tensors saved for backward to the host; backward copies them
+        """Returns a forward of ``block`` that moves the tensors saved for backward to host memory. Backward copies them
         back to the device.
         """
         inner = block.forward

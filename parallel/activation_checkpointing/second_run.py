@@ -39,7 +39,7 @@ _NOTHING = object()
 
 
 class BlockState:
-    """State that the forwards of one block read and write: Python attributes and buffers, without parameters."""
+    """State that a block's forward reads and changes, other than parameters: Python attributes and buffers."""
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
@@ -51,8 +51,10 @@ class BlockState:
         """State that the forward before has found in the modules: most of it, or all, is found again."""
 
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a wrapper of ``forward`` for one call of the block. Its first run is the forward; each later run, a
-        recomputation, starts from the state that the first run found and leaves the present state unchanged.
+        """Returns a wrapper of ``forward`` for one call of the block and its recomputations.
+
+        The first run is the normal forward. Each recomputation starts from the same state as the first run, and
+        afterwards restores the state from before the recomputation.
         """
         found: list[_Found] = []
 
@@ -75,10 +77,10 @@ class BlockState:
         return run
 
     def run_twice(self, first: Callable[[], Any], second: Callable[[], Result], arguments: tuple[Any, ...]) -> Result:
-        """Runs ``first`` and undoes its changes to the state of the block; then runs ``second`` and returns its result,
-        without undoing its changes.
+        """Runs ``first`` and undoes its changes to the block's state. Then runs ``second``, leaves its changes, and
+        returns its result.
 
-        ``arguments``: arguments of the block; objects among them may contain state too.
+        ``arguments``: arguments of the block; the state of objects in them is restored too.
         """
         state = self._begin(arguments)
         before = state.enter()

@@ -79,7 +79,9 @@ class _Entry:
 
 
 class SavedActivations:
-    """Tensors that selective checkpointing saves in one forward of one block."""
+    """Record of the tensors that selective checkpointing saves in one forward of one block, for reuse in its
+    recomputation.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[Operator, deque[_Entry]] = defaultdict(deque)
@@ -90,14 +92,16 @@ class SavedActivations:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all saved tensors."""
+        """Memory of all saved tensors in bytes; tensors in the same storage count once."""
         outputs = [leaf for entries in self._calls.values() for entry in entries for leaf in entry.leaves]
         tensors = [output.like for output in (*outputs, *self._sums) if isinstance(output, _Output)]
         sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
         return sum(sizes.values())
 
     def note(self, operator: Operator, out: Any, random: tuple[Tensor, ...] | None) -> None:
-        """Saves ``out``, the output of a call of ``operator`` in the forward."""
+        """Saves ``out``, the output of ``operator`` in the forward. ``random``: generator states after the call, if it
+        drew random numbers; otherwise None.
+        """
         leaves, spec = pytree.tree_flatten(out)
         noted = tuple(self._noted(leaf, leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
@@ -105,7 +109,7 @@ class SavedActivations:
         self._latest.append(self._calls[operator])
 
     def note_sum(self, tensor: Tensor) -> None:
-        """Saves the result of an all-reduce over the tensor axis."""
+        """Saves ``tensor``, the result of an all-reduce over the tensor axis."""
         self._sums.append(self._noted(tensor, None))
         self._latest.append(self._sums)
 
@@ -115,14 +119,16 @@ class SavedActivations:
         return output
 
     def saved(self) -> None:
-        """Records that autograd has saved a tensor, so the recomputation runs at least up to the latest operator."""
+        """Records that autograd has just saved a tensor. All entries so far then stay, because the recomputation
+        reaches them.
+        """
         self._latest.clear()
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
-        """Completes the record at the end of a forward.
+        """Completes the record at the end of a forward with the given ``outputs``.
 
-        Drops results of operators that the recomputation does not reach, and copies saved tensors that share memory
-        with ``outputs``.
+        Drops entries after the last tensor that autograd has saved, since the recomputation stops there. Copies saved
+        tensors that share memory with ``outputs``.
         """
         for entries in self._latest:
             entries.pop()
@@ -137,19 +143,25 @@ class SavedActivations:
             output.copy()
 
     def before_sum(self, tensor: Tensor) -> None:
-        """Drops saved outputs in the memory of ``tensor``, just before an in-place all-reduce of it."""
+        """Drops saved outputs in the memory of ``tensor``, just before an in-place all-reduce of it. If ``tensor`` is
+        only a part of its storage, they are copied instead.
+        """
         if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             self.before_write(tensor)
         for output in self._in_memory.pop(_memory(tensor), ()):
             output.drop()
 
     def take(self, operator: Operator) -> _Entry | None:
-        """Returns the saved outputs of the next call of ``operator`` in the recomputation; None if none are left."""
+        """Removes and returns the saved outputs of the next call of ``operator``, in the order of the forward; None if
+        none are left.
+        """
         calls = self._calls.get(operator)
         return calls.popleft() if calls else None
 
     def take_sum(self) -> Tensor | None:
-        """Returns the saved result of the next all-reduce in the recomputation; None if none are left."""
+        """Removes and returns the saved result of the next all-reduce, in the order of the forward; None if none are
+        left.
+        """
         return self._sums.popleft().take("a sum", torch.device("cpu")) if self._sums else None
 
     def clear(self) -> None:
@@ -237,8 +249,8 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def outside_of_saving() -> Iterator[None]:
-    """Stops selective checkpointing from saving tensors inside the context, for code that recomputes its own
-    activations.
+    """Returns a context in which selective checkpointing saves and reuses nothing. It serves code that recomputes its
+    own activations.
     """
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Saving | _Reusing)]
     before = [mode.passes for mode in modes]
@@ -270,14 +282,16 @@ def _states(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 class Selective:
-    """Selective checkpointing of blocks: saves results of listed operators, and of all-reduces over ``axis``."""
+    """Policy of selective checkpointing: saves the outputs of ``operators``, and the results of all-reduces over
+    ``axis``.
+    """
 
     def __init__(self, operators: frozenset[Operator], axis: TensorAxis | None = None) -> None:
         self._operators, self._axis = operators, axis
 
     def contexts(self, kept: SavedActivations) -> "tuple[_Run, _Run]":
-        """Returns the contexts of a block's forward and recomputation, as the ``context_fn`` of
-        ``torch.utils.checkpoint``.
+        """Returns two contexts, one for a block's forward and one for its recomputation, as ``context_fn`` of
+        ``torch.utils.checkpoint`` does. ``kept``: record that the first fills and the second reads.
         """
         first, second = _Saving(self._operators, kept), _Reusing(self._operators, kept)
         return _FirstRun(first, self._axis, kept), _Run(second, self._axis, kept.clear)

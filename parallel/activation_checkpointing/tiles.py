@@ -31,7 +31,9 @@ _MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Plan of a forward in tiles of tokens: the number of tokens in a tile, and the modules that run tile by tile."""
+    """Plan for tiled forwards: the number of tokens in a tile, and the modules that process their input tile by
+    tile.
+    """
 
     tokens: int
     modules: tuple[RowwiseModule, ...]
@@ -40,11 +42,11 @@ class TilePlan:
 
 
 def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | None, ranks: int) -> TilePlan | None:
-    """Returns the plan that runs the modules ``found``, which compute each position independently, in tiles of tokens;
-    None without a ``setting``.
+    """Selects the modules in ``found`` for which tiles save memory, and the tile size. All of them compute each
+    position independently. Returns None if ``setting`` is None.
 
-    ``setting`` "auto": the largest tile with intermediate tensors and gradients that need no more memory than inputs
-    and outputs of the module. ``ranks``: number of context ranks, which divide the positions.
+    ``setting``: tokens of a tile; "auto": the largest tile with intermediate tensors and gradients no larger than the
+    module's inputs and outputs. ``ranks``: number of context ranks, which divide the positions.
     """
     if setting is None:
         return None
@@ -71,8 +73,9 @@ def _gains(form: ProvenForm) -> bool:
 
 
 def run_in_tiles(model: nn.Module, plan: TilePlan, patches: ForwardPatches, again: Again | None = None) -> None:
-    """Patches the modules of ``plan`` so that their forwards run tile by tile. ``again``: as in
-    :func:`~engine.parallel.activation_checkpointing.blocks.recompute_blocks`.
+    """Patches the forwards of the modules in ``plan`` to run tile by tile, and again for each tile in backward.
+
+    ``again``: as in :func:`~engine.parallel.activation_checkpointing.blocks.recompute_blocks`.
     """
     for each in plan.modules:
         module = model.get_submodule(each.name)

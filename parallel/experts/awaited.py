@@ -40,7 +40,7 @@ _METADATA = _PROPERTIES | {
 
 
 class Arrival:
-    """Rows that other ranks send back to this one, and the sum of each token's rows, which the first use computes."""
+    """Expert results that are being sent back to this rank, and their sum for each token, computed at the first use."""
 
     def __init__(self, sums: Tensor, token: Tensor, route: Round, comm: Comm) -> None:
         self.sums, self.token = sums, token
@@ -51,12 +51,14 @@ class Arrival:
         self._coming: tuple[Tensor, Pending] | None = None
 
     def expect(self, rows: Tensor, pending: Pending) -> None:
-        """Stores the tensor that an exchange in flight fills with rows, and the handle of the exchange."""
+        """Stores ``rows``, the receive buffer of a running exchange, and ``pending``, the handle of the exchange."""
         self._coming = rows, pending
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Waits for the rows and adds them to ``sums``; a second call does nothing."""
+        """Waits for the received rows and adds each one to its token's entry in ``sums``; a second call does
+        nothing.
+        """
         coming, self._coming = self._coming, None
         if coming is not None:
             rows, pending = coming
@@ -65,9 +67,10 @@ class Arrival:
             self.sums.data.zero_().index_add_(0, self.token, rows)
 
     def send_back(self, grad: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Pending]:
-        """Starts the exchange that sends each row's gradient to the rank of its expert.
+        """Starts the exchange that sends the gradient of each row to the rank of its expert. ``grad``: gradient of
+        ``sums``; ``token``: token of each row.
 
-        Returns ``grad``, the tensor for received gradients, and the exchange's handle.
+        Returns (``grad``, the receive buffer for row gradients of this rank's experts, the exchange's handle).
         """
         rows = grad.new_empty(sum(self._route.gets), *grad.shape[1:])
         route, given = self._route, grad.index_select(0, token)
@@ -76,11 +79,12 @@ class Arrival:
 
 
 class Awaited(Tensor):
-    """Result of experts that waits for rows in flight at its first use, and then acts as a plain tensor.
+    """Tensor subclass for the output of an expert layer, while expert results are still being received. It waits at its
+    first use, and then acts as a plain tensor.
 
-    It has the shape of the sums, or of a view of them, and no memory: code that reads memory by itself, such as an
-    extension in C++, raises instead of reading too early. Torch functions wait above autograd, in one node for the
-    first use. Code that bypasses them, such as an ``autograd.Function``, waits in the operators below autograd.
+    It has the shape of the result, or of a view of it, but no memory: a C++ extension that accesses its data pointer
+    raises. Torch functions wait above autograd, in one autograd node for the first use. Code that bypasses them, such
+    as an ``autograd.Function``, waits in the operators below autograd.
     """
 
     _arrival: Arrival
@@ -94,7 +98,9 @@ class Awaited(Tensor):
 
     @staticmethod
     def of(own: Tensor, arrival: Arrival) -> "Awaited":
-        """Returns a tensor that waits at its first use, then acts as ``own``, which has the memory of the sums."""
+        """Returns a tensor that waits for ``arrival`` at its first use. ``own``: plain tensor over the memory that
+        ``arrival`` fills.
+        """
         made: Awaited = Tensor._make_wrapper_subclass(
             Awaited,
             own.size(),
@@ -109,7 +115,7 @@ class Awaited(Tensor):
         return made
 
     def plain(self) -> Tensor:
-        """Waits for the rows; returns the sums, or the view of them, as a plain tensor."""
+        """Waits for the expert results; returns this tensor's values as a plain tensor with autograd history."""
         with torch._C.DisableTorchFunctionSubclass():
             node = self.grad_fn
         if node is self._node and self._plain is not None:
@@ -229,7 +235,7 @@ class _Combine(torch.autograd.Function):
 
 
 class WaitingBlock:
-    """Forward of a block with a module of experts, in which other layers compute while the experts' rows are in flight.
+    """Forward of a block with an expert layer, in which other layers compute while expert results are being received.
 
     All exchanges are complete at the end of the block, and its outputs are plain tensors.
     """
@@ -241,11 +247,11 @@ class WaitingBlock:
 
     @property
     def is_running(self) -> bool:
-        """True while the block's forward runs uncompiled; compiled code accepts no awaited tensors."""
+        """True while the block's forward runs uncompiled, so that :class:`Awaited` tensors may be used."""
         return self._started is not None and not _is_compiled()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output of the block's own forward, with plain tensors."""
+        """Runs the block's original forward, completes all exchanges, and returns the output with plain tensors."""
         outer, self._started = self._started, []
         try:
             out = pytree.tree_map_only(Awaited, Awaited.plain, self._own(*args, **kwargs))
@@ -256,10 +262,11 @@ class WaitingBlock:
         return out
 
     def combine(self, made: Tensor, route: Round, token: Tensor, count: int, ties: Sequence[Tensor]) -> Tensor:
-        """Sends the results ``made`` back to the ranks of their tokens; returns a tensor that waits at its first use.
+        """Sends ``made``, the results of this rank's experts, back to the ranks of their tokens. Returns an
+        :class:`Awaited` tensor [``count``, ..] with the sum of each token's results.
 
-        The returned tensor contains the sum of each token's rows, [``count``, ..]. ``token``: token of each received
-        row. ``ties``: as in :func:`~engine.parallel.experts.dispatch.exchange`.
+        ``token``: index of the token of each received row. ``ties``: as in
+        :func:`~engine.parallel.experts.dispatch.exchange`.
         """
         assert self._started is not None
         sums: Awaited = _Combine.apply(made, route, token, count, self._comm, *ties)  # type: ignore[no-untyped-call]

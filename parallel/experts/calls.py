@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 
 class Rows(NamedTuple):
-    """Arguments of a call of an expert layer in a common form: rows, with the numbers and weights of the experts of
-    each.
-    """
+    """Arguments of an expert layer in a common form: token rows, with the index and weight of each chosen expert."""
 
     x: Tensor
     """Rows of the stream [T, H]."""
@@ -31,8 +29,8 @@ class Rows(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Arguments of a call made from :class:`Rows`, and the function that sorts the call's result into the order of the
-    rows.
+    """Arguments for a module of experts, made from :class:`Rows`, with a function that restores the original row order
+    of the result.
     """
 
     arguments: Mapping[str, Any]
@@ -42,7 +40,9 @@ class Written(NamedTuple):
 
 
 class ExpertCall(Protocol):
-    """Signature of a module of experts: converts its arguments to :class:`Rows` and back."""
+    """Interface of a calling convention for modules of experts; it converts between their arguments and
+    :class:`Rows`.
+    """
 
     slots: ClassVar[int]
     """Experts of a row in a trial."""
@@ -51,24 +51,26 @@ class ExpertCall(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the arguments."""
+        """Names of the forward's arguments in this convention, in order."""
         ...
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments ``given`` of a module of ``experts`` experts to rows; None if they do not fit."""
+        """Converts the arguments ``given`` (by name) of a module with ``experts`` experts to rows; None if they do not
+        fit this convention.
+        """
         ...
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Returns arguments that call a module of ``experts`` experts with ``rows``.
+        """Converts ``rows`` to arguments for a module with ``experts`` experts.
 
-        ``given``: arguments of the original call, for the types of counts.
+        ``given``: arguments of the original call; row counts get the type that they have there.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedCall:
-    """Signature of a module of experts that takes rows, the numbers of their experts, and weights."""
+    """Calling convention of modules that take rows, expert indices [T, k] and weights [T, k]."""
 
     rows: str
     numbers: str
@@ -80,11 +82,11 @@ class RoutedCall:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the arguments."""
+        """Names of the forward's arguments: rows, expert indices, weights."""
         return self.rows, self.numbers, self.weights
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments to rows; None if they do not fit this signature."""
+        """Converts the arguments ``given`` (by name) to rows; None if they do not fit this convention."""
         found: list[Any] = [given.get(name) for name in self.names]
         dims = [each.dim() for each in found if isinstance(each, Tensor)]
         if dims != [3 if self.batched else 2, 2, 2]:
@@ -93,7 +95,7 @@ class RoutedCall:
         return Rows(x, numbers, weights) if numbers.shape == weights.shape and len(x) == len(numbers) else None
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Returns arguments that call the module with ``rows``."""
+        """Converts ``rows`` to arguments for the module; ``experts`` and ``given`` have no effect."""
         x = rows.x[None] if self.batched else rows.x
         back = _first if self.batched else _same
         return Written(dict(zip(self.names, (x, *rows[1:]), strict=True)), back)
@@ -101,8 +103,8 @@ class RoutedCall:
 
 @dataclass(frozen=True, slots=True)
 class CountedCall:
-    """Signature of a module of experts that takes rows sorted by expert and the number of rows of each, a tensor or a
-    list.
+    """Calling convention of modules that take rows sorted by expert, and the number of rows of each expert as a tensor
+    or list.
     """
 
     rows: str
@@ -114,11 +116,11 @@ class CountedCall:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the arguments."""
+        """Names of the forward's arguments: rows, row counts."""
         return self.rows, self.counts
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments to rows; None if they do not fit this signature."""
+        """Converts the arguments ``given`` (by name) to rows; None if they do not fit this convention."""
         x, counts = given.get(self.rows), given.get(self.counts)
         if not isinstance(x, Tensor) or x.dim() != 2 or not isinstance(counts, Tensor | list | tuple):
             return None
@@ -128,7 +130,9 @@ class CountedCall:
         return _one_expert_each(x, torch.arange(experts, device=x.device).repeat_interleave(counted))
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Returns arguments that call the module with ``rows`` sorted by expert; counts have the type in ``given``."""
+        """Converts ``rows``, one expert each, to rows sorted by expert with row counts. The counts have the same type
+        as in ``given``.
+        """
         numbers = rows.numbers[:, 0]
         order = numbers.argsort(stable=True)
         counts: Any = torch.bincount(numbers, minlength=experts)
@@ -140,7 +144,7 @@ class CountedCall:
 
 @dataclass(frozen=True, slots=True)
 class MajorCall:
-    """Signature of a module of experts that takes rows sorted by expert, equally many for each expert."""
+    """Calling convention of modules that take rows sorted by expert, with an equal number of rows for each expert."""
 
     rows: str
     flat: bool
@@ -150,11 +154,11 @@ class MajorCall:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the arguments."""
+        """Name of the forward's only argument, the rows."""
         return (self.rows,)
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments to rows; None if they do not fit this signature."""
+        """Converts the arguments ``given`` (by name) to rows; None if they do not fit this convention."""
         x = given.get(self.rows)
         if not isinstance(x, Tensor) or x.dim() != (2 if self.flat else 3) or x.shape[0] % experts:
             return None
@@ -164,7 +168,9 @@ class MajorCall:
         return _one_expert_each(flat, torch.arange(experts, device=x.device).repeat_interleave(len(flat) // experts))
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Returns arguments that call the module with ``rows``, padded with zeros to equally many for each expert."""
+        """Converts ``rows``, one expert each, to rows sorted by expert, padded with zeros to an equal number for each
+        expert.
+        """
         numbers, width = rows.numbers[:, 0], rows.x.shape[-1]
         counts = torch.bincount(numbers, minlength=experts)
         most = max(1, int(counts.max()))
@@ -191,7 +197,7 @@ def _one_expert_each(x: Tensor, numbers: Tensor) -> Rows:
 
 
 def possible_calls(module: nn.Module) -> Iterator[ExpertCall]:
-    """Yields the calls that the signature of ``module.forward`` allows, the most frequent kind first."""
+    """Yields the calling conventions that the signature of ``module.forward`` allows, the most common first."""
     try:
         given = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):

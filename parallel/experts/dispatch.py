@@ -18,7 +18,9 @@ DISPATCH, COMBINE, ROUTING = "dispatch", "combine", "routing"
 
 
 class Round(NamedTuple):
-    """One exchange of rows: the rows that this rank sends, and the numbers sent and received."""
+    """One all-to-all round of token rows: the rows that this rank sends, and the row counts sent and received per
+    rank.
+    """
 
     gives: tuple[int, ...]
     """Number of rows to each rank."""
@@ -29,14 +31,14 @@ class Round(NamedTuple):
 
 
 class Dispatch:
-    """Routing of this rank's tokens: one pair (token, rank) for each rank that has an expert of the token.
+    """Routing plan for this rank's tokens. A token is sent once to each rank that owns at least one of its experts.
 
-    All-gathers the numbers of rows between ranks over "ep", label "routing".
+    The constructor all-gathers the row counts between ranks over "ep", label "routing".
 
     Args:
-        numbers: experts of each token [T, k]; -1: none.
-        bounds: the first expert of each rank, and the number of experts.
-        limit: most rows that a rank gets from another one in a round; None: twice the share of an even routing.
+        numbers: indices of the experts of each token [T, k]; -1: none.
+        bounds: index of the first expert of each rank, followed by the number of experts.
+        limit: maximum number of rows from one rank to another in a round; None: twice the share of an even routing.
     """
 
     @torch.no_grad()
@@ -58,8 +60,8 @@ class Dispatch:
         """Number of each expert among those of the pair's rank; -1: the expert is on another rank."""
 
     def asked(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the indices (row, column) of the entries in ``numbers`` [n, k], received from other ranks, that name
-        an expert of this rank.
+        """Returns the positions (row indices, column indices) of all non-negative entries in ``numbers`` [n, k],
+        received from other ranks. A non-negative entry is the index of an expert of this rank.
         """
         here = numbers >= 0
         row, slot = (here.nonzero_static(size=self._gets_experts) if self._is_one_round else here.nonzero()).unbind(1)
@@ -71,7 +73,7 @@ class Dispatch:
 
     @property
     def rounds(self) -> list[Round]:
-        """Rounds in which the rows are exchanged: at least one, and equally many on all ranks."""
+        """Rounds that together exchange all rows: at least one, and the same number on all ranks."""
         most = max(map(max, self._counts))
         step = max(1, min(self._limit, most))
         return [self._round(start, start + step) for start in range(0, max(most, 1), step)]
@@ -92,11 +94,12 @@ class Dispatch:
 def exchange(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str, ties: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Sends ``gives[r]`` rows of each tensor [sum of gives, ..] to rank r of the axis "ep"; returns the received rows.
+    """Sends ``gives[r]`` rows of each tensor [sum of gives, ..] to rank r of the axis "ep". Returns the received rows,
+    one tensor [sum of ``gets``, ..] for each.
 
-    One node of autograd, so all ranks exchange the gradients in one order. Integers have no gradient, and none is sent.
-    ``ties``: tensors that get gradients of zeros, which makes the backward of this rank join the exchange although its
-    rows depend on nothing.
+    The exchange is a single autograd node, so all ranks exchange the gradients in the same order. Integer tensors have
+    no gradient. ``ties``: tensors that get zero gradients. They make this rank's backward join the exchange even if no
+    row requires a gradient.
     """
     made: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
         comm, gives, gets, label, len(tensors), *tensors, *ties
@@ -139,9 +142,9 @@ class _Exchange(torch.autograd.Function):
 def swap_rows(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str
 ) -> tuple[Tensor, ...]:
-    """Exchanges rows as :func:`exchange` does, without gradients; the tensors' exchanges are in flight together.
+    """Exchanges rows as :func:`exchange` does, but without autograd; the exchanges of all tensors run concurrently.
 
-    A schedule may compute a piece of another microbatch in the meantime (``TensorAxis.filling_waits``).
+    During the wait, a pipeline schedule may compute a part of another microbatch (``TensorAxis.filling_waits``).
     """
     made, pending = [], []
     for tensor in tensors:

@@ -14,7 +14,7 @@ from engine.parallel.shard_table import Range
 
 @dataclass(frozen=True, slots=True)
 class ExpertPacking:
-    """Place of the experts in a parameter that stacks them along a dim."""
+    """Memory order of a parameter that stacks the weights of all experts along one dim."""
 
     rows: int = 1
     """Rows of one expert along the dim."""
@@ -23,22 +23,26 @@ class ExpertPacking:
     """Row i of all experts precedes row i + 1; otherwise all rows of one expert precede those of the next."""
 
     def shape(self, shape: Sequence[int], experts: int) -> tuple[int, ...]:
-        """Returns ``shape`` with the dim of the experts resized for ``experts`` experts."""
+        """Returns the parameter shape ``shape`` with its expert dim resized for ``experts`` experts."""
         return (*shape[: self.dim], experts * self.rows, *shape[self.dim + 1 :])
 
     def apart(self, stack: Tensor, experts: int) -> Tensor:
-        """Returns a view [experts, ..] of the parameter ``stack``."""
+        """Returns a view [experts, ..] of the parameter ``stack``, with the weights of one expert in each entry."""
         sizes = (self.rows, experts) if self.alternate else (experts, self.rows)
         split = stack.view(*stack.shape[: self.dim], *sizes, *stack.shape[self.dim + 1 :])
         return split.movedim(self.dim + self.alternate, 0)
 
     def chosen(self, stack: Tensor, experts: int, own: Sequence[int]) -> Tensor:
-        """Returns the elements of ``stack`` that belong to the neighbouring experts ``own``."""
+        """Returns the part of ``stack`` for the experts with the consecutive indices ``own``, packed in the same
+        order.
+        """
         apart = self.apart(stack, experts)[own[0] : own[-1] + 1]
         return apart.movedim(0, self.dim + self.alternate).flatten(self.dim, self.dim + 1)
 
     def ranges(self, bounds: Sequence[int]) -> tuple[Range, ...]:
-        """Returns the sharding along the dim; rank r has the experts from ``bounds[r]`` up to ``bounds[r + 1]``."""
+        """Returns the shards of the expert dim, where rank r owns the experts ``bounds[r]`` to ``bounds[r + 1]``,
+        exclusive.
+        """
         experts, ranks = bounds[-1], range(len(bounds) - 1)
         if self.alternate:
             starts = range(0, self.rows * experts, experts)
@@ -48,7 +52,7 @@ class ExpertPacking:
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Module that owns all experts of a layer and is called with the rows of each."""
+    """Description of a module that owns all experts of a layer, and is called with token rows and their experts."""
 
     name: str
     """Name of the module."""
@@ -67,18 +71,22 @@ class RoutedExperts:
     along their width; None: tensor ranks hold whole experts and divide the rows."""
 
     def named(self, name: str) -> "RoutedExperts":
-        """Returns a copy of this description for the module ``name``, which is of the same kind."""
+        """Returns a copy of this description for ``name``, a module with equal code, shapes and settings."""
         return replace(self, name=name)
 
     @property
     def parameters(self) -> Mapping[str, ExpertPacking]:
-        """Place of the experts in each parameter that stacks experts, by the name in the model."""
+        """Packing (dim and order of the experts) of each parameter that stacks experts, by the parameter's full
+        name.
+        """
         return {f"{self.name}.{own}": packing for own, packing in self.own.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Interpretation of a module's parameters as stacks of experts; a proof accepts or refuses it."""
+    """Candidate interpretation of a module's parameters as stacks of experts; a numerical trial accepts or rejects
+    it.
+    """
 
     experts: int
     own: Mapping[str, ExpertPacking]
@@ -91,7 +99,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class ListedExperts:
-    """Block whose own code calls the members of a list of equal expert modules with rows of its choice."""
+    """Description of a block that loops over a list of equal expert modules in its own code."""
 
     block: str
     """Name of the block."""
@@ -108,7 +116,7 @@ class ListedExperts:
 
     @property
     def name(self) -> str:
-        """Name of the module whose forward communicates."""
+        """Name of the block, the module with a forward that communicates."""
         return self.block
 
     @property
@@ -117,26 +125,29 @@ class ListedExperts:
         return len(self.names)
 
     def named(self, block: str, names: tuple[str, ...]) -> "ListedExperts":
-        """Returns a copy for another ``block`` of the same kind, with experts ``names``."""
+        """Returns a copy for another ``block`` of equal code and shapes; ``names``: names of its experts."""
         return replace(self, block=block, names=names)
 
 
 def owner_cut(rows: int, rank: int) -> tuple[Range, ...]:
-    """Returns the sharding of a parameter, with ``rows`` rows along its first dim, that ``rank`` alone stores in
-    full.
+    """Returns the sharding of a parameter that rank ``rank`` stores in full and other ranks do not store. ``rows``:
+    size of its first dim.
     """
     return (Range(0, rows, (rank,)),)
 
 
 def list_members(members: nn.Module) -> dict[str, nn.Module]:
-    """Returns the members of a module list that have parameters, by their names in it; a dropout has none."""
+    """Returns the members of a module list that have parameters, by their names in the list. Members without
+    parameters, such as a dropout, are omitted.
+    """
     return {name: each for name, each in members.named_children() if any(True for _ in each.parameters())}
 
 
 def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yields (block, name of the list in it, names of its members) for each list of equal modules with parameters.
+    """Yields (name of a block, name of the list in it, full names of the members) for each module list that may list
+    experts.
 
-    Members are equal in class and shapes and share no parameter.
+    The members have equal classes and parameter shapes, and share no parameter.
     """
     for name, block in model.named_modules():
         for child, given in block.named_children():
@@ -152,20 +163,24 @@ def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
-    """Returns the first expert of each rank, and the number of experts; the first ranks hold one more if uneven."""
+    """Returns the index of the first expert of each rank, followed by ``experts``. If the division is uneven, the first
+    ranks own one expert more.
+    """
     each, more = divmod(experts, ranks)
     return tuple(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))
 
 
 def expert_cut(experts: int, ranks: int, packing: ExpertPacking = ExpertPacking()) -> tuple[Range, ...]:
-    """Returns the sharding of parameters that stack ``experts`` experts over ``ranks``, along the packing's dim."""
+    """Returns the sharding over ``ranks`` of a parameter that stacks ``experts`` experts, along the expert dim of
+    ``packing``.
+    """
     return packing.ranges(expert_bounds(experts, ranks))
 
 
 def stacked_experts(module: nn.Module) -> int:
-    """Returns the number of experts that a module's own parameters stack, [experts, ..]; 0 if they stack none.
+    """Returns the number of experts that a module's own parameters stack as [experts, ..]; 0 if they stack none.
 
-    At least one parameter is a matrix for each expert, and everything else with parameters inside has vectors only.
+    At least one own parameter must have a matrix for each expert. Submodules may have vectors only.
     """
     own = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() >= 2]
     inside = sum(parameter.dim() >= 2 for parameter in module.parameters())
@@ -178,16 +193,18 @@ def stacked_experts(module: nn.Module) -> int:
 
 
 def stacks_differ(module: nn.Module) -> bool:
-    """Returns True if the matrices [experts, rows, width] of a module are for different numbers of experts."""
+    """Returns True if a module has parameters [n, rows, width] with different sizes n, so they stack different numbers
+    of experts.
+    """
     own = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
     return len(own) > 1 and not type(module).__module__.startswith("torch.nn.")
 
 
 def possible_stacks(module: nn.Module) -> Iterator[Stack]:
-    """Yields possible readings of a module's parameters as stacks of experts, the most frequent kind first.
+    """Yields candidate interpretations of a module's parameters as stacks of experts, the most common first.
 
-    Matrices [experts, rows, width], with vectors for each expert or for all; or [experts * rows, width], with a number
-    of experts that the module has as an attribute.
+    The first kind has matrices [experts, rows, width], with vectors per expert or for all. The second has matrices
+    [experts * rows, width], with the number of experts in an integer attribute.
     """
     named = dict(module.named_parameters())
     matrices = [name for name, parameter in named.items() if parameter.dim() >= 2]
@@ -206,9 +223,11 @@ def possible_stacks(module: nn.Module) -> Iterator[Stack]:
 
 
 def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
-    """Yields possible readings of the parameters of adapters on ``found`` as stacks of experts, PEFT's packing first.
+    """Yields candidate interpretations of adapter parameters on the module ``found`` as stacks of experts, PEFT's
+    packing first.
 
-    Parameters with equal names in several adapters share a packing. A parameter without one belongs to all experts.
+    ``adapter``: outermost adapter module. Parameters with equal names in several adapters share a packing; a parameter
+    without packing is used by all experts.
     """
     *adapters, (inside, base) = adapter_chain(adapter)
     theirs = {id(each) for each in base.parameters()}
@@ -245,7 +264,7 @@ def _has_layers(module: nn.Module) -> bool:
 
 
 def possible_widths(module: nn.Module) -> Sequence[int]:
-    """Returns the widths that rows of a module may have: the sizes of its matrices, most frequent first."""
+    """Returns candidates for the width of a module's input rows: the sizes of its matrices, the most frequent first."""
     sizes = [size for parameter in module.parameters() if parameter.dim() >= 2 for size in parameter.shape[1:]]
     return sorted(set(sizes), key=lambda size: (-sizes.count(size), size))
 
@@ -255,18 +274,18 @@ def _counting_attributes(module: nn.Module, experts: int) -> list[str]:
 
 
 def set_counts(module: nn.Module, names: Sequence[str], experts: int) -> None:
-    """Sets the attributes ``names`` of a module, such as ``mlp.num_experts``, to ``experts``."""
+    """Sets each attribute in ``names``, such as ``mlp.num_experts``, of ``module`` or its submodules to ``experts``."""
     for name in names:
         owner, _, attribute = name.rpartition(".")
         object.__setattr__(module.get_submodule(owner), attribute, experts)
 
 
 def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
-    """Yields sets of integer attributes equal to ``experts`` that may count them, the largest set first.
+    """Yields candidate sets of attributes that count the module's experts, the largest set first. Candidates are all
+    integer attributes equal to ``experts``.
 
-    Attributes outside the set are taken as equal by chance.
-
-    A module with more than three such attributes has only the largest set.
+    Attributes outside a set are taken as equal by chance. With more than three candidates, only the set of all of them
+    is yielded.
     """
     names = _counting_attributes(module, experts)
     for size in range(len(names), -1 if len(names) <= 3 else len(names) - 1, -1):
@@ -274,7 +293,9 @@ def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]
 
 
 def module_kind(module: nn.Module) -> tuple[object, ...]:
-    """Returns a key that is equal for modules of equal code, shapes and settings: a proof of one holds for all."""
+    """Returns a hashable key that is equal for modules of equal code, shapes and settings. A test result for one module
+    then applies to all with its key.
+    """
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     settings = tuple(
         (name, value if isinstance(value, int | float | str | None) else type(value))

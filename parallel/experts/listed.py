@@ -33,7 +33,9 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Pass(Enum):
-    """Phase of a block's forward, which runs twice: it collects the rows of experts, then returns their results."""
+    """Phase of a block's forward, which runs twice: the first pass collects the experts' input rows, the second returns
+    their results.
+    """
 
     OUTSIDE = auto()
     """No pass runs: calls of experts by other code raise."""
@@ -67,9 +69,10 @@ def share_listed(
     patches: ForwardPatches,
     uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Wraps the forwards of the blocks in ``found`` and of their experts: rows are sent to the ranks of the experts.
+    """Applies expert parallelism to the blocks in ``found``: wraps their forwards, so that rows are sent to the ranks
+    of the experts.
 
-    ``uncounted``: context of a first pass, whose rows are not counted.
+    ``uncounted``: returns the context of the first pass, in which a counter of expert load ignores rows.
     """
     for each in found:
         block = SharedList(each, model, comm, tensor, uncounted)
@@ -77,7 +80,7 @@ def share_listed(
 
 
 class SharedList:
-    """Block whose listed experts are shared among the ranks of the axis "ep"."""
+    """Block that loops over a list of experts, with the experts distributed over the ranks of the axis "ep"."""
 
     def __init__(
         self, found: ListedExperts, model: nn.Module, comm: Comm, tensor: TensorAxis,
@@ -102,7 +105,7 @@ class SharedList:
         """Answers to all rows of this rank."""
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Wraps the forwards of the experts, then that of the block."""
+        """Wraps the forwards of the experts in ``model``, then the forward of their block."""
         count, ranks = self._bounds[self._index + 1] - self._bounds[self._index], self._comm.grid.size(AXIS)
         for number, expert in enumerate(self._experts):
             held = "computes rows of" if expert in self._held else "is held by another of"
@@ -118,10 +121,11 @@ class SharedList:
         return self._experts[self._bounds[self._index] : self._bounds[self._index + 1]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output of the block's own forward; exchanges rows over the axis "ep" in between.
+        """Runs the block's forward twice and returns the second output. Between the passes, rows and expert results are
+        exchanged over the axis "ep".
 
         Raises:
-            EngineError: the second pass asks experts for other rows than the first.
+            EngineError: the second pass calls experts with other rows than the first.
         """
         if self._tensor.dry or any(map(is_without_content, pytree.tree_leaves((args, kwargs)))):
             with self._passing(Pass.TRACE):

@@ -48,22 +48,23 @@ LARGE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """Module that stacks matrices as experts do, but that ranks cannot share for ``reason``; its experts stay on every
-    rank.
+    """Test result for a module that stacks matrices as experts do, but is not suitable for expert parallelism, with the
+    ``reason``. Every rank stores all of its experts.
     """
 
     name: str
     reason: str
 
     def named(self, name: str) -> "Unproven":
-        """Returns a copy of this result for another module, ``name``, of the same kind."""
+        """Returns a copy of this result for ``name``, a module with equal code, shapes and settings."""
         return replace(self, name=name)
 
 
 def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
-    """Tests a module that stacks experts: tries all readings of its parameters and arguments with a small twin.
+    """Tests numerically whether the experts of ``module`` can run on different ranks. It runs a small random copy of
+    the module under each candidate interpretation of parameters and arguments.
 
-    Returns the first reading that passes, or the reason for which ranks cannot share the experts.
+    Returns a description with the first interpretation that passes, or an :class:`Unproven` with the reason.
     """
     if any(True for _ in module.buffers()):
         return Unproven(name, "it has buffers, which are not shared among ranks")
@@ -88,10 +89,11 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
 
 
 def prove_adapted(name: str, adapter: nn.Module, ranks: int) -> RoutedExperts | Unproven:
-    """Tests a module of experts with adapters: first the module alone, then all readings of the adapters' parameters.
+    """Tests a module of experts with adapters, such as LoRA: first the module alone, then each interpretation of the
+    adapter parameters.
 
-    Returns the first reading of both that passes, or the reason. Each parameter of the adapter must have an effect,
-    because an inactive one would pass with any reading.
+    ``ranks``: number of expert ranks. Returns the first interpretation that passes, or the reason. Every adapter
+    parameter must affect the result, because an inactive one would pass under any interpretation.
     """
     base = adapter_chain(adapter)[-1][1]
     found = prove_routed(name, base)
@@ -119,7 +121,12 @@ _UNKNOWN = (
 
 
 class Trial:
-    """Test of ``twin``, a small copy of a module, on random rows, for the rules of experts that ranks can share."""
+    """Numerical test on random rows of ``twin``, a small copy of a module, for the rules that expert parallelism
+    requires.
+
+    A row's result must not depend on other rows, or on experts that it does not choose. The results of its experts must
+    add up.
+    """
 
     def __init__(
         self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int, experts: int, least: int = 1
@@ -136,14 +143,16 @@ class Trial:
 
     @torch.no_grad()
     def failure(self) -> str | None:
-        """Returns the first rule that the twin breaks, as text; None if it satisfies all rules."""
+        """Returns the first rule that the copy breaks, as text; None if it satisfies all rules."""
         thin = any(map(is_expanded, self._twin.parameters()))
         with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
             return self._failure_in(False) or self._failure_in(True)
 
     @torch.no_grad()
     def is_sum_of(self, parts: Sequence[nn.Module]) -> bool:
-        """Returns True if the results of ``parts`` add up to that of the twin, in evaluation and in training."""
+        """Returns True if the outputs of the modules ``parts`` add up to that of the copy, in evaluation and in
+        training mode.
+        """
         return self._adds_up(parts, False) and self._adds_up(parts, True)
 
     def _adds_up(self, parts: Sequence[nn.Module], training: bool) -> bool:
@@ -194,7 +203,7 @@ class Trial:
 
     @torch.no_grad()
     def without_effect(self) -> str | None:
-        """Returns the name of a parameter that affects no result; None if all do."""
+        """Returns the name of the first parameter that affects no output; None if all affect it."""
         names, rows = dict(self._twin.named_parameters()), (self._rows, self._numbers, self._weights)
         for name in names:
             whole = self._call(self._without(range(self._experts), (name,)), *rows)
@@ -246,15 +255,17 @@ def _can_copy(module: nn.Module) -> bool:
 
 
 def are_close(a: Tensor | int | None, b: Tensor) -> bool:
-    """Returns True if two results differ by rounding alone."""
+    """Returns True if tensor ``a`` has the shape of ``b`` and differs from it by fp32 rounding alone; False if ``a`` is
+    no tensor.
+    """
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
 def make_twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.Module:
-    """Returns a copy of ``module`` with random fp32 parameters of its first ``experts`` experts.
+    """Returns a small copy of ``module`` with random fp32 parameters for ``experts`` experts.
 
-    ``thin``: the rows of each matrix [rows, width] of an expert are equal and share memory, since a trial of experts of
-    billions of parameters would take as much memory as these.
+    ``stack``: interpretation of its parameters. ``thin``: all rows of an expert's matrix [rows, width] are equal and
+    share memory, so that a trial of large experts needs little memory.
     """
     draw = torch.Generator().manual_seed(1)
     fresh = dict[int, nn.Parameter]()
@@ -268,9 +279,10 @@ def make_twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.M
 
 
 def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
-    """Tries a block with a list ``child`` of equal modules; returns (width of rows, width of results), or the reason.
+    """Tests numerically whether the equal modules in the list ``child`` of ``block`` can run on different ranks.
 
-    All members of the twin's list share the parameters of one, and scale its result, so that they differ.
+    Returns (width of input rows, width of results), or the reason for a refusal. In the tested copy, all experts share
+    one set of parameters and scale the result differently.
     """
     members = list(list_members(block.get_submodule(child)).values())
     required = required_argument(block)
@@ -397,7 +409,7 @@ def _without_values(module: nn.Module) -> Iterator[None]:
 
 
 def required_argument(module: nn.Module) -> str | None:
-    """Returns the only argument that the forward of a module requires; None if there are more, or none."""
+    """Returns the name of the only argument that a module's forward requires; None if it requires several or none."""
     try:
         given = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -408,7 +420,9 @@ def required_argument(module: nn.Module) -> str | None:
 
 
 def random_copy(module: nn.Module, memo: dict[int, nn.Module], draw: torch.Generator) -> nn.Module:
-    """Returns a copy of ``module`` in evaluation with random fp32 parameters; ``memo`` has copies of its children."""
+    """Returns a copy of ``module`` in evaluation mode, with random fp32 parameters drawn from ``draw``. ``memo``:
+    replacements of submodules, by id.
+    """
     inside = {id(parameter) for each in memo.values() for parameter in each.parameters()}
     left = {id(p) for key in memo for m in module.modules() if id(m) == key for p in m.parameters()}
     fresh: dict[int, object] = {

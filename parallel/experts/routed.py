@@ -39,11 +39,12 @@ def share_experts(
     patches: ForwardPatches,
     compiled: bool = False,
 ) -> None:
-    """Wraps the forward of each module in ``found``: tokens are sent to the ranks of their experts and back.
+    """Applies expert parallelism to each module in ``found``: wraps its forward, so that tokens are sent to the ranks
+    of their experts and back.
 
-    A block with other experts, such as a shared one, computes them while results are on their way, unless code of the
-    model is ``compiled``.
-    """  # fmt: skip
+    Other layers of the same block, such as a shared expert, compute during the exchange of results, unless the model's
+    code is ``compiled``.
+    """
     for each in found:
         module, block = model.get_submodule(each.name), None
         parent = model.get_submodule(each.name.rpartition(".")[0])
@@ -65,12 +66,11 @@ def _has_other_work(block: nn.Module, experts: nn.Module) -> bool:
 
 
 class SharedExperts:
-    """Forward of a module whose experts are shared among the ranks of the axis "ep".
+    """Forward of an expert layer with its experts distributed over the ranks of the axis "ep".
 
-    Tensor ranks of one data coordinate get equal rows. If they hold whole experts, each sends an equal share of the
-    rows. If they cut experts along their width, each sends all rows, and the results are summed over the tensor ranks
-    once they are back: a row goes to at least one expert rank, so a sum there would have as many rows or more. In a dry
-    run of the tensor axis, which traces shapes, nothing is sent to other expert ranks.
+    All tensor ranks have the same input rows. If they store whole experts, each sends an equal share of the rows. If
+    experts are sharded along their width, each sends all rows, and the results are summed over the tensor ranks after
+    they are back. A dry run of the tensor axis, which traces shapes, sends nothing to other expert ranks.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class SharedExperts:
         self._bounds = torch.tensor(bounds)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the module's output for the rows of this rank; exchanges rows over the axis "ep".
+        """Returns the layer's output for this rank's rows; exchanges rows over the axis "ep".
 
         Raises:
-            EngineError: the arguments do not fit the signature that was proven.
+            EngineError: the arguments do not fit the calling convention that was tested.
         """
         if isinstance(self._module, ExpertsLayer):
             summed: Tensor = self._module.tensor_summed(self._all_rows, args, kwargs)

@@ -14,7 +14,7 @@ from engine.parallel.experts.proof import random_copy, required_argument
 
 @dataclass(frozen=True, slots=True)
 class RouterBias:
-    """Buffer [experts] of a router."""
+    """Reference to a router's bias buffer [experts], which affects the choice of experts but not their weights."""
 
     experts: str
     """Name of the module that owns the experts."""
@@ -23,7 +23,11 @@ class RouterBias:
 
 
 def find_router_bias(model: nn.Module, experts: str, count: int) -> RouterBias | None:
-    """Returns the bias of the router of the module ``experts``, which owns ``count`` experts; None: it has none."""
+    """Finds the bias buffer that affects only the choice of experts, as in DeepSeek-V3's load balancing without
+    auxiliary loss. Returns None if there is none.
+
+    ``experts``: name of the module with the experts; its block is searched. ``count``: number of its experts.
+    """
     block_name = experts.rpartition(".")[0]
     block, owner = model.get_submodule(block_name), model.get_submodule(experts)
     inside = {id(buffer) for buffer in owner.buffers()}

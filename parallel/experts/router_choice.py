@@ -30,7 +30,7 @@ _SHAPES = ((2, 5), (10,))
 
 @dataclass(frozen=True, slots=True)
 class RouterChoice:
-    """Location of the call (topk, argmax or max) by which a router chooses experts."""
+    """Location of the torch call (topk, argmax or max) with which a router chooses experts."""
 
     router: str
     """Name of the module with the call in its forward."""
@@ -42,7 +42,9 @@ class RouterChoice:
     """Number of experts of a row."""
 
     def inside(self, block: str) -> "RouterChoice":
-        """Returns a copy with ``block`` as prefix of the router's name."""
+        """Returns a copy with a router name relative to the model: ``block``, the name of the block, is put before
+        it.
+        """
         return replace(self, router=".".join(filter(None, (block, self.router))))
 
 
@@ -81,11 +83,12 @@ class _Choices(TorchFunctionMode):
 
 
 class OtherChoice(_Choices):
-    """Function mode of one forward of a router that replaces the chosen experts by ``given``.
+    """Torch function mode for one forward of a router; it replaces the chosen experts by ``given``.
 
     Args:
-        given: numbers of experts of all rows [T, k]; the router chooses for a row with -1. None: it chooses for all.
-        seen: function that receives the numbers of all rows [.., k].
+        choice: location of the call that chooses experts.
+        given: expert indices of all rows [T, k]; the router's own choice stays for rows with -1. None: for all rows.
+        seen: called with the expert indices of all rows [.., k] after the replacement; None: not called.
     """
 
     def __init__(self, choice: RouterChoice, given: Tensor | None, seen: Callable[[Tensor], object] | None) -> None:
@@ -93,8 +96,8 @@ class OtherChoice(_Choices):
         self._choice, self._given, self._seen, self._calls = choice, given, seen, 0
 
     def met(self, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns (scores, numbers) of the experts in ``given``; None leaves ``own``, the numbers that the router has
-        chosen.
+        """Returns (scores, expert indices) for the choices in ``given``. Returns None if ``own``, the router's chosen
+        indices, stays in effect.
         """
         self._calls += 1
         inside = own.local if isinstance(own, GlobalTensor) else own
@@ -171,9 +174,10 @@ class _Member(nn.Module):
 
 
 def find_router_choice(block: nn.Module, child: str, count: int) -> RouterChoice | str:
-    """Finds the call that chooses among the ``count`` experts of ``block.child``; returns the reason if none is proven.
+    """Finds, by trial runs of a copy of ``block``, the torch call that chooses among the ``count`` experts in
+    ``block.child``. Returns the reason as text if there is none.
 
-    The name of the router is that inside ``block``.
+    The router's name in the result is relative to ``block``.
     """
     argument = required_argument(block)
     if argument is None:

@@ -11,9 +11,10 @@ _ATEN = torch.ops.aten
 
 
 class ThinProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that computes products with expanded matrices without a copy in full size.
+    """Dispatch mode for matrix products with expanded matrices (stride 0), which never copies such a matrix in full
+    size.
 
-    Torch's kernels copy such a matrix, and the kernels of grouped products refuse it.
+    Torch's own kernels copy the matrix, and its grouped-product kernels refuse it.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -28,7 +28,7 @@ MOST_UNCUT = 3
 
 @dataclass(frozen=True, slots=True)
 class WidthCut:
-    """Names of the unsharded parameters in a module of experts that tensor ranks shard along the experts' width."""
+    """Use of the unsharded parameters in a module of experts that tensor ranks shard along the experts' width."""
 
     whole: tuple[str, ...]
     """Names in the module of parameters without a cut; each tensor rank has a part of their gradient."""
@@ -43,10 +43,15 @@ def prove_width(
     changes: tuple[AttributeChange, ...],
     tp: int,
 ) -> WidthCut | str:
-    """Tests whether tensor ranks can compute the experts with ``cuts`` of their parameters (names in ``module``).
+    """Tests numerically whether ``tp`` tensor ranks can each compute a part of the experts' width, with results that
+    add up.
 
-    Returns the use of all other parameters, or the reason for a refusal. ``changes``: attributes with another value
-    on a tensor rank, such as a width.
+    Returns the use of all parameters without a cut, or the reason for a refusal.
+
+    Args:
+        found: description of the module of experts.
+        cuts: sharding of parameters, by their names in ``module``.
+        changes: attributes with another value on a tensor rank, such as a width.
     """
     if len(adapter_chain(module)) > 1:
         return "they have adapters"

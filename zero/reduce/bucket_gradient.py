@@ -17,23 +17,31 @@ from engine.kernels.dispatch import OpenSum
 
 
 class ProductSums(Protocol):
-    """Interface through which matrix products of a backward add weight gradients to a reducer's buckets."""
+    """Interface of a gradient reducer for the weight-gradient matrix products of a backward. A product adds its result
+    directly to the reducer's flat bucket, without a separate gradient tensor.
+    """
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the sum to which a product may add the gradient of parameter ``name``.
+        """Returns the gradient sum of parameter ``name``, for a matrix product to add to in place. Returns None if the
+        backward must return a separate gradient tensor.
 
-        None: the backward must return the gradient. ``node``: the node of autograd that accumulates the parameter.
+        ``node``: the autograd node that accumulates the parameter's gradient in this backward; None: the product runs
+        outside autograd.
         """
 
     def added(self, name: str) -> None:
-        """Records that a product has added to the gradient sum of parameter ``name``."""
+        """Records that a matrix product has added to the gradient sum of parameter ``name``."""
 
     def complete(self, name: str) -> None:
-        """Records that the running backward adds nothing more to the gradient sum of parameter ``name``."""
+        """Records that the gradient sum of parameter ``name`` is complete for the running backward, so its bucket may
+        be reduced.
+        """
 
 
 class BucketGradient:
-    """Main gradient of one parameter: its slice of a bucket, to which matrix products add in place."""
+    """Main gradient of one parameter: a slice of a flat bucket, to which the matrix products of a backward add in
+    place.
+    """
 
     def __init__(self, name: str, parameter: nn.Parameter, sums: ProductSums) -> None:
         self.name, self.parameter, self._sums = name, parameter, sums
@@ -41,11 +49,17 @@ class BucketGradient:
         """True between the first product of a backward and the parameter's node."""
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the slice of the bucket if the running backward may add to it; see :class:`MainGradient`."""
+        """Returns the parameter's slice of the bucket for an addition in place. Returns None if the backward must
+        return a separate gradient.
+
+        ``node``: the autograd node that accumulates the parameter's gradient; None: the product runs outside autograd.
+        """
         return self._sums.open_sum(self.name, node)
 
     def end(self, node: Any | None) -> None:
-        """Records that one product has been added; after the last one the gradient sum is complete."""
+        """Records that one matrix product has added to the slice. With ``node`` None the sum is then complete;
+        otherwise it is complete once ``node`` has run.
+        """
         self._sums.added(self.name)
         if node is None:
             self._sums.complete(self.name)
@@ -53,11 +67,13 @@ class BucketGradient:
             self._waits = True
 
     def forget(self) -> None:
-        """Stops the wait for autograd nodes: the backward has ended, or a separate gradient is added too."""
+        """Stops waiting for the parameter's autograd node, because the backward has ended or a separate gradient has
+        arrived.
+        """
         self._waits = False
 
     def all_done(self) -> None:
-        """Records that the autograd node has run, so that the sum is complete."""
+        """Records that the parameter's autograd node has run, so that products add nothing more in this backward."""
         if self._waits:
             self._waits = False
             self._sums.complete(self.name)

@@ -26,12 +26,13 @@ from engine.zero.wire_formats import WireFormats
 
 
 class EncodedReduction:
-    """Encoded reduce-scatter of one bucket's gradients.
+    """Reduce-scatter of one bucket's gradients over the data ranks, with quantized messages (as in ZeRO++).
 
-    Shape suffixes: N data ranks, W of them in a node, A nodes, s elements of a shard, m bytes of its message.
+    It takes one all-to-all, or two hops: within nodes, then across nodes. Shape suffixes: N data ranks, W of them in a
+    node, A nodes, s elements of a shard, m bytes of an encoded shard.
 
     Args:
-        comm: one all-to-all over dp for each hop, with the hop's label.
+        comm: sends one all-to-all over dp for each hop, with the hop's label.
     """
 
     def __init__(self, flat: FlatBucket, wire: BlockFormat, formats: WireFormats, comm: Comm, kernels: Kernels) -> None:
@@ -46,11 +47,11 @@ class EncodedReduction:
             self.residuals = tuple(torch.zeros(count, self._size, device=flat.params.device) for count in rows)
 
     def start(self, full: Tensor, out: Tensor) -> Pending:
-        """Starts the sum of ``full`` [N*s] over the data ranks; after the wait ``out`` [s] is this rank's shard of the
-        sum.
+        """Starts the sum of ``full`` [N*s] over the data ranks. Returns a handle; after its wait, ``out`` [s] is this
+        rank's shard of the sum.
 
-        ``full`` may change at once. Ranks wait for the sums of their buckets in one order, since the wait of the first
-        hop sends the second one.
+        The caller may overwrite ``full`` immediately. All ranks must wait for their buckets in the same order, because
+        the wait for the first hop sends the second one.
         """
         messages = self._encode(full.view(self._ranks, -1), 0)
         if len(self._hops) == 1:
@@ -81,7 +82,7 @@ class EncodedReduction:
 def encoded_reductions(
     buckets: Sequence[FlatBucket], formats: WireFormats, comm: Comm, kernels: Kernels
 ) -> dict[int, EncodedReduction]:
-    """Returns the encoded reductions by bucket index, for the buckets that ``formats`` encodes."""
+    """Returns an encoded reduction for each bucket with gradients that ``formats`` encodes, by bucket index."""
     found: dict[int, EncodedReduction] = {}
     for flat in buckets:
         wire = formats.of_gradients(flat.bucket)
@@ -91,7 +92,7 @@ def encoded_reductions(
 
 
 def connect_hops(formats: WireFormats, comm: Comm) -> None:
-    """Creates the groups of all hops. Every rank of the world calls it."""
+    """Creates the process groups for all hops of encoded gradient reductions. Every rank of the world calls it."""
     ranks = comm.grid.size(comm.grid.shard_line)
     if formats.gradients is None or (len(formats.hops) == 1 and formats.ranks == ranks):
         return

@@ -38,21 +38,24 @@ Enter = Callable[[], AbstractContextManager[None] | None]
 
 
 class UserBackward:
-    """Detector of a backward that the user calls; it enters the engine's context at the first gradient."""
+    """Detector of a ``loss.backward()`` that the user calls directly. At the first gradient it enters the engine's
+    backward context, and exits it when autograd ends.
+    """
 
     def __init__(self) -> None:
         self._enter: weakref.WeakMethod[Enter] | None = None
         self._context: AbstractContextManager[None] | None = None
 
     def serve(self, enter: Enter) -> None:
-        """Sets ``enter``, the method that returns the context of every later backward; it is referenced weakly.
+        """Sets ``enter``, the engine's method that returns the context of each later backward.
 
-        Parameter hooks refer to this object, so a strong reference would keep a dropped engine alive.
+        It is referenced weakly: parameter hooks refer to this object, so a strong reference would prevent the engine's
+        garbage collection.
         """
         self._enter = weakref.WeakMethod(enter)
 
     def start(self) -> None:
-        """Enters the context of a backward when its first gradient arrives."""
+        """Enters the engine's context at the first gradient of a backward; does nothing if it is already open."""
         enter = self._enter() if self._enter is not None else None
         if enter is None or self._context is not None:
             return
@@ -64,7 +67,7 @@ class UserBackward:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def abandon(self) -> bool:
-        """Exits the context of a backward that has raised; returns True if there was one."""
+        """Exits a context that is still open because its backward has raised; returns True if there was one."""
         context = self._context
         if context is None or torch._C._current_graph_task_id() != -1:
             return False
@@ -83,12 +86,12 @@ _GRAD: Any = Tensor.grad
 
 
 def plain_grad(parameter: Tensor) -> Tensor | None:
-    """Returns ``parameter.grad`` without the guard."""
+    """Returns ``parameter.grad``, even while a :class:`GradientGuard` refuses normal access to it."""
     return _GRAD.__get__(parameter)  # type: ignore[no-any-return]
 
 
 def set_plain_grad(parameter: Tensor, grad: Tensor | None) -> None:
-    """Sets ``parameter.grad`` without the guard."""
+    """Sets ``parameter.grad``, even while a :class:`GradientGuard` refuses normal access to it."""
     _GRAD.__set__(parameter, grad)
 
 
@@ -133,7 +136,9 @@ _OWN: Mapping[type, type] = MappingProxyType({taken: own for own, taken in _TAKE
 
 
 class GradientGuard:
-    """Guard of parameters' ``grad`` while their gradients are in the engine's buckets."""
+    """Guard that makes access to ``param.grad`` raise an EngineError while the gradients are in the engine's buckets.
+    It swaps the class of the parameters.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes ``parameters``: all trained ones; ones of other stages require no gradient here."""
@@ -143,7 +148,9 @@ class GradientGuard:
         self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def set(self) -> None:
-        """Guards every trained parameter of class ``nn.Parameter``, and all parameters of other stages."""
+        """Guards every trained parameter, and the placeholders of parameters on other pipeline stages. Parameters of
+        the user's own subclasses stay unguarded.
+        """
         if not self._guarded:
             trained = (p for p in self._parameters if p.requires_grad or id(p) in self._absent)
             self._guarded = [p for p in trained if type(p) in _TAKEN]
@@ -151,12 +158,14 @@ class GradientGuard:
                 parameter.__class__ = _TAKEN[type(parameter)]
 
     def serve(self, drop: Callable[[], None]) -> None:
-        """Sets ``drop``, the method that the model's ``zero_grad`` calls to discard gradients, by a weak reference."""
+        """Sets ``drop``, the engine's method that discards its gradients; the model's ``zero_grad`` calls it. The
+        reference is weak.
+        """
         self._drop = weakref.WeakMethod(drop)
 
     def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:
-        """Patches the model's ``zero_grad`` to discard the engine's gradients too; returns a function that undoes
-        it.
+        """Patches ``model.zero_grad`` to discard the engine's gradients too. Returns a function that removes the
+        patch.
         """
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
@@ -175,7 +184,7 @@ class GradientGuard:
         return give_back
 
     def lift(self) -> None:
-        """Removes the guard: restores the class of the parameters."""
+        """Removes the guard: restores the classes of the parameters, so that ``param.grad`` is accessible again."""
         guarded, self._guarded = self._guarded, []
         for parameter in guarded:
             parameter.__class__ = _OWN.get(type(parameter), type(parameter))

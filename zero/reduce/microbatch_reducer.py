@@ -65,13 +65,14 @@ class _Flight:
 
 
 class MicrobatchReducer(SharedReduction):
-    """Reducer that reduce-scatters gradients in every microbatch and sums microbatches in the shards (ZeRO 2).
-
-    One collective for each bucket and microbatch.
+    """Gradient reducer for ZeRO 2. It reduce-scatters every bucket once per microbatch and adds the results to the
+    rank's gradient shards.
 
     Args:
-        setup: inputs of every reducer; ``grads`` of its buckets are shards, except where gradients are partial.
-        microbatches: usual backwards of a step; a rank that fails early still joins the collectives of all of them.
+        setup: inputs of every reducer; ``grads`` of its buckets are shards, except where gradients are partial over
+            tensor ranks.
+        microbatches: usual number of backwards in a step; a rank that fails early still joins the collectives of all of
+            them.
     """
 
     def __init__(self, setup: ReducerSetup, microbatches: int) -> None:
@@ -97,7 +98,11 @@ class MicrobatchReducer(SharedReduction):
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Accumulates and reduces the gradients of one backward inside the context."""
+        """Returns a context for one backward: its gradients are accumulated, and each bucket is reduced once it is
+        complete.
+
+        The first half of a split backward (``part`` "input") only stores its gradients for the second half.
+        """
         self._settle()
         place = which.stage, which.microbatch
         if which.part == "input":
@@ -120,11 +125,14 @@ class MicrobatchReducer(SharedReduction):
             self._end_round(stage)
 
     def expect(self, backwards: int) -> None:
-        """Sets the number of backwards of the step; see :meth:`Reducer.expect`."""
+        """Sets the number of backwards of the current step, if it differs from ``microbatches``; see
+        :meth:`Reducer.expect`.
+        """
         self._microbatches = backwards
 
     def finish(self) -> None:
-        """Waits for all reductions, sums partial and tied gradients, and prepares the next step.
+        """Waits for all reductions, sums gradients over tensor ranks and tied stages where needed, and prepares the
+        next step.
 
         Afterwards each shard of ``grads`` contains the sum over microbatches and data ranks.
         """
@@ -148,7 +156,7 @@ class MicrobatchReducer(SharedReduction):
         self.reset()
 
     def land(self) -> None:
-        """Waits for the reductions under way, and adds their results to the shards."""
+        """Waits for the running reductions, and adds their results to the gradient shards."""
         self._settle()
         while self._flights:
             self._land()
@@ -197,7 +205,9 @@ class MicrobatchReducer(SharedReduction):
         self._places[name][0].summed.add(name)
 
     def complete(self, name: str) -> None:
-        """Starts the reduction of buckets with complete gradients."""
+        """Records that the gradient of parameter ``name`` is complete, and reduces the buckets that now have all
+        gradients.
+        """
         self._places[name][0].arrived.add(name)
         # Buckets are launched in order: data ranks must issue the same collectives, though their hooks may fire in
         # another order.

@@ -28,15 +28,15 @@ Take = Callable[[str, Tensor], None]
 
 
 class EngineHook(partial[None]):
-    """Marker of a hook that takes a parameter's gradient for an engine."""
+    """Callable for a post-accumulate-grad hook of an engine; its class distinguishes it from hooks of the user."""
 
 
 def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
-    """Refuses post-accumulate-grad hooks other than the engine's.
+    """Checks that a parameter has at most ``known`` post-accumulate-grad hooks, the number that this engine has
+    registered.
 
     Raises:
-        EngineError: another engine trains the parameter, or it has more than ``known`` hooks, which would find no
-            gradient.
+        EngineError: another engine trains the parameter, or a hook of the user would find no gradient.
     """
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)  # torch leaves it untyped
     if not hooks or len(hooks) <= known:
@@ -54,12 +54,11 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
 
 
 class GradientHooks:
-    """Parameter hooks that pass each gradient of a ``backward`` to ``take``, so that none remains on a parameter.
+    """Post-accumulate-grad hooks that pass each gradient of an engine backward to ``take`` and clear ``param.grad``.
 
-    ``products``: main gradients by parameter name; each is notified when the autograd node of its parameter runs.
-
-    A gradient outside ``backward`` calls ``start``, which may open a backward. Otherwise the gradient is not used;
-    ``warns`` logs this once.
+    ``products``: main gradients by parameter name; each is notified when its parameter's autograd node runs. ``start``:
+    called for a gradient outside :meth:`backward`; it may open one. A gradient that stays outside is ignored; with
+    ``warns`` this is logged once.
     """
 
     def __init__(
@@ -79,7 +78,9 @@ class GradientHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Opens one backward, whose gradients are added to the buckets; restores the user's ``grad`` at the end."""
+        """Returns a context for one backward, in which gradients go to ``take``. At its end the user's earlier
+        ``param.grad`` values are restored.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # freed parameters would run code of their class
             for name, parameter in self._parameters.items():
                 check_own_hooks(name, parameter, 1)
@@ -97,7 +98,7 @@ class GradientHooks:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of the parameters that the user has frozen since the build."""
+        """Names of trained parameters that the user has frozen (``requires_grad`` False) since the engine was built."""
         return frozenset(name for name, parameter in self._parameters.items() if not parameter.requires_grad)
 
     def remove(self) -> None:
@@ -136,10 +137,11 @@ class GradientHooks:
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
     def admits(self, name: str, node: Any | None) -> bool:
-        """Returns True if a matrix product of the running backward may add to the gradient sum of parameter ``name``.
+        """Returns True if a matrix product of the running backward may add directly to the gradient sum of parameter
+        ``name``.
 
-        ``node``: autograd node of the parameter, or None. The user's hooks on the parameter require a separate
-        gradient, which is logged once.
+        ``node``: autograd node of the parameter, or None outside autograd. False if no engine backward is open, the
+        parameter is frozen, or it has a hook of the user; a hook is logged once.
         """
         parameter = self._parameters[name]
         if not self.open and self._start is not None:
@@ -194,7 +196,7 @@ BackwardPart = Literal["whole", "input", "weight"]
 
 
 class Backward(NamedTuple):
-    """Identification of one backward of a stage, or of one of its two halves."""
+    """Description of one backward of a pipeline stage, or of its input-gradient or weight-gradient half."""
 
     last: bool
     """True for the expected last backward of a stage in a step."""
@@ -210,56 +212,70 @@ class Backward(NamedTuple):
 
 
 class Reducer(Protocol):
-    """Interface of reducers, which sum the gradients of a step over data ranks into the buckets."""
+    """Interface of gradient reducers: they sum a step's gradients over microbatches and data ranks into flat
+    buckets.
+    """
 
     def backward(self, which: Backward) -> AbstractContextManager[None]:
-        """Returns the context of one backward."""
+        """Returns a context for the backward that ``which`` describes; its gradients are added to the buckets."""
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Adds a gradient that autograd did not deliver, inside a backward."""
+        """Adds ``grad``, a gradient of parameter ``name`` from outside autograd, within an open backward context."""
 
     def expect(self, backwards: int) -> None:
-        """Sets the number of backwards of each stage in this step, if it is not the usual one; equal on data ranks."""
+        """Sets the number of backwards of each stage in this step, if it differs from the usual number. The number must
+        be equal on all data ranks.
+        """
 
     def finish(self) -> None:
-        """Completes the reduction of every bucket. Collective over dp."""
+        """Completes the reduction of every bucket at the end of a step. Collective over dp."""
 
     def land(self) -> None:
-        """Waits for the reductions under way, without starting others."""
+        """Waits for the running reductions, without starting others."""
 
     def keep(self) -> None:
-        """Allows further backwards after :meth:`finish` to add to the sums; the next ``finish`` reduces them."""
+        """Saves the sums after :meth:`finish`, so that further backwards of the same step add to them. The next
+        ``finish`` reduces the new gradients.
+        """
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of this rank's parameters with reduced gradients."""
+        """Names of this rank's trained parameters, the ones with gradients to reduce."""
 
     @property
     def unused(self) -> frozenset[str]:
-        """Names of the parameters without a gradient in the finished step."""
+        """Names of trained parameters that got no gradient in the finished step."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of the parameters that the user has frozen for now."""
+        """Names of trained parameters that the user has frozen since the build."""
 
     def reset(self) -> None:
         """Discards the gradients of an unfinished step."""
 
     def watch(self, on: bool) -> None:
-        """Enables or disables the check that each gradient of this rank is finite before its reduction."""
+        """Enables or disables a check that every gradient of this rank is finite; :meth:`found_nonfinite` returns its
+        result.
+        """
 
     def observe(self, observer: Take | None) -> None:
-        """Sets the function that receives each gradient of this rank before its reduction; None: no function."""
+        """Sets a function (name, gradient) that is called with each gradient of this rank before its reduction; None
+        removes it.
+        """
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Encoding errors of gradients by name, added to the next gradients (error feedback)."""
+        """Quantization errors of encoded reductions, to be added to the next gradients (error feedback). Keys are
+        "BUCKET.HOP".
+        """
 
     def found_nonfinite(self) -> bool:
-        """Returns True if a gradient checked since the last call was not finite; synchronizes the device."""
+        """Returns True if a gradient since the last call was not finite, while :meth:`watch` is on; synchronizes the
+        device.
+        """
 
     def remove(self) -> None:
-        """Removes the hooks from the parameters."""
+        """Removes the gradient hooks from the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +303,8 @@ class ReducerSetup:
 
 
 class SharedReduction:
-    """Base class of reducers with their common parts: hooks, partial and tied gradients, message dtype, abandoned
-    collectives.
+    """Base class of the reducers. It owns the gradient hooks, casts messages to the communication dtype, sums tied
+    gradients, and tracks abandoned collectives.
     """
 
     def __init__(self, setup: ReducerSetup) -> None:
@@ -320,7 +336,7 @@ class SharedReduction:
         self._hooks = GradientHooks(trained, self.take, setup.start, self._products, warns=told)
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Adds a gradient of the running backward to its parameter's sum, to be reduced later."""
+        """Adds a gradient of the running backward to the sum of parameter ``name``, for a later reduction."""
         self._seen.add(name)
         if self._watched is not None:
             self._watched.append(grad.isfinite().all())
@@ -329,11 +345,11 @@ class SharedReduction:
         self._add(name, grad)
 
     def expect(self, backwards: int) -> None:
-        """Does nothing, because only a reducer that reduces in every microbatch counts backwards."""
+        """Does nothing: only :class:`MicrobatchReducer` depends on the number of backwards."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of the parameters that are frozen at present."""
+        """Names of trained parameters that are frozen (``requires_grad`` False) at present."""
         return self._hooks.frozen
 
     def _add(self, name: str, grad: Tensor) -> None:
@@ -348,9 +364,10 @@ class SharedReduction:
         self.complete(name)
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the sum of a parameter, to which a product may add; None if a separate gradient is needed.
+        """Returns the gradient sum of parameter ``name``, to which a matrix product may add in place. Returns None if a
+        separate gradient tensor is needed, as for an observer or a hook of the user.
 
-        Observers and hooks of the user need a separate gradient.
+        ``node``: autograd node of the parameter, or None outside autograd.
         """
         if self._observer is not None or not self._hooks.admits(name, node):
             return None
@@ -360,7 +377,9 @@ class SharedReduction:
         raise NotImplementedError
 
     def added(self, name: str) -> None:
-        """Records that a product was added to the sum of a parameter, as its hook would record a gradient."""
+        """Records that a matrix product has added to the gradient sum of parameter ``name``, and checks the sum if
+        watched.
+        """
         self._seen.add(name)
         self._note_sum(name)
         if self._watched is not None and (opened := self._sum(name)) is not None:
@@ -371,11 +390,13 @@ class SharedReduction:
         raise NotImplementedError
 
     def complete(self, name: str) -> None:
-        """Records that the running backward adds no more to the sum of a parameter."""
+        """Records that the gradient sum of parameter ``name`` is complete for the running backward."""
         raise NotImplementedError
 
     def keep(self) -> None:
-        """Saves finished gradient sums for a retry; see :meth:`Reducer.keep`."""
+        """Copies the finished gradient sums, so that further backwards of the step can add to them; see
+        :meth:`Reducer.keep`.
+        """
         self._kept_sums = [(flat, self._part(flat), flat.gradient(self._part(flat)).clone()) for flat in self._buckets]
         self._kept_names = self.names - self.unused
 
@@ -417,23 +438,25 @@ class SharedReduction:
             product.forget()
 
     def remove(self) -> None:
-        """Removes the hooks from the parameters; products return separate gradients again."""
+        """Removes the gradient hooks from the parameters; matrix products then return separate gradients."""
         self._hooks.remove()
         self._forget_products()
         if self._main is not None:
             self._main.clear()
 
     def watch(self, on: bool) -> None:
-        """Enables or disables the finite check; see :meth:`Reducer.watch`."""
+        """Enables or disables the check for non-finite gradients; see :meth:`Reducer.watch`."""
         self._watched = [] if on else None
 
     def observe(self, observer: Take | None) -> None:
-        """Sets the observer of gradients; see :meth:`Reducer.observe`."""
+        """Sets a function (name, gradient) that is called with each gradient before its reduction; None removes it.
+        While it is set, matrix products return separate gradients.
+        """
         self._observer = observer
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Encoding errors of gradients by name; see :class:`Reducer`."""
+        """Quantization errors of encoded reductions by "BUCKET.HOP", fp32 [rows, shard elements]."""
         return {
             f"{index}.{hop}": residual
             for index, reduction in self._encoded.items()
@@ -441,7 +464,9 @@ class SharedReduction:
         }
 
     def found_nonfinite(self) -> bool:
-        """Returns True if a gradient checked since the last call was not finite."""
+        """Returns True if a gradient since the last call was not finite, while :meth:`watch` is on; synchronizes the
+        device.
+        """
         watched, self._watched = self._watched, self._watched and []
         return bool(watched) and not torch.stack(watched or []).all()
 

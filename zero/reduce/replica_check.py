@@ -24,8 +24,8 @@ PLAN_CHECK = "plan check"
 
 
 class ReplicaCheck:
-    """Check by ``parallel.check_replicas``, once after the first step's reduction, that replicated gradients are
-    equal.
+    """One-time check (``parallel.check_replicas``) after the first step's reduction: replicated parameters must have
+    equal gradients on all tensor ranks.
     """
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
@@ -43,10 +43,11 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:
-        """Returns the error of the check, equal on every tensor rank; adds the check's traffic to ``sent``.
+        """Compares the reduced gradients; returns an error that names the first differing parameter, or None. The
+        result is equal on every tensor rank.
 
-        One all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes per parameter and 8 more;
-        every rank of a stage participates, even after a failed step.
+        Sends one all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes per parameter and 8
+        more. The traffic is added to ``sent``. Every rank of a stage must call it, even after a failed step.
         """
         places = self.places
         before = self._comm.tally.copy()
@@ -73,7 +74,7 @@ class ReplicaCheck:
 
 
 def overlap(slot: Slot, shard: slice) -> slice:
-    """Returns the elements of a slot that are in ``shard``; an empty slice if there are none."""
+    """Returns the elements of the bucket that are in both ``slot`` and ``shard``; an empty slice if there are none."""
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))
 
@@ -83,7 +84,7 @@ NON_FINITE = "non-finite"
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteSource:
-    """Source of a non-finite number in a step, equal on every rank."""
+    """Result of the search for the origin of a NaN or infinity in a step; equal on every rank."""
 
     name: str
     """Name: "the loss", "the weight", "the gradient norm", or the first parameter with a non-finite gradient."""
@@ -92,14 +93,14 @@ class NonFiniteSource:
 
     @property
     def subject(self) -> str:
-        """Source and its ranks, as the subject of a sentence."""
+        """Text for an error message, such as "the loss on ranks 0, 3" or "the gradient of 'head.weight'"."""
         what = self.name if self.name.startswith("the ") else f"the gradient of {self.name!r}"
         return f"{what} on rank{'s' * (len(self.ranks) > 1)} {_listed(self.ranks)}" if self.ranks else what
 
 
 class NonFinite:
-    """Search for the source of a non-finite number: the loss, or the first parameter in the order of the shard
-    table.
+    """Search for the origin of a NaN or infinity: the loss, or the first parameter of ``table`` with a non-finite
+    gradient.
     """
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
@@ -113,13 +114,13 @@ class NonFinite:
 
     @torch.no_grad()
     def find(self, loss: Tensor, weight: float, own: bool, sent: Tally) -> NonFiniteSource:
-        """Returns the source of the non-finite number that skipped a step, equal on every rank.
+        """Returns the source of the NaN or infinity for which the step was skipped; equal on every rank.
 
         One all-gather of 24 bytes per rank over the world, label "non-finite", counted in ``sent``.
 
         Args:
             loss: this rank's sum of losses, 0-dim.
-            weight: sum of weights over all ranks.
+            weight: sum of loss weights over all ranks.
             own: True if a gradient of this rank was not finite before its reduction.
         """
         before = self._comm.tally.copy()

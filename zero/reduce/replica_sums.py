@@ -20,12 +20,13 @@ OnWire = Callable[[Tensor], Tensor]
 
 
 class ReplicaSum:
-    """Sum of one reduced gradient shard over the shard groups; with one rank on ``axis``, the shard itself.
+    """Second hop of a gradient reduction in hybrid sharding (HSDP): all-reduces a reduced shard over the replicas of
+    its shard group.
 
     Args:
-        inside: reduction within the shard group, into ``shard``.
-        axis: axis of the ranks with the same shard.
-        comm: one all-reduce over ``axis``, label "gradients".
+        inside: handle of the reduction within the shard group, which writes ``shard``.
+        axis: axis of the ranks with the same shard; with one rank the sum is ``shard`` itself.
+        comm: sends one all-reduce over ``axis``, label "gradients".
     """
 
     def __init__(self, inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire) -> None:
@@ -34,7 +35,7 @@ class ReplicaSum:
         self._sent = shard
 
     def cross(self) -> None:
-        """Waits for the sum within the shard group, and starts the all-reduce over ``axis``. A second call does
+        """Waits for the reduction within the shard group, then starts the all-reduce over ``axis``. A second call does
         nothing.
         """
         if self._across is None:
@@ -43,7 +44,7 @@ class ReplicaSum:
             self._across = self._comm.all_reduce(self._sent, self._axis, "gradients")
 
     def wait(self) -> None:
-        """Waits until the sum is complete."""
+        """Waits until ``shard`` contains the sum over all replicas."""
         self.cross()
         assert self._across is not None
         self._across.wait()
@@ -54,9 +55,9 @@ class ReplicaSum:
 def summed_over_replicas(
     inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire
 ) -> tuple[Pending, ReplicaSum]:
-    """Prepares the sum of a shard over shard groups after ``inside``, the reduction within its group.
+    """Prepares the sum of ``shard`` over ``axis`` after ``inside``, the reduction within the shard group.
 
-    Returns a handle that waits for both, and the :class:`ReplicaSum`, which a caller may start earlier by ``cross``.
+    Returns a handle that waits for both hops, and the :class:`ReplicaSum`. Its ``cross`` starts the second hop earlier.
     """
     across = ReplicaSum(inside, shard, axis, comm, on_wire)
     return Pending().then(across.wait), across

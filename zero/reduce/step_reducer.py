@@ -69,10 +69,11 @@ class _Progress:
 
 
 class GradientReducer(SharedReduction):
-    """Reducer that accumulates microbatches in full buckets and reduces each bucket over dp once per step.
+    """Gradient reducer for ZeRO 0 and 1: accumulates all microbatches in full buckets, then reduces each bucket once
+    per step.
 
     Args:
-        scatter: reduce-scatter to the shards (ZeRO 1) instead of all-reduce (ZeRO 0).
+        scatter: True: reduce-scatter to the shards (ZeRO 1); False: all-reduce (ZeRO 0).
     """
 
     def __init__(self, setup: ReducerSetup, scatter: bool) -> None:
@@ -88,8 +89,8 @@ class GradientReducer(SharedReduction):
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Accumulates the gradients of one backward inside the context; in the last backward, reduces buckets once
-        complete.
+        """Returns a context that accumulates the gradients of one backward. In the last backward of a step, each bucket
+        is reduced once it is complete.
 
         Raises:
             EngineError: a gradient arrived after its bucket was reduced.
@@ -108,10 +109,10 @@ class GradientReducer(SharedReduction):
             self._last = self._eager = False
 
     def finish(self) -> None:
-        """Reduces the remaining buckets, waits for all, and prepares the next step.
+        """Reduces the remaining buckets, waits for all reductions, and prepares the next step.
 
-        Afterwards each shard (ZeRO 0: each full bucket) of ``grads`` contains the sum over microbatches and data ranks;
-        a parameter without a gradient in this step contributes zero.
+        Afterwards each shard (ZeRO 0: each full bucket) of ``grads`` contains the sum over microbatches and data ranks.
+        A parameter without a gradient in this step has zeros.
         """
         self._settle()
         self._end_step()
@@ -123,7 +124,7 @@ class GradientReducer(SharedReduction):
         self.reset()
 
     def land(self) -> None:
-        """Waits for the reductions under way."""
+        """Waits for the running reductions, without starting others."""
         self._settle()
         for progress in self._progress:
             if progress.reduction is not None:
@@ -192,7 +193,9 @@ class GradientReducer(SharedReduction):
         self._places[name].touched = True
 
     def complete(self, name: str) -> None:
-        """Reduces buckets with complete gradients, in the last backward."""
+        """Records that the gradient of parameter ``name`` is complete. In the last backward, reduces the buckets that
+        now have all gradients.
+        """
         place = self._places[name]
         progress = place.progress
         if self._last:

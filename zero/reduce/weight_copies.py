@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class WeightCopies:
-    """Check that weights stored on several ranks are bitwise equal, for the weights in ``buckets``."""
+    """Check that all copies of a weight on several ranks are bitwise equal, for the weights in ``buckets``."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._told = comm, False
@@ -69,7 +69,9 @@ class WeightCopies:
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:
-        """Returns this rank's summand of the check, fp64; the sum over all ranks is 0 if copies are equal."""
+        """Returns this rank's contribution to the check, an fp64 scalar. The sum of the contributions of all ranks is 0
+        modulo 2^31 - 1 if all copies are equal.
+        """
         if not self._parts:
             return 0.0
         # factors are numbers of the host: a tensor of them would be copied to the device, for which the host waits
@@ -78,9 +80,11 @@ class WeightCopies:
 
     @torch.no_grad()
     def compare(self, total: float, sent: Tally) -> None:
-        """Logs once which weight differs, if ``total``, the sum of all digests, is not 0. All ranks call it.
+        """Finds the first differing weight and logs it on rank 0, if ``total``, the sum of all digests, shows a
+        difference. Every rank must call it.
 
-        Sends at most 8 bytes per weight over tp and over dp, and 16 bytes over the world, label "copies".
+        Sends at most 8 bytes per weight over tp and over dp, and 16 bytes over the world, label "copies". Counts them
+        in ``sent``; logs once per run.
         """
         if self._told or int(total) % _PRIME == 0:
             return
