@@ -77,7 +77,7 @@ class LoaderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings of one loader.
+    """Settings of a data loader: order and number of epochs, last step, reading ranks and workers, packing and padding.
 
     Raises:
         EngineError: a value is out of range, or two values exclude each other.
@@ -134,7 +134,9 @@ class DataPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Assignment of a step's rows to this data rank and its microbatches."""
+    """Division of a training step's rows among data ranks and microbatches. Each of the ``size`` data ranks gets
+    ``accumulation`` microbatches of ``micro`` rows; ``rank`` is the index of this data rank, from 0.
+    """
 
     micro: int
     accumulation: int
@@ -147,7 +149,9 @@ class StepRows:
         return self.micro * self.accumulation * self.size
 
     def microbatches(self, position: int) -> Iterator[range]:
-        """Yields the positions of each microbatch of this rank, for the step that begins at ``position``."""
+        """Yields for each microbatch of this rank the positions of its rows in the global order of samples. The step
+        begins at ``position``.
+        """
         first = position + self.rank * self.micro * self.accumulation
         return (
             range(start, start + self.micro)
