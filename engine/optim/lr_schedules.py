@@ -96,8 +96,8 @@ def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle_momentum(update: int, p: Mapping[str, Any]) -> float:
-    """Returns the momentum of update number ``update``, from 0, in DeepSpeed's OneCycle. It falls while the learning
-    rate rises, and rises while it falls. ``p`` are the schedule's params.
+    """Returns the momentum of update number ``update``, from 0, in DeepSpeed's OneCycle; it moves opposite to the
+    learning rate. ``p`` are the schedule's params.
     """
     low, high = p["cycle_min_mom"], p["cycle_max_mom"]
     after = update - _cycle_length(p)
