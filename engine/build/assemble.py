@@ -174,9 +174,7 @@ def build(
 def assemble_rank(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Shards and patches ``model``, and returns this rank's runtime with executor and optimizer. ``example`` is one
-    microbatch. The arguments must be equal on all ranks, which is not checked here. Collective.
-    """
+    """Shards and patches ``model``; returns this rank's runtime. Collective. Arguments are equal on all ranks."""
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
