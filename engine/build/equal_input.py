@@ -30,7 +30,7 @@ _SETUP, _CONFIG, _MODEL = "setup ", "config ", "model "
 
 def describe_input(model: nn.Module, config: Config, device: torch.device) -> dict[str, str]:
     """Returns everything that must be equal on all ranks before process groups exist, as text by key: versions, device
-    type, configuration and model. Of the configuration the grid comes first, because batch sizes follow from it.
+    type, configuration and model. The configuration begins with the grid, because batch sizes follow from it.
 
     The model's entries are module classes; shapes, dtypes and ``requires_grad`` of parameters; shapes and dtypes of
     buffers; and numeric module attributes (dropout's ``p``, ``training``). Private attributes, and attributes named

@@ -109,8 +109,8 @@ def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: Forward
     """Patches linear layers to run in one kernel with the activation that follows, as ``changes`` lists them. Layers
     are full or column-sharded.
 
-    If kernels add weight gradients directly to main gradients, the accumulation buffers, other full linear layers and
-    embeddings are patched to do so too.
+    Kernels may add weight gradients directly to main gradients (accumulation buffers). If they do, other full linear
+    layers and embeddings are patched for it too.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)

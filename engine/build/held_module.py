@@ -25,8 +25,8 @@ _NAMES = ("__reduce_ex__", "__deepcopy__")
 
 
 def lay_entries_apart(model: nn.Module, patches: ForwardPatches) -> None:
-    """Makes each entry of ``state_dict()`` have a storage of its own, so that pickling it does not write the whole flat
-    bucket that contains its parameter.
+    """Gives each entry of ``state_dict()`` a storage of its own. Otherwise, pickling an entry would write the whole
+    flat bucket that contains its parameter.
     """
     for module in model.modules():
         if any(parameter is not None for parameter in module._parameters.values()):

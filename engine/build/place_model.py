@@ -90,8 +90,8 @@ def place_model(
     """Shards the model in place, so that its parameters are this rank's parts in flat buckets on ``device``. Returns
     the buckets of trained parameters, then the buckets of frozen ones.
 
-    If the request has a lender, an engine that lends its frozen parameters, they become the lender's tensors. They must
-    be on the meta device before.
+    The request may have a lender, an engine that lends its frozen parameters. The model's frozen parameters then become
+    the lender's tensors, and must be on the meta device before.
     """
     holder, config, patches = comm.grid.holder(), plan.config, request.patches
     parameters = dict(model.named_parameters())

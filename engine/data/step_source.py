@@ -199,8 +199,8 @@ class _Rows(Dataset[Batch]):
 
 
 class MappedSteps:
-    """Source of training steps that reads samples by their positions: of a map-style dataset, or rows packed from
-    documents of known lengths.
+    """Source of training steps that reads samples by position, from a map-style dataset or from packed documents of
+    known lengths.
     """
 
     def __init__(self, sample_at: Callable[[int], Any], size: int, rows: StepRows, settings: LoaderSettings) -> None:
@@ -264,8 +264,8 @@ def _behind(dataset: Any, skip: int) -> Iterator[Any]:
 
 
 class StreamedSteps(IterableDataset[Step]):
-    """Source of training steps that reads samples in order: of an iterable dataset, or documents of unknown lengths to
-    pack.
+    """Source of training steps that reads samples in order, from an iterable dataset or from documents of unknown
+    lengths to pack.
     """
 
     size: int | None = None
@@ -328,8 +328,8 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 
 def own_state(given: Any) -> EngineError:
-    """Returns the error about ``given``, a dataset or DataLoader that has loaded a state of its own and so would not
-    begin at its first sample.
+    """Returns the error about ``given``, a dataset or DataLoader that has loaded a state of its own. It would not begin
+    at its first sample, as the loader expects.
     """
     return EngineError(
         f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "

@@ -132,7 +132,9 @@ class Sampler:
         return self._order
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position in the stream, equal on every rank. ``position`` counts samples over all ranks."""
+        """Returns the position in the stream, the seed and the number of windows, equal on every rank. ``position``
+        counts samples over all ranks.
+        """
         return {"position": self.position, "seed": self.seed, "windows": self.windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

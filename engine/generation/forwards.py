@@ -55,8 +55,8 @@ class GenerationForwards:
         """Returns a context manager around all forwards of one generation. In it, the model is in eval mode and records
         no autograd graph.
 
-        At the start, the tensors ``checked`` are compared over the ranks of the model replica. Some forwards need all
-        data ranks, for parameter gathers or expert dispatch. For these, at the end this rank joins the forwards of data
+        At the start, the tensors ``checked`` are compared over the ranks of the model replica. Forwards with parameter
+        gathers or expert dispatch need all data ranks. In this case the rank at the end joins the forwards of data
         ranks that have not finished their generation.
 
         Raises:

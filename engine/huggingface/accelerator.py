@@ -32,7 +32,7 @@ from engine.reporting.step_report import StepReport
 
 class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` that runs backward, clipping and update on the engine. Gathers and counts refer to
-    data ranks, because all other ranks of a replica work on the same rows.
+    data ranks, because the tensor and pipeline ranks of a replica work on the same rows.
     """
 
     grid: Grid

@@ -65,8 +65,8 @@ class SavedState(EngineAccelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Loads a folder that ``save_state`` has written, on the same or another grid. None: the newest folder, if
-        checkpoints are named automatically. Collective.
+        """Loads a folder that ``save_state`` has written, on the same or another grid. If ``input_dir`` is None and
+        checkpoints are named automatically, it loads the newest folder. Collective.
 
         Raises:
             CheckpointError: the folder has no checkpoint of the engine.
@@ -112,7 +112,7 @@ def _newest(folder: Path) -> str:
 
 
 class Accelerator(SavedState):
-    """``accelerate.Accelerator`` for a user's own training loop, which runs forward, backward and update on the engine.
+    """``accelerate.Accelerator`` that runs forward, backward and update of a user's own training loop on the engine.
     ``num_processes`` counts data ranks, and ``process_index`` is this rank's index among them.
 
     Batch size, accumulation, clipping, optimizer and schedule come from the loop. The grid, ZeRO and other settings

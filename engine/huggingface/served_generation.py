@@ -113,7 +113,7 @@ class ServedGeneration:
 
         Returns:
             Prompts, token ids of each completion, and for each completion its log-probabilities and again its token
-                ids, both as a list with one element for each token: [[value], ...] and [[id], ...].
+            ids, both as a list with one element for each token: [[value], ...] and [[id], ...].
 
         Raises:
             EngineError: a row has an image, a server does not answer, or it has other weights than the last published.

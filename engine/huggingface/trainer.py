@@ -98,8 +98,8 @@ class WholeSteps:
 
     @property
     def scales(self) -> bool:
-        """True if :meth:`loss` must replace the model's own loss, because the user has a loss function or transformers
-        divides the loss by another number than the engine.
+        """True if :meth:`loss` must replace the model's own loss: the user has a loss function, or transformers and the
+        engine divide the loss by different numbers.
         """
         return self._own_loss is not None or self._counts or bool(self._summed)
 
@@ -391,9 +391,9 @@ class Trainer(TrlLoop):
         return bool(super()._determine_best_metric(metrics, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the model into ``output_dir``, as ``from_pretrained`` reads it, with the tokenizer or processor.
-        Another module than transformers' or PEFT's is written as transformers does. Pushes to the hub if set.
-        Collective.
+        """Writes the model into ``output_dir``, as ``from_pretrained`` reads it, with the tokenizer or processor. A
+        module that is neither transformers' nor PEFT's is written as transformers itself does. Pushes to the hub if the
+        arguments ask for it. Collective.
         """
         if self.accelerator.hosted is None:
             super().save_model(output_dir, _internal_call)

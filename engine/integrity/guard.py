@@ -73,7 +73,9 @@ class ComputedGradients:
 
 
 class Integrity(StepPart):
-    """Step part that detects silent corruption on this rank; absent if ``integrity.every`` is 0."""
+    """Part of each training step that detects silent corruption, such as flipped bits, in the state of this rank. It is
+    absent if ``integrity.every`` is 0.
+    """
 
     order = PartOrder.INTEGRITY
 

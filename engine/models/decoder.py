@@ -64,8 +64,8 @@ class DecoderConfig:
 class Projection(nn.Linear):
     """Linear layer with its own initialization: weights normal(0, ``std``), bias zero.
 
-    The standard deviation is stored here rather than in the model, so that every module can be initialized alone, in
-    any order, and after materialization from the meta device.
+    Each layer stores its standard deviation, so that every module can be initialized alone, in any order, also after
+    materialization from the meta device.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, std: float = INIT_STD) -> None:
@@ -118,8 +118,8 @@ class DecoderCache:
 class Attention(nn.Module):
     """Causal self-attention, [B, L, D] -> [B, L, D].
 
-    The forward derives the number of heads from the width of the projections, so a tensor rank with only some of the
-    heads runs the same code.
+    The forward derives the number of heads from the width of the projections. A tensor rank with only some of the heads
+    therefore runs the same code.
     """
 
     def __init__(self, config: DecoderConfig) -> None:

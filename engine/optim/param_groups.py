@@ -90,7 +90,7 @@ def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, 
 
 def show_inner(given: torch.optim.Optimizer, inner: torch.optim.Optimizer, scheduled: bool) -> Callable[[], None]:
     """Gives the script's optimizer ``given`` the ``param_groups`` and ``state`` of the engine's optimizer ``inner``,
-    until the returned function is called. Meanwhile its own ``step`` raises EngineError.
+    until the returned function is called. Meanwhile ``given.step()`` raises EngineError.
 
     Args:
         scheduled: True if a schedule sets the engine's rates. If False, each group starts with the rate in ``given``.

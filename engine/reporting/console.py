@@ -59,8 +59,8 @@ class Console(logging.Handler):
             print(self.format(record), file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """Ends the use of this handler by one engine. After the last engine, the handler is removed and the log level
-        of before is restored.
+        """Ends the use of this handler by one engine. After the last engine, the handler is removed and the previous
+        log level restored.
         """
         self.engines -= 1
         if not self.engines:

@@ -35,8 +35,8 @@ class FailureMessage:
     """``sys.excepthook`` that prints an uncaught EngineError as one sentence instead of a traceback. The constructor
     installs it, and ``close`` removes it.
 
-    If ``close`` is called while an EngineError is being raised, the hook stays until that error is freed, because the
-    error may be the one that ends the process.
+    If ``close`` is called while an EngineError is being raised, the hook stays until that error is freed. The error may
+    be the one that ends the process.
     """
 
     def __init__(self) -> None:

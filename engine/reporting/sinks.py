@@ -200,7 +200,7 @@ class StepReporter:
 
     def built(self, runtime: RankRuntime) -> None:
         """Starts the run record for ``trine report`` and the step profile, if ``monitor.report`` and
-        ``monitor.profile`` are set. ``runtime`` is the newly built plan, communication and executor of this rank.
+        ``monitor.profile`` are set. ``runtime`` has the plan, communication and executor of this rank.
         """
         if self._monitor.report is None:
             return

@@ -63,7 +63,7 @@ class Line:
 
     def receive(self) -> Iterator[Message]:
         """Yields the complete messages that have arrived, without blocking. Closes the connection if the other end has
-        closed it or sends no JSON.
+        closed it or has sent text that is not JSON.
         """
         try:
             while self.open:

@@ -66,8 +66,8 @@ def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
 
 
 def perfetto_trace(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """Returns the JSON of a Perfetto trace, with a process for each rank and in it a thread for each axis of
-    communication and one for computation.
+    """Returns the JSON of a Perfetto trace. Each rank is a process with a thread for each axis of communication and one
+    for computation.
 
     Args:
         ranks: events of each rank, by global rank.

@@ -43,8 +43,8 @@ STRAGGLERS = "watchdog_stragglers.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPlace:
-    """Address of the hub, the monitor of the first host, to which all other monitors connect; also its host name and
-    global ranks.
+    """Address, host name and global ranks of the hub, the monitor of the first host, to which all other monitors
+    connect.
     """
 
     address: str
@@ -56,7 +56,7 @@ class HubPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """Settings of a monitor process, which it reads as JSON from stdin."""
+    """Settings that a monitor process reads as JSON from stdin."""
 
     folder: str
     """Folder of the flight files of this host."""
@@ -307,9 +307,11 @@ def _writing_into(folder: Path) -> Iterator[None]:
 
 
 def watch() -> None:
-    """Starts a monitor in a background process, with the settings that stdin has as a line of JSON (``Orders``). The
-    calling process prints the hub's TCP port, 0 if this host is not the hub, and exits. Returns only if stdin ends
-    early, because the rank that started it has ended, and in the background process after the monitor's end.
+    """Starts a monitor in a background process. Its settings (``Orders``) are a line of JSON on stdin. The calling
+    process prints the hub's TCP port, 0 if this host is not the hub, and exits.
+
+    The function returns only in the background process, after the monitor's end, or if stdin ends early because the
+    rank that started it has ended.
     """
     given = sys.stdin.readline()
     if not given.endswith("\n"):

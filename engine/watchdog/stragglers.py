@@ -30,8 +30,8 @@ _SHARE_OF_STEP = 0.1
 
 
 class StreamGroup(NamedTuple):
-    """Link: global ranks that exchange data over an axis in one stream, which is the collectives of a group or the
-    messages from one rank to another.
+    """Link between ranks: the global ranks that exchange data over an axis in one stream. A stream is the collectives
+    of a group, or the messages from one rank to another.
     """
 
     axis: str

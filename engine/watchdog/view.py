@@ -17,8 +17,8 @@ RECENT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallView:
-    """Collective, message or pipeline computation of a rank, and the seconds since it began or, for the last finished
-    one, ended.
+    """Collective, message or pipeline computation of a rank. ``seconds`` counts from its begin, or from its end if it
+    is the last finished one.
     """
 
     text: str

@@ -47,8 +47,8 @@ MONITOR_COMMAND = ("-I", "-S", "-c", _START, str(_ROOT))
 
 
 class Watchdog:
-    """Watchdog of an engine on this rank. It records communication and computation of the rank in a flight file, and
-    starts the monitor process of this host, which finds the cause of a hang and ends the job.
+    """Watchdog of an engine on this rank. It records the rank's communication and computation in a flight file, and
+    starts the monitor process of this host. The monitors of all hosts find the cause of a hang and end the job.
 
     Args:
         store: key-value store of the job, with a prefix of this rendezvous.
