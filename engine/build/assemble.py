@@ -455,7 +455,7 @@ _MOST_TILES = 1 << 14
 
 def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:
     """Sets on the tensor axis, by ``parallel.overlap``, how matrix products overlap with communication; allocates the
-    buffers of fused kernels. Collective over tp.
+    buffers of fused kernels. Collective.
     """
     wanted = config.parallel.overlap
     if wanted == "off":

@@ -104,8 +104,8 @@ class WholeSteps:
         return self._own_loss is not None or self._counts or bool(self._summed)
 
     def microbatch(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:
-        """Returns the batch ``inputs`` as a microbatch for the engine. It contains ``count``, the number of items
-        (label tokens) of the whole step, if model and loss take it and it is not None.
+        """Returns the batch ``inputs`` as a microbatch for the engine. It also contains ``count``, the number of items
+        (label tokens) of the whole step, if the number is known, model and loss take it, and the batch has labels.
         """
         if count is None or not self._counts or "labels" not in inputs:
             return dict(inputs)
