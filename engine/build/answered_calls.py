@@ -23,7 +23,10 @@ _R = TypeVar("_R")
 
 @contextmanager
 def answered_by(answer: Answer) -> Iterator[None]:
-    """Calls ``answer`` in place of every ``answerable`` function inside this context, in this thread."""
+    """Returns a context manager that redirects calls, in this thread, of every function decorated with
+    :func:`answerable`. Such a call instead returns the result of ``answer``, which receives the call's arguments by
+    name.
+    """
     token = _ANSWER.set(answer)
     try:
         yield
@@ -32,7 +35,7 @@ def answered_by(answer: Answer) -> Iterator[None]:
 
 
 def answerable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a function so that ``answered_by`` can intercept its calls."""
+    """Returns ``function`` with a wrapper by which :func:`answered_by` can redirect its calls."""
     known = signature(function)
 
     @wraps(function)

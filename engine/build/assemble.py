@@ -122,15 +122,19 @@ def plan_run(
 ) -> Plan:
     """Returns the plan of this run; see :func:`engine.planning.plan.build_plan` for its errors.
 
-    ``costs``: call times measured on rank 0. ``found``: tensor plan found on rank 0. None: not needed.
+    Args:
+        request: arguments of ``initialize``.
+        example: one microbatch, by which the model is traced.
+        costs: costs of module calls, measured on rank 0; None: not needed.
+        found: tensor-parallel styles, found on rank 0; None: not needed.
     """
     wish = _plan_request(model, config, request, example)
     return build_plan(config, replace(wish, costs=costs, found=found))
 
 
 def search_model(model: nn.Module, config: Config, request: Request, example: Batch) -> FoundStyles:
-    """Returns the tensor-parallel styles found for this run; see
-    :class:`engine.planning.tensor_plan_search.SearchedProgram`.
+    """Searches the tensor-parallel styles of the model's layers for this run, and returns them. ``example`` is one
+    microbatch. See :class:`engine.planning.tensor_plan_search.SearchedProgram`.
     """
     wish = _plan_request(model, config, request, example)
     return search_styles(config, replace(wish, shared_experts=find_expert_plan(model, config)))
@@ -150,8 +154,8 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
-    """Returns the measured costs of the model's calls on ``device``; see
-    :func:`engine.planning.profile_calls.profile_run`.
+    """Measures the module calls of the model's forward and backward on ``device``, to balance pipeline stages, and
+    returns their costs. ``example`` is one microbatch. See :func:`engine.planning.profile_calls.profile_run`.
     """
     program = request.program(model, make_precision(config, model), torch.device("cpu"))
     return profile_run(program, example, config, stages_wanted(config), device)
@@ -160,7 +164,9 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
 def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Checks that all ranks have equal models and plans, and returns this rank's runtime. Collective."""
+    """Checks that all ranks have equal models and plans, then shards the model and returns this rank's runtime.
+    ``example`` is one microbatch. Collective over the world.
+    """
     check_equal(model, plan, comm, device)
     return assemble_rank(model, plan, comm, device, request, example)
 
@@ -168,7 +174,7 @@ def build(
 def assemble_rank(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Shards and patches the model, and returns this rank's runtime with an optimizer. Input is equal on all ranks."""
+    """Shards and patches ``model``; returns this rank's runtime. Collective. Arguments are equal on all ranks."""
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
@@ -448,8 +454,8 @@ _MOST_TILES = 1 << 14
 
 
 def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:
-    """Sets the overlap of matrix products with communication on the tensor axis, and allocates its buffers.
-    Collective.
+    """Sets on the tensor axis, by ``parallel.overlap``, how matrix products overlap with communication; allocates the
+    buffers of fused kernels. Collective.
     """
     wanted = config.parallel.overlap
     if wanted == "off":

@@ -29,12 +29,11 @@ _SETUP, _CONFIG, _MODEL = "setup ", "config ", "model "
 
 
 def describe_input(model: nn.Module, config: Config, device: torch.device) -> dict[str, str]:
-    """Returns everything that must be equal on all ranks before groups exist, as text by key.
+    """Returns everything that must be equal on all ranks before process groups exist, as text by key: versions, device
+    type, configuration and model. The configuration begins with the grid, because batch sizes follow from it.
 
-    The grid comes before batch sizes, which follow from it.
-
-    Versions, device type, configuration; module classes, shapes, dtypes and ``requires_grad`` of parameters and
-    buffers, and numeric module attributes (dropout's ``p``, ``training``). Private attributes, and attributes named
+    The model's entries are module classes; shapes, dtypes and ``requires_grad`` of parameters; shapes and dtypes of
+    buffers; and numeric module attributes (dropout's ``p``, ``training``). Private attributes, and attributes named
     after a rank or device, are left out.
     """
     setup = {"trine": _trine_version(), "torch": str(torch.__version__), "python": _python(), "device": device.type}
@@ -46,12 +45,14 @@ def describe_input(model: nn.Module, config: Config, device: torch.device) -> di
 
 
 def describe_config(config: Config) -> dict[str, str]:
-    """Returns the resolved configuration as text by key, to compare ranks."""
+    """Returns the resolved configuration as a flat dict, the JSON of each value by its dotted key, to compare ranks."""
     return {_CONFIG + key: value for key, value in _flat({"parallel": None} | config.to_json())}
 
 
 def difference_error(difference: Difference) -> EngineError:
-    """Returns the error that all ranks raise about different input."""
+    """Returns the error that all ranks raise about ``difference``, the first key with different values: ConfigError,
+    PlanError for the model, or GridError for versions and devices.
+    """
     kind, _, key = difference.key.partition(" ")
     told = str(Difference(key, difference.values))
     if kind == _CONFIG.strip():
@@ -101,8 +102,11 @@ def _words(name: str) -> set[str]:
 def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
     """Raises on all ranks if weights or plans differ between ranks. Collective over the world.
 
-    With ``initial_weights`` rank0, rank 0 broadcasts its weights before. One all-reduce of three hashes, label "equal
-    weights"; if they differ, all-gathers find the ranks and the first parameter.
+    With ``initial_weights`` rank0, rank 0 first broadcasts its weights. Then ranks compare three hashes by one
+    all-reduce, label "equal weights". If these differ, all-gathers find the ranks and the first parameter.
+
+    Raises:
+        PlanError: parameters, weights or plans differ between ranks.
     """
     if plan.config.initial_weights == "rank0":
         _take_from_first(model, comm, device)

@@ -34,7 +34,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class ForwardChanges:
-    """Patches of module forwards that were made before planning."""
+    """Kernel choices of a run, and the modules with forwards that were replaced by engine operators before planning."""
 
     kernels: Kernels = REFERENCE
     replacements: tuple[Replacement, ...] = ()
@@ -51,7 +51,8 @@ def _check_kernels(config: Config, device: torch.device) -> None:
 def change_forwards(
     model: nn.Module, config: Config, device: torch.device, patches: ForwardPatches, planned: Kernels | None = None
 ) -> ForwardChanges:
-    """Patches modules to run equivalent engine operators, and compiles blocks, as configured.
+    """Patches modules to run equivalent engine operators, and compiles blocks, as configured; records the patches in
+    ``patches``.
 
     Nothing is communicated; all ranks make the same changes.
 
@@ -78,13 +79,14 @@ def change_forwards(
 
 
 def own_card(kernels: Kernels) -> str:
-    """Returns the name of this rank's GPU if its type chooses kernels; "" otherwise."""
+    """Returns the name of this rank's GPU if kernels are chosen by the type of GPU (mode "auto"); else ""."""
     device = torch.device(find_accelerator() or "cpu")
     return device_name(device) if kernels.mode == "auto" and not is_host(device) and runs_triton(device) else ""
 
 
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
-    """Makes all ranks choose kernels by the GPU of rank 0 (one broadcast, for "auto" on GPUs only).
+    """Sets the GPU of rank 0 as the one by which all ranks choose kernels. One broadcast; does nothing unless the mode
+    is "auto" on a GPU.
 
     All ranks must run the same kernels, because some kernels change the communication.
 
@@ -104,10 +106,11 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Patches full and column-sharded linear layers to run together with the activation that follows, in one kernel.
+    """Patches linear layers to run in one kernel with the activation that follows, as ``changes`` lists them. Layers
+    are full or column-sharded.
 
-    If weight gradients are added to main gradients, other full linear layers run the same operator without an
-    activation.
+    Kernels may add weight gradients directly to main gradients (accumulation buffers). If they do, other full linear
+    layers and embeddings are patched for it too.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)
@@ -154,7 +157,9 @@ class AddedRows:
 
 
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:
-    """Patches ``heads`` of this rank (full or vocab-parallel) to return lazy logits."""
+    """Patches the output layers ``heads``, full or vocab-parallel, to return lazy logits, which are computed only in
+    chunks of tokens. Heads that this rank does not have are left out.
+    """
     modules = [module for module in map(model.get_submodule, heads) if isinstance(module, nn.Linear)]
     for module in modules:
         if getattr(module, "tensor_joined", False):  # the logits of pairs are added at once
@@ -164,7 +169,7 @@ def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, pa
 
 
 def leave_out_of_compilation(model: nn.Module, names: Iterable[str], patches: ForwardPatches) -> None:
-    """Excludes modules from torch.compile that communicate or dequantize a weight in forward."""
+    """Excludes the modules ``names`` from torch.compile, because their forwards communicate or dequantize a weight."""
     for module in map(model.get_submodule, names):
         forward, note = vars(module).get("forward"), "is left out of torch.compile: it communicates or reads codes"
         if forward is not None and getattr(forward, "__self__", None) is not module:  # a wrapper, of another object

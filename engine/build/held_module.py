@@ -25,7 +25,9 @@ _NAMES = ("__reduce_ex__", "__deepcopy__")
 
 
 def lay_entries_apart(model: nn.Module, patches: ForwardPatches) -> None:
-    """Makes entries of ``state_dict()`` picklable without the whole bucket that stores their parameter."""
+    """Gives each entry of ``state_dict()`` a storage of its own. Otherwise, pickling an entry would write the whole
+    flat bucket that contains its parameter.
+    """
     for module in model.modules():
         if any(parameter is not None for parameter in module._parameters.values()):
             handle = module.register_state_dict_post_hook(_lay_entries)  # type: ignore[no-untyped-call]
@@ -61,7 +63,9 @@ def _shallow_copy(held: _Held) -> nn.Module:
 
 
 def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
-    """Makes pickling of ``model`` raise, unless its class defines its own copies."""
+    """Makes pickling of ``model`` raise EngineError until ``patches`` are removed; ``copy.copy`` and ``copy.deepcopy``
+    still work. A model with its own ``__setstate__`` or ``__deepcopy__`` stays as it is.
+    """
     kind = type(model)
     if kind.__setstate__ is not nn.Module.__setstate__ or hasattr(kind, "__deepcopy__"):
         return
@@ -86,7 +90,9 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: ForwardPatches) -> None:
-    """Makes module methods raise that would use only this rank's shards, or quantized weights (``codes``)."""
+    """Makes ``load_state_dict`` and ``save_pretrained`` of the modules raise EngineError if they would see only this
+    rank's shards. ``codes`` is True if weights are quantized; both raise then too.
+    """
     if config.divides_parameters or codes:
         _refuse_state_dicts(model, patches)
     if config.divides_parameters or codes or shards_parameters(config):
@@ -94,9 +100,11 @@ def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: Forward
 
 
 def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPatches) -> None:
-    """Marks the parameters of a model of which this rank has a part, so that ``refuse_parts`` raises after ``close``.
+    """Makes the removal of ``patches`` mark the parameters of a model of which this rank has only a part, so that
+    ``refuse_parts`` raises later.
 
-    ``cut``: some parameter is sharded; otherwise this rank has a part only of a model with several stages.
+    ``cut`` is True if some parameter is sharded. If it is False, this rank has a part only if there are several
+    pipeline stages.
     """
     if not cut and config.pp == 1:
         return
@@ -111,7 +119,7 @@ def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPat
 
 
 def refuse_parts(model: nn.Module) -> None:
-    """Raises for a model whose parameters a closed engine has left as shards or placeholders.
+    """Raises for a model if a closed engine has left only shards or placeholders of its parameters on this rank.
 
     Raises:
         PlanError: always for such a model.

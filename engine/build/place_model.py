@@ -43,7 +43,8 @@ _LOST = (
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
-    """Returns the user's module; a callable is called under the configured random seed.
+    """Returns the user's module. If ``source`` is a callable, calls it with the random generators of the CPU and
+    ``device`` seeded by ``seed``.
 
     Raises:
         PlanError: ``source`` is neither a module nor a callable that returns one.
@@ -86,9 +87,11 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, request: Request
 ) -> tuple[FlatBucket, ...]:
-    """Shards the model to this rank's parameters; returns their flat buckets, trained before frozen ones.
+    """Shards the model in place, so that its parameters are this rank's parts in flat buckets on ``device``. Returns
+    the buckets of trained parameters, then the buckets of frozen ones.
 
-    Frozen parameters that the request's lender has are its tensors; they must be on the meta device before.
+    The request may have a lender, an engine that lends its frozen parameters. The model's frozen parameters then become
+    the lender's tensors, and must be on the meta device before.
     """
     holder, config, patches = comm.grid.holder(), plan.config, request.patches
     parameters = dict(model.named_parameters())
@@ -170,7 +173,8 @@ class _Parts:
 
 
 def borrow(lender: Lender, plan: Plan, holder: ShardHolder) -> Mapping[str, Tensor]:
-    """Returns the lender's tensors of frozen parameters outside of buckets, by name.
+    """Returns the tensors, by parameter name, that the engine ``lender`` lends for frozen parameters outside of
+    buckets.
 
     Raises:
         PlanError: the lender lacks a frozen parameter on this rank, or has placed it otherwise.
@@ -208,7 +212,8 @@ def _shard(
 
 
 def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Moves optimizer moments of CPU-updated buckets to files of this rank, for ``offload_optimizer`` device nvme.
+    """Moves the optimizer moments of buckets that the CPU updates to files of this rank, if ``offload_optimizer`` has
+    device nvme.
 
     Collective, so that all ranks raise if one does.
 

@@ -27,7 +27,7 @@ ModelSource = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Arguments of ``initialize``, and the patches already made to the model."""
+    """Arguments of ``initialize`` other than model and configuration, and the patches already made to the model."""
 
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
@@ -59,7 +59,9 @@ class Request:
     def program(
         self, model: nn.Module, precision: Precision, device: torch.device, comm: Comm | None = None
     ) -> Program:
-        """Returns model and loss as one function of a microbatch; with ``comm``, rows can be gathered over dp."""
+        """Returns the model and its loss as one function of a microbatch, in the dtypes of ``precision`` on ``device``.
+        With ``comm``, ``loss_fn`` can gather rows over the data ranks.
+        """
         if comm is not None:
             self.gather.open(comm)
         loss_fn = self.gather.given_to(self.loss_fn)

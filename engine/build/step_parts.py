@@ -48,7 +48,9 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRequest:
-    """Objects from which step parts are made."""
+    """Objects of one rank from which the step parts are made: optional features that act during a training step, such
+    as integrity checks or an average of weights.
+    """
 
     model: nn.Module
     plan: Plan
@@ -67,12 +69,14 @@ class PartRequest:
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """Buckets of trained parameters."""
+        """Flat buckets of trained parameters."""
         return self.inventory.trained
 
 
 def make_parts(request: PartRequest) -> StepParts:
-    """Returns the step parts of all features that are on, equal on all ranks."""
+    """Returns the step parts of all features that the configuration turns on, in an order that is equal on all
+    ranks.
+    """
     return StepParts(part for make in MAKERS if (part := make(request)) is not None)
 
 

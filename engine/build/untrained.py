@@ -18,8 +18,9 @@ def freeze_untrained(
     optimizer: OptimizerFactory | torch.optim.Optimizer | None,
     patches: ForwardPatches,
 ) -> Config:
-    """Freezes parameters that the script's optimizer leaves out (all without an optimizer); returns ``config`` with a
-    note about them.
+    """Freezes the trainable parameters that no optimizer updates, until ``patches`` are removed. These are the ones
+    that the script's optimizer leaves out; without any optimizer, all of them. Returns ``config``, with a note about
+    them if there are any.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -39,7 +40,7 @@ def freeze_untrained(
 
 
 def freeze(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Freezes parameters; returns the function that thaws them."""
+    """Sets ``requires_grad`` of the parameters to False; returns a function that sets it to True again."""
 
     def set_trained(trained: bool) -> None:
         for parameter in parameters:

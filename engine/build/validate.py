@@ -22,8 +22,12 @@ from engine.zero.reduce.reducer import check_own_hooks
 
 
 def prepare(model: nn.Module, config: Config, request: Request) -> None:
-    """Raises for mistakes that are detectable without a batch and communication; disables the model's key-value
-    cache.
+    """Raises for mistakes in the arguments of ``initialize`` that can be found without a batch and without
+    communication. Also sets ``use_cache`` to False in Hugging Face configurations of the model.
+
+    Raises:
+        ConfigError: settings of the configuration or arguments exclude each other or do not fit the model.
+        PlanError: the model or ``example_batch`` cannot be used.
     """
     _check_master(config.bf16, request)
     find_operators(config.activation_checkpointing)
@@ -54,7 +58,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
 
 
 def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
-    """Marks the model as owned by an engine, until its patches are removed; returns it.
+    """Marks ``model`` as owned by an engine until ``patches`` are removed; returns it.
 
     Raises:
         PlanError: another engine has the model or one of its modules, or has left it sharded; a parameter has no shape

@@ -37,11 +37,12 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Training or validation part of a text, as one sequence of tokens.
+    """Training or validation split of a text, as one sequence of tokens.
 
-    ``tokens`` has shape [n] and an unsigned integer dtype, and may be memory-mapped. ``files`` counts the documents of
-    this split. ``digest`` is 16 hex digits over names and bytes; losses are comparable only under equal digests,
-    because the standard library differs between Python releases. All token ids are below ``vocabulary``.
+    ``tokens`` has shape [n] and an unsigned integer dtype, and may be memory-mapped; all token ids are below
+    ``vocabulary``. ``files`` is the number of documents in this split. ``digest`` is a hash (16 hex digits) over the
+    names and bytes of the documents. Losses are comparable only with equal digests: the built-in corpus differs between
+    Python releases.
     """
 
     name: str
@@ -52,9 +53,10 @@ class Corpus:
 
 
 def builtin_corpus(split: Split) -> Corpus:
-    """Returns the sources of this interpreter's standard library, without tests, and the articles of ``pydoc_data``.
+    """Returns a split of the built-in corpus: the sources of this interpreter's standard library, without tests, and
+    the articles of ``pydoc_data``, as bytes.
 
-    About 11 MB, split by file: one file in ten, chosen by a hash of its relative path, is validation. Unreadable files
+    The corpus has about 11 MB. One file in ten, chosen by a hash of its relative path, is validation. Unreadable files
     are skipped.
 
     Raises:
@@ -77,10 +79,10 @@ def builtin_corpus(split: Split) -> Corpus:
 
 
 def text_corpus(paths: Sequence[str | Path], split: Split) -> Corpus:
-    """Returns the user's own files as bytes, memory-mapped if the split consists of one file.
+    """Returns a split of the user's own files, as bytes; memory-mapped if the split consists of one file.
 
-    Several files are split by file, as the built-in corpus is, on their paths below their common folder; if that leaves
-    one side empty, the smallest file becomes validation or the largest becomes train. A single file is split by
+    Of several files, one in ten is validation, chosen by a hash of its path below their common folder. If one split
+    would be empty, the smallest file becomes validation, or the largest becomes train. A single file is split by
     position: its last tenth is validation.
 
     Raises:

@@ -20,27 +20,29 @@ from engine.errors import EngineError
 
 
 class SampleOrder:
-    """Endless sequence of dataset indices, shuffled per epoch or in order. Imports no torch."""
+    """Endless sequence of the indices of a dataset, epoch after epoch. Each epoch has every index once: in order, or
+    with ``settings.shuffle`` in a new random order.
+    """
 
     def __init__(self, samples: int, settings: LoaderSettings) -> None:
         self.samples = samples
         self._shuffled = Sampler(samples, 1, settings.seed) if settings.shuffle else None
 
     def at(self, position: int) -> int:
-        """Returns the dataset index at a position of the sequence."""
+        """Returns the dataset index at ``position`` of the sequence, which counts from 0 over all epochs."""
         if self._shuffled is None:
             return position % self.samples
         return int(self._shuffled.stream(position, 1)[0])
 
     def of_epoch(self, epoch: int) -> Indices:
-        """Returns all dataset indices in the order of an epoch."""
+        """Returns all dataset indices in the order of ``epoch``, counted from 0: int64 [samples]."""
         if self._shuffled is None:
             return np.arange(self.samples, dtype=np.int64)
         return self._shuffled.stream(epoch * self.samples, self.samples)
 
 
 class RowPiece(NamedTuple):
-    """Tokens of one document inside one row."""
+    """Part of a document that fills one part of a packed row."""
 
     tokens: NDArray[np.int64]
     after: int
@@ -48,13 +50,15 @@ class RowPiece(NamedTuple):
 
 
 def piece(tokens: NDArray[Any], start: int, stop: int) -> RowPiece:
-    """Returns tokens ``start:stop`` of a document as a piece."""
+    """Returns tokens ``start:stop`` of a document as a piece of a packed row."""
     after = int(tokens[stop]) if stop < len(tokens) else IGNORED_LABEL
     return RowPiece(tokens[start:stop].astype(np.int64), after)
 
 
 def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor]:
-    """Returns the tensors of a row from its pieces; :class:`Packing` describes them."""
+    """Returns the tensors of one packed row by name, each int64 [length], from the pieces of documents in it.
+    :class:`Packing` describes them.
+    """
     row = np.full(packing.length, packing.pad_token, dtype=np.int64)
     labels = np.full(packing.length, IGNORED_LABEL, dtype=np.int64)
     positions = np.arange(packing.length, dtype=np.int64)
@@ -75,9 +79,10 @@ def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor
 
 
 class PackedRows:
-    """Endless sequence of packed rows, computed by position from known document lengths.
+    """Endless sequence of packed rows, epoch after epoch. Because the lengths of all documents are known, any row is
+    computed from its position, without the rows before it.
 
-    With ``shuffle``, each epoch packs documents in another order, and shuffles the rows too.
+    With ``settings.shuffle``, each epoch packs the documents in another order, and shuffles the rows too.
 
     Raises:
         EngineError: the documents have no tokens.
@@ -119,8 +124,13 @@ class PackedRows:
 def pack_epoch(
     documents: Iterable[Any], start: DataPosition, length: int
 ) -> Iterator[tuple[DataPosition, list[RowPiece]]]:
-    """Yields the remaining packed rows of an epoch, each with the position after it; ``documents`` begins at
-    ``start``.
+    """Packs documents in the order in which they are read, until the end of the epoch. Yields for each row the position
+    after it, and its pieces.
+
+    Args:
+        documents: documents of the epoch, from the first one that is not yet consumed to its end.
+        start: position in the data at which the first row begins.
+        length: tokens in a row.
     """
     position, epoch, read, used = start
     pieces: list[RowPiece] = []
@@ -142,7 +152,8 @@ def pack_epoch(
 
 
 def tokens_of(document: Any) -> NDArray[Any]:
-    """Returns the tokens of a document: the document itself, or its ``input_ids``.
+    """Returns the tokens of a document as a 1-D array of integers. The document is a dict with ``input_ids``, or the
+    tokens themselves.
 
     Raises:
         EngineError: the tokens are not integers in one dim.

@@ -20,11 +20,12 @@ LabelPlace = Literal["in place", "shifted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Rows of ``length`` tokens, filled with one document after another; a document that does not fit is cut.
+    """Settings to pack documents into rows of ``length`` tokens, one after another; a document that does not fit is
+    cut.
 
-    A row holds, int64 [length]: ``input_ids``; ``labels``, -100 at the borders of documents and where the row is
-    padded; ``position_ids``, which begin at 0 in every document; with ``segments`` also ``segment_ids``: 1, 2, ... by
-    document and 0 where padded. Only the last row of an epoch is padded, with ``pad_token``.
+    A row consists of int64 tensors [length]. ``labels`` are -100 at the borders of documents and in padding.
+    ``position_ids`` begin at 0 in every document. With ``segments``, ``segment_ids`` number the documents from 1, and
+    are 0 in padding. Only the last row of an epoch is padded; its ``input_ids`` then end with ``pad_token``.
 
     Raises:
         EngineError: a length below 2, or unknown labels.
@@ -45,7 +46,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Padding of 1-D tensors at their end, to the longest in a microbatch, rounded up to ``multiple``.
+    """Settings to pad 1-D tensors at their end: to the longest in a microbatch, rounded up to ``multiple``.
 
     ``input_ids`` is padded with ``token``, ``labels`` with -100, everything else with 0.
 
@@ -77,7 +78,7 @@ class LoaderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings of one loader.
+    """Settings of a data loader: order and number of epochs, last step, reading ranks and workers, packing and padding.
 
     Raises:
         EngineError: a value is out of range, or two values exclude each other.
@@ -134,7 +135,9 @@ class DataPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Assignment of a step's rows to this data rank and its microbatches."""
+    """Division of a training step's rows among data ranks and microbatches. Each of the ``size`` data ranks gets
+    ``accumulation`` microbatches of ``micro`` rows; ``rank`` is the index of this data rank, from 0.
+    """
 
     micro: int
     accumulation: int
@@ -147,7 +150,9 @@ class StepRows:
         return self.micro * self.accumulation * self.size
 
     def microbatches(self, position: int) -> Iterator[range]:
-        """Yields the positions of each microbatch of this rank, for the step that begins at ``position``."""
+        """Yields for each microbatch of this rank the positions of its rows in the global order of samples. The step
+        begins at ``position``.
+        """
         first = position + self.rank * self.micro * self.accumulation
         return (
             range(start, start + self.micro)

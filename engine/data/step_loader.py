@@ -33,7 +33,9 @@ _KINDS: Mapping[str, type[list[Any]] | type[tuple[Any, ...]]] = MappingProxyType
 
 
 class ReplicaBatches:
-    """Broadcast of batches from the first rank of a replica to its other ranks. Collective over the replica."""
+    """Broadcast of batches within a replica: its first rank reads, and sends them to the tensor and pipeline ranks that
+    compute on the same rows. Collective over the replica.
+    """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
@@ -41,11 +43,12 @@ class ReplicaBatches:
         """True on the rank that reads."""
 
     def share(self, read: Callable[[], Any]) -> Any:
-        """Returns the first rank's result of ``read`` on all ranks: tensors and plain values in tuples, lists and
-        dicts.
+        """Calls ``read`` on the first rank of the replica, and returns its result on all ranks of the replica. The
+        result consists of tensors, numbers, strings and None in tuples, lists and dicts; sent tensors arrive on the
+        CPU.
 
         Raises:
-            EngineError: the first rank could not read; that rank raises its own error.
+            EngineError: ``read`` has failed on the first rank, which itself raises the original error.
         """
         if self._comm.grid.size("replica") == 1:
             return read()
@@ -131,8 +134,9 @@ def loader(dataset: Any, eng: LoadingEngine, **options: Unpack[LoaderOptions]) -
     """Returns an iterator of this rank's microbatches, for ``train_batch`` and ``register_for_checkpointing(data=it)``.
 
     Args:
-        dataset: with ``__getitem__`` and ``__len__``, or iterable; a torch DataLoader, from which dataset, workers,
-            shuffling and collate function are taken; or the path of a ``.npy`` or of a ``.bin`` and ``.idx``.
+        dataset: a map-style dataset (``__getitem__`` and ``__len__``); an iterable one; a torch DataLoader, from which
+            dataset, workers, shuffling and collate function are taken; or the path of a ``.npy`` or of a ``.bin`` and
+            ``.idx``.
         eng: the engine that sets batch sizes, grid and seed.
         options: see :class:`engine.data.settings.LoaderSettings`.
 
@@ -201,10 +205,11 @@ def _shuffles(given: DataLoader[Any]) -> bool | None:
 
 
 class StepLoader(Iterator[Batch]):
-    """Iterator of one data rank's microbatches. Made by :func:`loader`.
+    """Iterator of one data rank's microbatches, made by :func:`loader`. With ``batches = "rank0"``, ``next`` is
+    collective over the replica.
 
-    Its state is equal on all ranks and counts whole steps; after a resume, an incomplete step is yielded again. With
-    ``batches = "rank0"``, ``next`` is collective over the replica.
+    Its state is equal on all ranks and counts whole steps. If a run is saved within a step, the resumed run gets all
+    microbatches of this step again.
     """
 
     def __init__(
@@ -236,7 +241,7 @@ class StepLoader(Iterator[Batch]):
 
     @property
     def ended(self) -> bool:
-        """True if no step is left; may read a step to find out."""
+        """True if no step is left. It may read a step to find out, and is then collective like ``next``."""
         if not self._held:
             step = self._read() if self._replica is None else self._replica.share(self._read)
             if step is None:
@@ -246,7 +251,7 @@ class StepLoader(Iterator[Batch]):
 
     @property
     def steps_left(self) -> int:
-        """Number of steps until the data end.
+        """Number of steps until the last epoch ends.
 
         Raises:
             EngineError: the loader is endless, or the dataset has no length.
@@ -259,11 +264,14 @@ class StepLoader(Iterator[Batch]):
         return left // batch if self._settings.at_end == "dropped" else -(-left // batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position over all ranks, and the order in which it counts; equal on every rank."""
+        """Returns the position in the data after the last whole step, and the settings that determine the order of
+        samples, as integers by name. Equal on every rank.
+        """
         return {**self._place._asdict(), **self._kind()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position in ``state``, with any batch size, grid and number of workers.
+        """Continues at the position in ``state``, a result of ``state_dict``. Batch size, grid and number of workers
+        may differ from the saved run.
 
         Raises:
             EngineError: ``state`` is not a loader's, or belongs to another order, dataset or packing.

@@ -32,7 +32,8 @@ from engine.program.batch import Batch
 
 
 def collated(samples: Sequence[Any], settings: LoaderSettings, absent: int = 0) -> Batch:
-    """Returns the microbatch of these samples; the last ``absent`` ones only fill up, with labels of -100.
+    """Returns the microbatch of ``samples``, by ``settings.collate`` or by torch's default. Labels of the last
+    ``absent`` samples become -100, because these only fill up an incomplete step.
 
     Raises:
         EngineError: samples differ in length and are not padded, or samples that fill up have no labels to mask.
@@ -117,17 +118,20 @@ Step = tuple[DataPosition, list[Batch]]
 
 
 class StepSource(Protocol):
-    """Source of the steps of one data rank."""
+    """Source of the training steps of one data rank: the microbatches of each step, and the position in the data after
+    it.
+    """
 
     size: int | None
     """Number of samples of an epoch (with packing, rows); None: unknown."""
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields steps from position ``start`` on."""
+        """Yields the position after each step and its microbatches, from the position ``start`` on."""
 
 
 def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepSource:
-    """Returns the source of steps for a dataset.
+    """Returns the source of this rank's training steps. It reads by position if the dataset is map-style or, for
+    packing, has documents of known lengths; else in order.
 
     Raises:
         EngineError: the dataset is not mapped or iterable, is empty, or has no length where the settings need it.
@@ -195,7 +199,9 @@ class _Rows(Dataset[Batch]):
 
 
 class MappedSteps:
-    """Steps of a map-style dataset."""
+    """Source of training steps that reads samples by position, from a map-style dataset or from packed documents of
+    known lengths.
+    """
 
     def __init__(self, sample_at: Callable[[int], Any], size: int, rows: StepRows, settings: LoaderSettings) -> None:
         self.size: int | None = size
@@ -204,7 +210,7 @@ class MappedSteps:
         self._dataset = _Rows(sample_at, settings, self._limit)
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields steps from position ``start`` on."""
+        """Yields the position after each step and its microbatches, from the position ``start`` on."""
         microbatches = (each for first in self._firsts(start.position) for each in self._rows.microbatches(first))
         ahead = iter(_torch_loader(self._dataset, self._settings, sampler=microbatches))
         for first in self._firsts(start.position):
@@ -258,7 +264,9 @@ def _behind(dataset: Any, skip: int) -> Iterator[Any]:
 
 
 class StreamedSteps(IterableDataset[Step]):
-    """Steps of an iterable dataset, read in order."""
+    """Source of training steps that reads samples in order, from an iterable dataset or from documents of unknown
+    lengths to pack.
+    """
 
     size: int | None = None
 
@@ -267,7 +275,7 @@ class StreamedSteps(IterableDataset[Step]):
         self._start = DataPosition()
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields steps from position ``start`` on."""
+        """Yields the position after each step and its microbatches, from the position ``start`` on."""
         self._start = start  # a worker gets a copy of this object
         return iter(_torch_loader(self, self._settings))
 
@@ -320,8 +328,8 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 
 def own_state(given: Any) -> EngineError:
-    """Returns the error for a dataset or DataLoader that has loaded its own state, and so would not begin at its first
-    sample.
+    """Returns the error about ``given``, a dataset or DataLoader that has loaded a state of its own. It would not begin
+    at its first sample, as the loader expects.
     """
     return EngineError(
         f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "
@@ -330,7 +338,7 @@ def own_state(given: Any) -> EngineError:
 
 
 def refused(left: int, batch: int) -> EngineError:
-    """Returns the error about a last step with too few rows."""
+    """Returns the error that the data end with only ``left`` of the ``batch`` rows of a step."""
     return EngineError(
         f"the data end with {left} of the {batch} rows of a step, so some ranks would have fewer than others. Choose "
         'at_end = "joined", which fills it up with rows of no weight, or "dropped", or another batch size.'
@@ -351,7 +359,9 @@ def _torch_loader(dataset: Dataset[Any], settings: LoaderSettings, sampler: Iter
 
 @dataclass(frozen=True, slots=True)
 class EndsWithRank:
-    """Worker initialization that ends the worker when its rank is killed; torch polls only every 5 s."""
+    """``worker_init_fn`` of a DataLoader that ends a worker as soon as the process of its rank is killed; torch itself
+    checks only every 5 s. It also calls ``users``, the user's own function.
+    """
 
     users: Callable[[int], object] | None
 

@@ -55,7 +55,8 @@ IGNORED_LABEL = -100
 
 
 def window_count(tokens: int, context: int) -> int:
-    """Returns the number of windows of ``context + 1`` tokens in a corpus of ``tokens`` tokens.
+    """Returns the number of windows of ``context + 1`` tokens in a corpus of ``tokens`` tokens. Neighboring windows
+    share one token.
 
     Raises:
         EngineError: the corpus is shorter than one window, or ``context`` is below 1.
@@ -70,10 +71,11 @@ def window_count(tokens: int, context: int) -> int:
 
 
 class Sampler:
-    """Stream of the window indices that one data rank trains on; endless, seeded, resumable.
+    """Stream of the indices of the text windows that one data rank trains on; endless, seeded, resumable. Each epoch
+    has every window once in a new random order.
 
-    ``next()`` returns the window indices of this rank's rows of the next global batch: int64, shape
-    [global_batch / data_size]. Rank r of N gets rows [r*B/N, (r+1)*B/N). Communicates nothing.
+    ``next()`` returns the window indices of this rank's rows of the next global batch: int64, shape [global_batch /
+    data_size]. Of the B rows of a global batch, rank r of N gets rows [r*B/N, (r+1)*B/N). Communicates nothing.
 
     Raises:
         EngineError: a size is below 1, a rank or seed is out of range, or the ranks cannot share the batch equally.
@@ -107,8 +109,8 @@ class Sampler:
         return rows
 
     def stream(self, start: int, count: int) -> Indices:
-        """Returns the window indices at positions [start, start + count) of the stream; the sampler's position is
-        unchanged.
+        """Returns the window indices at positions [start, start + count) of the stream of all ranks: int64 [count]. The
+        sampler's own position is unchanged.
         """
         parts = [np.empty(0, dtype=np.int64)]
         while count:
@@ -130,11 +132,14 @@ class Sampler:
         return self._order
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position in the stream, equal on every rank. ``position`` counts samples over all ranks."""
+        """Returns the position in the stream, the seed and the number of windows, equal on every rank. ``position``
+        counts samples over all ranks.
+        """
         return {"position": self.position, "seed": self.seed, "windows": self.windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position in ``state``, with any batch size and number of data ranks.
+        """Continues at the position in ``state``, a result of ``state_dict``; batch size and number of data ranks may
+        differ.
 
         Raises:
             EngineError: ``state`` is not a sampler's, or its seed or number of windows differs.
@@ -159,7 +164,7 @@ class Sampler:
 
 
 class Batches:
-    """Endless training batches of one data rank, driven by a sampler.
+    """Endless training batches of one data rank; ``sampler`` chooses the windows of the corpus.
 
     ``next()`` returns ``input_ids`` and ``labels``, int64 CPU tensors of shape [sampler.rows, context]. The labels are
     already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``.
@@ -197,9 +202,10 @@ class Batches:
 def evaluation_batches(
     corpus: Corpus, context: int, rows: int, data_rank: int = 0, data_size: int = 1, limit: int | None = None
 ) -> Iterator[Batch]:
-    """Yields one pass over the corpus in order: every window exactly once over all data ranks.
+    """Yields the batches of one data rank in one pass over the corpus, in order. Over all data ranks, every window
+    comes exactly once.
 
-    Batches hold ``input_ids`` and ``labels``, int64 [rows, context]. Every rank gets equally many of them, at most
+    A batch has ``input_ids`` and ``labels``, int64 [rows, context]. Every rank gets the same number of batches, at most
     ``limit``. Rows that pad the last batch have only labels of -100: a (sum, weight) loss ignores them, and its weight
     can be 0 on a rank.
 
@@ -342,15 +348,15 @@ class IndexedTokens(_TokenFile):
 
 
 class NpyTokens(_TokenFile):
-    """Documents in a ``.npy`` file of integers: the rows of a 2-D array, or slices of a 1-D array after each token
-    ``end``.
+    """Documents in a ``.npy`` file of integers: the rows of a 2-D array, or parts of a 1-D array that each end with the
+    token ``end``.
 
     Args:
         path: the file.
         end: last token of each document; None: a 1-D array is one document.
 
     Raises:
-        EngineError: the file is missing, is no ``.npy``, or does not hold integers in one or two dims.
+        EngineError: the file is missing, is no ``.npy``, or has no integers in one or two dims.
     """
 
     def __init__(self, path: str | Path, end: int | None = None) -> None:
@@ -375,7 +381,9 @@ class NpyTokens(_TokenFile):
 
 
 def token_file(path: str | Path) -> IndexedTokens | NpyTokens:
-    """Opens a token file; ``.npy`` as NpyTokens, any other as IndexedTokens."""
+    """Opens a file of tokenized documents: a path with suffix ``.npy`` as NpyTokens, any other as the prefix or a file
+    of IndexedTokens.
+    """
     return NpyTokens(path) if Path(path).suffix == ".npy" else IndexedTokens(path)
 
 

@@ -52,7 +52,9 @@ def shape_mode() -> FakeTensorMode:
 
 
 def take_content(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replaces parameters, and buffers on the meta device, by FakeTensors; tied ones stay tied."""
+    """Replaces the parameters of ``model``, and its buffers on the meta device, by FakeTensors of ``mode`` that claim
+    the CPU. Tied parameters stay tied.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -100,7 +102,7 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class EqualRanksBackend(RecordingBackend):
-    """Communication backend of a single process: collectives act as if all ranks had this rank's tensors.
+    """Communication backend of a single process, in which collectives act as if all ranks had this rank's tensors.
 
     Args:
         exchanges: True if reduce-scatters allocate a temporary tensor, as in gloo.
@@ -111,7 +113,9 @@ class EqualRanksBackend(RecordingBackend):
         self._exchanges = exchanges
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Copies this rank's slice of ``full`` to ``shard``."""
+        """Writes this rank's slice of ``full`` to ``shard``. With ``exchanges``, it first allocates a temporary tensor
+        of the size of ``full``, so that the dry run counts its bytes.
+        """
         if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
         received, ranks = torch.empty_like(full), self._grid.size(axis)
@@ -126,7 +130,7 @@ class EqualRanksBackend(RecordingBackend):
         return finish
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copies ``shard`` to every slice of ``full``."""
+        """Copies ``shard`` to every slice of ``full``, one for each rank of ``axis``."""
         super().all_gather(full, shard, axis)
         if isinstance(full, FakeTensor):
             return lambda: None  # a FakeTensor has no content
@@ -136,7 +140,7 @@ class EqualRanksBackend(RecordingBackend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Copies each shard to every slice of its full tensor."""
+        """Copies each shard to every slice of its full tensor. ``pairs`` are (full tensor, shard)."""
         super().gather_parameters(pairs, within, axis)
         for full, shard in pairs:
             if not isinstance(full, FakeTensor):
@@ -145,9 +149,10 @@ class EqualRanksBackend(RecordingBackend):
 
 
 class DryRunTransport:
-    """Transport of a dry run: delivers messages between stages of this rank, and records messages to other ranks.
+    """Transport of pipeline messages in a dry run: delivers messages between stages of this rank, and only records
+    messages to and from other ranks.
 
-    Message buffers and sent tensors are not counted here: their lifetime depends on the schedule.
+    Message buffers and sent tensors are not counted here, because their lifetime depends on the schedule.
     """
 
     def __init__(
@@ -162,7 +167,9 @@ class DryRunTransport:
         self.kept: list[MessageBuffer] = []
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Stores a tensor sent to another rank until :meth:`complete`, or until its gradient arrives."""
+        """Delivers ``tensor`` to another stage of this rank. A tensor for another rank stays stored: until
+        :meth:`complete` for a neighboring stage, else until its gradient arrives.
+        """
         if self._is_own(message):
             self._own.send(message, tensor)
         elif abs(message.target - message.source) == 1:
@@ -171,7 +178,9 @@ class DryRunTransport:
             self._far[message] = tensor.detach().contiguous()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Returns a FakeTensor of this shape, or the message of another stage of this rank."""
+        """Returns a function that gives the received tensor: the one that another stage of this rank has sent, or from
+        another rank a FakeTensor of ``shape`` and ``dtype``.
+        """
         if self._is_own(message):
             return self._own.receive(message, shape, dtype)
         with self._shapes():
@@ -184,11 +193,13 @@ class DryRunTransport:
         """Does nothing, because :meth:`complete` releases sends."""
 
     def delivered(self, message: Message) -> None:
-        """Releases the tensor of a send whose gradient has arrived."""
+        """Releases the tensor that was sent as ``message``, because a later message proves that it has arrived."""
         self._far.pop(message, None)
 
     def recycle(self, tensor: Tensor) -> None:
-        """Records that the buffer of a received message is free, or still referenced."""
+        """Records that the buffer of the received ``tensor`` is free again, or that it stays occupied because something
+        still refers to it.
+        """
         if not self._buffers.lent(tensor):
             return
         buffer = _buffer(tensor)
@@ -199,7 +210,7 @@ class DryRunTransport:
             self._live.take_in(tensor)
 
     def complete(self) -> None:
-        """Releases tensors of completed sends, and starts the record of the next action."""
+        """Releases the tensors sent to neighboring stages, and starts the record of the next pipeline action."""
         self._near.clear()
         self.taken, self.given_back, self.kept = [], [], []
 
@@ -221,7 +232,7 @@ FIRST, SECOND, MIDDLE, LAST = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunStep:
-    """Live bytes of each pipeline action of a rank in a steady step."""
+    """Live bytes of each pipeline action of a rank in a training step after warm-up."""
 
     actions: dict[tuple[Op, int, int], ActionMemory]
     """Bytes by operation, stage and microbatch: FIRST, SECOND, MIDDLE or LAST."""
@@ -231,21 +242,26 @@ class DryRunStep:
     """Peak bytes of the final gradient reduction minus live bytes between steps."""
 
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
-        """Returns the bytes of an action, the n-th of ``total`` of its stage and operation."""
+        """Returns the bytes of ``action``. It has index ``number``, from 0, among the ``total`` actions of its stage
+        and operation.
+        """
         place = LAST if number == total - 1 else min(number, MIDDLE)
         return self.actions[action.op, action.stage, place]
 
     def on_stages(self, stages: Mapping[int, int]) -> "DryRunStep":
-        """Returns the same bytes for another rank; ``stages`` maps this rank's stages to that rank's."""
+        """Returns the same bytes for another rank with equal stages; ``stages`` maps each stage of this rank to a stage
+        of that rank.
+        """
         actions = {(op, stages[stage], place): memory for (op, stage, place), memory in self.actions.items()}
         return replace(self, actions=actions)
 
 
 class DryRunRank:
-    """Runtime of one rank on FakeTensors.
+    """Runtime of one rank on FakeTensors, which runs short training steps to record bytes and computes nothing.
 
     Args:
         model: model of the plan; a copy is used.
+        rank: global rank to imitate.
         example: one microbatch; tensors on the meta device become zeros.
         kernels: kernel choices for an absent device; None: choices of the CPU.
     """
@@ -283,7 +299,9 @@ class DryRunRank:
             own.traces.take(others.traces)
 
     def step(self) -> DryRunStep:
-        """Runs a warm-up step and a measured step for each kind of backward (full or split); returns the bytes."""
+        """Runs a warm-up step, and a measured step for each kind of backward in the schedule (full or split). Returns
+        the bytes of each pipeline action.
+        """
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
         with self._dry_running():
@@ -299,7 +317,9 @@ class DryRunRank:
         return DryRunStep(actions=found, base=base, end_rise=end_rise)
 
     def watch(self, modules: Sequence[str]) -> list[int]:
-        """Returns a list that receives the live bytes each time one of ``modules`` returns from a forward."""
+        """Returns a list that grows during later steps: each time a module named in ``modules`` returns from its
+        forward, the live bytes are appended.
+        """
         levels = list[int]()
 
         def note(*_: Any) -> None:
@@ -403,9 +423,10 @@ def _cycles_end_with_actions() -> Iterator[None]:
 
 
 def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[Action, ...]:
-    """Returns actions of the stages of ``row`` for fewer microbatches; ``splits``: with split backwards.
+    """Returns pipeline actions of the stages in ``row``, for only ``microbatches`` microbatches. With ``splits``,
+    stages that split backwards in ``row`` do so here too.
 
-    Forwards run in the order of stages, backwards in reverse.
+    For each microbatch, forwards run in the order of stages, then backwards in reverse.
     """
     stages = sorted({action.stage for action in row})
     found: list[Action] = []

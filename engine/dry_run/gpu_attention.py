@@ -20,7 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @contextmanager
 def attention_of_gpu() -> Iterator[None]:
-    """Makes ``scaled_dot_product_attention`` save the tensors of a GPU kernel for backward: inputs, output, row sums.
+    """Returns a context manager in which ``scaled_dot_product_attention`` saves the tensors of a GPU kernel for
+    backward: inputs, output, row sums.
 
         dropout                     the CPU's flash kernel represents GPU kernels, which save only a seed of the mask
         values of another width     the GPU's memory-efficient kernel (DeepSeek: keys of 192, values of 128)

@@ -23,7 +23,9 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankForecast:
-    """Live bytes of a rank in a steady step, in addition to parameters, gradients and optimizer state."""
+    """Memory forecast of a rank: live bytes in a training step after warm-up, in addition to parameters, gradients and
+    optimizer state.
+    """
 
     rank: int
     peak: LivePeak
@@ -31,16 +33,19 @@ class RankForecast:
 
 
 def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
-    """Returns the peak of ``rank`` from the bytes of its actions in ``step``."""
+    """Returns the forecast of ``rank``: the peak of live bytes when the actions measured in ``step`` run in the order
+    of its pipeline schedule.
+    """
     row = rank_schedule(plan.schedule, plan.grid(rank).coord().pp)
     peak = peak_of_row(row.actions, row.releases, step.memory_of, step.base, step.end_rise)
     return RankForecast(rank=rank, peak=peak, step=step)
 
 
 class PlannedKernels(Kernels):
-    """Kernel choices of an absent GPU; operators run on shapes only.
+    """Kernel choices of a GPU that is absent from this machine; operators run on shapes only.
 
     Args:
+        mode: setting ``kernels`` of the configuration.
         card: name of the GPU in ``tuned.json``.
     """
 
@@ -65,7 +70,8 @@ NEAR = 2
 
 
 class RankLikeness:
-    """Descriptions of pipeline ranks; ranks with equal descriptions have equal live bytes in each action.
+    """Descriptions of pipeline ranks, to run only one of several similar ranks: ranks with equal descriptions have
+    equal live bytes in each action.
 
     A description contains calls, messages and shapes of each stage, its kinds of blocks, its buckets, and split
     backwards.
@@ -75,7 +81,7 @@ class RankLikeness:
         self._plan, self._names = plan, KindNames(model)
 
     def of(self, pp: int) -> Hashable:
-        """Returns the description of pipeline rank ``pp``."""
+        """Returns the description of pipeline rank ``pp``, to compare with ``==``."""
         plan = self._plan
         if plan.partition is None or plan.trace is None:
             return pp
@@ -147,7 +153,7 @@ class PlanDryRun:
     """Function that plans a model with fewer blocks; None: all blocks run."""
 
     def forecasts(self) -> Iterator[RankForecast]:
-        """Yields the live bytes of each pipeline rank (its first data and tensor rank), in order."""
+        """Yields the memory forecast of each pipeline rank in order, for its first data and tensor rank."""
         likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], DryRunStep]]()
         before = list[DryRunRank]()
         for pp in range(self.plan.config.pp):

@@ -12,7 +12,7 @@ MOST_PERIOD = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlikeRun:
-    """Repeating pattern of blocks at the end of a module list."""
+    """Repeating pattern of equal blocks, such as transformer layers, at the end of a module list."""
 
     blocks: str
     """Name of the module list."""
@@ -24,9 +24,11 @@ class AlikeRun:
 
 
 def longest_run(model: nn.Module, called: Container[int] | None = None) -> AlikeRun | None:
-    """Returns the longest repeating pattern at the end of any module list; None if no list ends with two periods.
+    """Returns the repeating pattern with the most blocks at the end of any module list; None if no list ends with at
+    least two periods.
 
-    ``called``: ids of the modules that a forward calls; lists without a called module are left out.
+    ``called`` has the ids of the modules that a forward calls; lists without such a module are left out. None: all
+    lists count.
     """
     runs = [
         run
@@ -37,13 +39,15 @@ def longest_run(model: nn.Module, called: Container[int] | None = None) -> Alike
 
 
 def outer_runs(model: nn.Module) -> list[AlikeRun]:
-    """Returns the pattern of each module list that is not inside a block of another list."""
+    """Returns the repeating pattern at the end of each module list that is not inside a block of another list."""
     outer = [(name, kinds) for name, kinds in _lists(model) if not any(part.isdecimal() for part in name.split("."))]
     return [run for name, kinds in outer if (run := _run(name, kinds)) is not None]
 
 
 def is_called(model: nn.Module, blocks: str, called: Container[int]) -> bool:
-    """Returns True if a forward calls some block of the list ``blocks``; ``called``: ids of called modules."""
+    """Returns True if a forward calls some block of the module list named ``blocks``; ``called`` has the ids of the
+    modules that it calls.
+    """
     return any(id(module) in called for module in model.get_submodule(blocks).modules())
 
 
@@ -66,7 +70,9 @@ def _blocks(run: AlikeRun) -> int:
 
 
 class KindNames:
-    """Names of modules and parameters with block numbers replaced by the number of their kind."""
+    """Names of modules and parameters in which the number of their kind replaces block numbers. Blocks with equal
+    modules, shapes and settings are of one kind.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._kinds: Mapping[str, int] = {
@@ -76,7 +82,9 @@ class KindNames:
         }
 
     def of(self, name: str) -> str:
-        """Returns the name shared by blocks of one kind: ``layers.7.down.weight`` -> ``layers.#0.down.weight``."""
+        """Returns ``name`` as all blocks of the same kind have it: ``layers.7.down.weight`` becomes
+        ``layers.#0.down.weight``.
+        """
         parts = name.split(".")
         for index, part in enumerate(parts):
             kind = self._kinds.get(".".join(name.split(".")[: index + 1])) if part.isdecimal() else None

@@ -35,8 +35,12 @@ PlanOf = Callable[[nn.Module], Plan]
 def shortened_step(
     model: nn.Module, plan: Plan, run_dry: Callable[[nn.Module, Plan], DryRunStep], plan_of: PlanOf
 ) -> DryRunStep | None:
-    """Returns the bytes of a rank without a pipeline, extrapolated from dry runs of short models; None if the whole
-    model has to run.
+    """Returns the bytes of each action of a rank without a pipeline, extrapolated from dry runs of models with fewer
+    blocks. Returns None if the whole model has to run.
+
+    Args:
+        run_dry: function that runs a model dry by its plan.
+        plan_of: function that plans a model with fewer blocks.
     """
     run = longest_run(model)
     if run is None or run.periods <= sum(PERIODS) or not _is_even(plan):
@@ -58,7 +62,9 @@ def shortened_step(
 
 
 def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
-    """Returns a copy of the model with ``periods`` periods of the pattern; blocks before it stay."""
+    """Returns a copy of the model with only ``periods`` periods of the repeating pattern ``run``; blocks before the
+    pattern stay.
+    """
     short = deepcopy(model)
     blocks = short.get_submodule(run.blocks)
     if isinstance(blocks, nn.ModuleList | nn.Sequential):
@@ -105,7 +111,9 @@ def _repeats(layouts: Sequence[Counter[Hashable]], whole: Counter[Hashable], per
 
 
 def continued(steps: Sequence[DryRunStep], periods: int) -> DryRunStep | None:
-    """Returns the bytes extrapolated to ``periods`` from the steps with PERIODS; None if they are not linear."""
+    """Returns the bytes of a model with ``periods`` periods of blocks, extrapolated linearly from ``steps``, the dry
+    runs with 2, 3 and 4 periods. Returns None if these are not on a line.
+    """
     last, times = steps[-1], periods - PERIODS[-1]
     base, end = (_slope([getattr(step, name) for step in steps]) for name in ("base", "end_rise"))
     if base is None or end is None or end < 0 or len({*map(_keys, steps)}) > 1:

@@ -19,7 +19,9 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 class CacheProtocol(NamedTuple):
-    """Argument of a model's forward that takes a cache, and the function that makes an empty one."""
+    """Way to pass a key-value cache to a model's forward: the name of the argument, and a function that makes an empty
+    cache.
+    """
 
     name: str
     make: Callable[[], Any]
@@ -28,14 +30,15 @@ class CacheProtocol(NamedTuple):
 
 
 def is_transformers_generator(model: nn.Module) -> bool:
-    """Returns True if the model has the ``generate`` of transformers."""
+    """Returns True for a Hugging Face model with ``generate``, a subclass of ``GenerationMixin``."""
     return any(base.__name__ == "GenerationMixin" for base in type(model).__mro__)
 
 
 def find_cache_protocol(model: nn.Module) -> CacheProtocol | None:
-    """Returns the cache protocol of a model; None if it has none, or is an encoder-decoder.
+    """Returns the way to pass a cache to the forward of ``model``; None if there is none, or the model is an
+    encoder-decoder.
 
-    A transformers model takes a ``DynamicCache``; any other model has a method ``new_cache()`` and an argument
+    A transformers model takes a ``DynamicCache``. Any other model needs a method ``new_cache()`` and an argument
     ``past_key_values``, which its forward extends in place.
     """
     taken = inspect.signature(type(model).forward).parameters
@@ -56,10 +59,10 @@ def find_cache_protocol(model: nn.Module) -> CacheProtocol | None:
 
 
 class StageCaches:
-    """Key-value caches of one generation on this rank, one for each of its pipeline stages.
+    """Key-value caches of one generation on this rank, one for each pipeline stage that the rank runs.
 
     Args:
-        name: argument of the model's forward.
+        name: argument of the model's forward that takes a cache.
         cache: empty cache, which the first stage uses; other stages use copies.
     """
 
@@ -78,27 +81,27 @@ class StageCaches:
         return self._of[stage]
 
     def shown(self) -> Any:
-        """Returns the cache of any stage of this rank, for code that reads its length."""
+        """Returns the cache of any stage of this rank, for code that reads only its length."""
         return next(iter(self._of.values()), self._first)
 
     def rehearsal(self) -> Any:
-        """Returns a cache for a trace of the forward on shapes: an empty one at first, later one with the shapes that
-        the first trace has left.
+        """Returns a cache to trace the forward on shapes alone. It is empty until the first forward was traced; then
+        its tensors have the shapes that this trace has left.
         """
         return copy.deepcopy(self._empty) if self._rehearsed is None else _shapes(self._rehearsed)
 
     def rehearse(self, cache: Any) -> None:
-        """Stores the cache that the trace of the first forward has filled, for :meth:`rehearsal`."""
+        """Stores the shapes of ``cache``, which the trace of the first forward has filled, for :meth:`rehearsal`."""
         self._rehearsed = _shapes(cache)
 
     @property
     def rehearsed(self) -> bool:
-        """True once the first forward was traced."""
+        """True once the first forward of the generation was traced."""
         return self._rehearsed is not None
 
     def advance(self, rows: int, positions: int, partly: bool) -> None:
-        """Adds ``positions`` to the length of the caches after a forward of ``rows`` rows; ``partly`` = True: the
-        layers of stages on other ranks are extended with zeros, so that every layer has the same length.
+        """Adds ``positions`` to the length of the caches, after a forward of ``rows`` rows. With ``partly``, this rank
+        computes only some layers: the others are extended with zeros, so that every layer has the same length.
         """
         self.length += positions
         for cache in self._of.values() if partly else ():
@@ -107,8 +110,9 @@ class StageCaches:
 
 
 def extend_absent(layer: Any, rows: int, length: int) -> None:
-    """Extends a cache layer that another rank computes to ``length`` positions, with one zero for each position; a
-    layer of this rank has them already.
+    """Extends a cache layer that another rank computes to ``length`` positions, because code between layers reads its
+    length. Each position gets one zero for each of ``rows`` rows. A layer of this rank has that length already and
+    stays as it is.
     """
     states = getattr(layer, "has_previous_state", None)
     if isinstance(states, dict):  # of a recurrent layer; code between layers asks for the last one's

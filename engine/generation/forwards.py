@@ -33,7 +33,7 @@ _SHAPED = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 
 
 class GenerationForwards:
-    """Model forwards of one text generation on this rank; all ranks of a model replica make the same calls with equal
+    """Model forwards of one text generation on this rank. All ranks of a model replica make the same calls with equal
     arguments.
     """
 
@@ -52,12 +52,12 @@ class GenerationForwards:
 
     @contextmanager
     def opened(self, checked: Any) -> Iterator[None]:
-        """Returns a context for all forwards of one generation, in which the model is in eval mode and records no
-        autograd graph.
+        """Returns a context manager around all forwards of one generation. In it, the model is in eval mode and records
+        no autograd graph.
 
-        At its start, the tensors ``checked`` are compared over the ranks of the model replica. At its end, if forwards
-        need all data ranks (parameter gathers, expert dispatch), this rank joins the forwards of data ranks that have
-        not finished their generation.
+        At the start, the tensors ``checked`` are compared over the ranks of the model replica. Forwards with parameter
+        gathers or expert dispatch need all data ranks. In this case the rank at the end joins the forwards of data
+        ranks that have not finished their generation.
 
         Raises:
             EngineError: ranks of the replica were given different tensors.
@@ -74,11 +74,13 @@ class GenerationForwards:
     def run(
         self, arguments: Arguments, caches: StageCaches | None, finish: Callable[[Any], Any], everywhere: bool
     ) -> Any:
-        """Runs one forward of the model; ranks of the last pipeline stage return ``finish(output)``.
+        """Runs one forward of the model, and returns ``finish(output)`` on ranks of the last pipeline stage.
 
         Args:
-            arguments: tensors on the device, with ``input_ids`` [rows, positions]; cached positions are left out.
-            finish: selects from the model's output plain tensors, or a pytree of them; called in the forward.
+            arguments: keyword arguments on the device, with ``input_ids`` [rows, positions]; cached positions are left
+                out.
+            caches: caches that the forward reads and extends; None: the forward has no cache.
+            finish: function from the model's output to a tensor or a pytree of tensors.
             everywhere: True: the last stage sends the result to all stages, axis pp, label "outputs"; False: other
                 stages return None.
         """
@@ -175,7 +177,9 @@ class GenerationForwards:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Returns the gathered logits of a model's output: a tensor, ``output.logits``, or the first tensor of a tuple."""
+    """Returns the logits of a model's output, gathered over tensor ranks if they are sharded. The output is the logits,
+    has them as ``output.logits``, or is a tuple that begins with them.
+    """
     found = getattr(output, "logits", None)
     if not isinstance(found, Tensor):
         found = output if isinstance(output, Tensor) else output[0]

@@ -21,7 +21,7 @@ from engine.step.runtime import RankRuntime
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """Tokens with their log-probabilities."""
+    """Generated token ids of all rows, with a :class:`Completion` for each row, which has the log-probabilities."""
 
     tokens: Tensor
     """Prompts, padded on the left, and their completions, padded on the right: int64 [rows * samples, tokens]."""
@@ -37,7 +37,9 @@ class TextGenerator:
         self._notes: set[str] = set()
 
     def by_transformers(self, inputs: object, options: Mapping[str, Any]) -> Any:
-        """Returns the result of the model's own ``generate``; see :meth:`engine.Engine.generate`."""
+        """Runs the model's own Hugging Face ``generate`` with the engine's forwards, and returns its result. ``inputs``
+        are token ids [rows, tokens]; ``options`` are further keyword arguments of ``generate``.
+        """
         generation = Generation(self._model, self._runner, self._runtime, self._notes)
         checked = generation.checked(inputs)
         with self._noting_failures():
@@ -47,8 +49,17 @@ class TextGenerator:
         self, inputs: Tensor | Sequence[Sequence[int]], sampling: SamplingOptions | Sequence[SamplingOptions],
         mask: Tensor | None,
     ) -> Tensor | GeneratedText:  # fmt: skip
-        """Returns tokens, or :class:`GeneratedText` if any row asks for log-probabilities; see
-        :meth:`engine.Engine.generate`.
+        """Returns the prompts with their completions, int64 [rows * samples, tokens], or :class:`GeneratedText` if any
+        row asks for log-probabilities.
+
+        Args:
+            inputs: prompts of this data rank: token ids [rows, tokens], or a list of ids for each prompt.
+            sampling: options of all prompts, or one for each prompt.
+            mask: 0 where a tensor of prompts has padding; None: it has none.
+
+        Raises:
+            EngineError: prompts or mask have a wrong shape, a prompt is empty, or the number of options differs from
+                the prompts'.
         """
         prompts = _prompts(inputs, mask)
         if not isinstance(sampling, SamplingOptions) and len(sampling) != len(prompts):
@@ -71,10 +82,11 @@ class TextGenerator:
         return GeneratedText(tokens, [each for _, each in rows]) if asked else tokens
 
     def complete(self, requests: Sequence[GenerationRequest]) -> Completions:
-        """Returns the completions of each request, which run as one batch.
+        """Returns the completions of each request; all requests run as one batch. All ranks of a replica pass equal
+        requests; each data rank passes its own.
 
-        Options may differ between requests. A result depends on the request alone, except for rounding: other requests
-        change the shapes of products. All ranks of a replica pass equal requests; data ranks pass their own.
+        Requests may have different options. A result depends on its own request alone, except for rounding, because
+        other requests change the shapes of matrix products.
 
         Raises:
             EngineError: there is no request, or a prompt is empty.

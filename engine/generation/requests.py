@@ -71,11 +71,11 @@ class _Row:
 
 
 class RequestBatch:
-    """Requests of this data rank, which run as one batch; every rank of the replica has the same ones.
+    """Generation requests of one data rank, which run as one batch; every rank of the replica has the same ones.
 
     Args:
-        pad: token that fills rows; it is never seen.
-        ends: tokens that end a completion whose options have no ``stop``.
+        pad: token that fills shorter rows; it has no effect on results.
+        ends: tokens that end a completion if its options have no ``stop``.
 
     Raises:
         EngineError: there is no request, or a prompt is empty.
@@ -97,9 +97,10 @@ class RequestBatch:
         self.prompts = any(each.prompt_logprobs for each in options)
 
     def complete(self, model: nn.Module, runtime: RankRuntime, runner: StepRunner, notes: set[str]) -> Completions:
-        """Returns the completions of each request, equal on the ranks of the replica. Collective over the world.
+        """Generates and returns the completions of each request, equal on the ranks of the replica. Collective over the
+        world.
 
-        ``notes``: notes that were logged once; receives new ones.
+        ``notes`` are the texts that this generator has logged before; each is logged once, and a new one is added.
         """
         device, prompts = runtime.program.device, [row.request.tokens for row in self.rows]
         host, given = base_model(model), left_padded(prompts, self.pad, device)

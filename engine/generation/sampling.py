@@ -23,7 +23,7 @@ _SEEDS = 2.0**63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Options of the tokens that follow one prompt.
+    """Options for drawing the completions of one prompt.
 
     Raises:
         EngineError: an option is outside its range.
@@ -63,7 +63,9 @@ class SamplingOptions:
             raise EngineError("SamplingOptions was given an empty stop sequence; give at least one token for each.")
 
     def ends(self, default: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Returns the stop sequences; ``default``: tokens that end a completion if ``stop`` is None."""
+        """Returns the stop sequences, each a tuple of token ids. If ``stop`` is None, each token of ``default`` is
+        one.
+        """
         return tuple(
             (end,) if isinstance(end, int) else tuple(end) for end in (default if self.stop is None else self.stop)
         )
@@ -82,7 +84,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Tokens that follow a prompt, with the reason of their end."""
+    """Generated tokens that follow one prompt, and the reason of their end."""
 
     tokens: list[int]
     end: Literal["stop", "length"]
@@ -111,7 +113,7 @@ class RowOptions(NamedTuple):
 
     @staticmethod
     def of(options: Sequence[SamplingOptions], device: torch.device) -> "RowOptions":
-        """Returns the options of each row of a batch."""
+        """Returns the options of a batch as tensors on ``device``; ``options`` has one entry for each row."""
         drawn = [each for each in options if each.temperature > 0]
         return RowOptions(
             torch.tensor([each.temperature for each in options], dtype=torch.float64, device=device),
@@ -123,15 +125,23 @@ class RowOptions(NamedTuple):
 
 
 def uniform(seed: int, stream: int, sample: int, position: int) -> float:
-    """Returns the number in [0, 1) that draws the token at ``position`` of a sequence, the prompt included."""
+    """Returns the pseudo-random number in [0, 1) with which one token is drawn. It is a hash of ``seed``, random
+    ``stream``, number of the ``sample``, and ``position`` of the token in the sequence, which counts the prompt.
+    """
     return derive_seed(seed, stream, sample, position) / _SEEDS
 
 
 def draw_tokens(logits_RV: Tensor, options: RowOptions, uniform_R: Sequence[float]) -> Tensor:
-    """Returns the drawn tokens, int64 [R], from logits of any float dtype; ties of a greedy row: the lowest token.
+    """Returns the next token of each row, int64 [R]. A row with temperature 0 gets its likeliest token, the lowest id
+    among equal ones.
 
-    Sums of probabilities are fp64 in the order of the vocabulary, so that a drawn token changes only where another grid
-    rounds logits across a boundary.
+    Sums of probabilities are fp64 in the order of the vocabulary. A token therefore differs between grids only if a
+    difference in rounding moves its random number across a boundary between tokens.
+
+    Args:
+        logits_RV: logits of any float dtype.
+        options: options of each row.
+        uniform_R: random number in [0, 1) of each row; may be empty if all temperatures are 0.
     """
     logits_RV = logits_RV.float()
     likeliest_R = logits_RV.argmax(dim=-1)
@@ -155,7 +165,9 @@ def draw_tokens(logits_RV: Tensor, options: RowOptions, uniform_R: Sequence[floa
 
 
 def keep_largest(scores_RV: Tensor, top_k_R: Tensor) -> Tensor:
-    """Returns the scores with -inf below the ``top_k``-th largest of each row; 0 keeps all."""
+    """Returns the scores with -inf in place of all that are below the ``top_k_R``-th largest of their row. A row with
+    ``top_k_R`` 0 is unchanged.
+    """
     counts_R = torch.where(top_k_R == 0, scores_RV.shape[-1], top_k_R).clamp(max=scores_RV.shape[-1])
     largest = int(torch.where(top_k_R == 0, 1, counts_R).max())
     ordered_RK = scores_RV.topk(largest, dim=-1).values
@@ -165,8 +177,9 @@ def keep_largest(scores_RV: Tensor, top_k_R: Tensor) -> Tensor:
 
 
 def keep_nucleus(chances_RV: Tensor, top_p_R: Tensor) -> Tensor:
-    """Returns the probabilities with 0 outside of the smallest set of likeliest tokens with ``top_p`` (Holtzman et al.
-    2020, "The Curious Case of Neural Text Degeneration", section 3.1); 1 keeps all.
+    """Returns the probabilities with 0 outside of the nucleus: the smallest set of likeliest tokens with a total of at
+    least ``top_p_R``. A row with ``top_p_R`` 1 is unchanged. Source: Holtzman et al. 2020, "The Curious Case of Neural
+    Text Degeneration", section 3.1.
     """
     ordered_RV, places_RV = chances_RV.sort(dim=-1, descending=True, stable=True)
     before_RV = ordered_RV.cumsum(dim=-1) - ordered_RV
@@ -176,8 +189,11 @@ def keep_nucleus(chances_RV: Tensor, top_p_R: Tensor) -> Tensor:
 
 
 def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, alternatives: int) -> Tensor:
-    """Returns fp64 [R, 1 + 2K]: the log-probability of each of ``tokens_R``, then of the K ``alternatives`` likeliest
-    tokens, then these tokens. The softmax is fp32; a vocabulary below K is filled with token 0 at -inf.
+    """Returns log-probabilities at one position of each row, as one fp64 tensor [R, 1 + 2K] with K = ``alternatives``.
+    A row has the log-probability of its token in ``tokens_R``, the log-probabilities of the K likeliest tokens, and
+    their K token ids.
+
+    The softmax is fp32. A vocabulary with fewer than K tokens is filled up with token 0 at -inf.
     """
     logprobs_RV = logits_RV.float().log_softmax(dim=-1)
     likeliest_RK, tokens_RK = logprobs_RV.topk(min(alternatives, logprobs_RV.shape[-1]), dim=-1)
@@ -191,7 +207,9 @@ def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, alternatives: int) -> Te
 
 
 def sequence_logprobs(logits_LV: Tensor, tokens_L: Tensor) -> Tensor:
-    """Returns fp32 [L]: the log-probability of each token after the ones before it; NaN for the first."""
+    """Returns the log-probability of each token of one sequence after the tokens before it: fp32 [L], NaN for the
+    first.
+    """
     logprobs_LV = logits_LV[:-1].float().log_softmax(dim=-1)
     rest_L = logprobs_LV.gather(-1, tokens_L[1:].unsqueeze(-1)).squeeze(-1)
     return torch.cat([rest_L.new_full((1,), torch.nan), rest_L])

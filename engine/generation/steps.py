@@ -22,20 +22,25 @@ logger = logging.getLogger("trine")
 
 
 class NextLogits(Protocol):
-    """Interface of a source of next-token logits for the sequences of a batch."""
+    """Interface of a source of next-token logits for the R sequences of a batch."""
 
     def first(self, whole: bool) -> Tensor | None:
-        """Returns logits after the prompts [R, V]; ``whole``: at all positions [R, L, V], padded on the left."""
+        """Returns the logits of the token after each prompt, [R, V]. With ``whole``, returns the logits at all
+        positions of the prompts, [R, L, V], padded on the left. Returns None on ranks without logits.
+        """
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Returns logits [R, V] after one more token for each row; None: the row has ended, and its logits are unused.
+        """Appends one token to each row, and returns the logits of the token after it, [R, V]; None on ranks without
+        logits.
 
-        Each call returns None on ranks without logits.
+        ``tokens`` has None for a row that has ended; its logits are unused.
         """
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns token ids and mask of prompts, both int64 [R, L] with the longest prompt's L."""
+    """Returns the token ids of all prompts, padded on the left with ``pad``, and their mask (1: token, 0: padding).
+    Both are int64 [R, L]; L is the length of the longest prompt.
+    """
     longest = max(map(len, prompts))
     ids = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -43,15 +48,19 @@ def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Returns the model that generates: of a ``PeftModel`` the one with its adapters."""
+    """Returns the model that generates: for a ``PeftModel`` the inner model, which contains the adapters, else
+    ``model``.
+    """
     found = getattr(model, "get_base_model", None)
     return found() if callable(found) else model
 
 
 def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> CacheProtocol | None:
-    """Returns the cache protocol of a model on this grid; None with a note, once, if every token runs whole sequences.
+    """Returns the way to pass a cache to the model's forward on this grid. Returns None if the model takes no cache or
+    context ranks divide sequences, so that each token needs a forward over the whole sequence; rank 0 logs a note about
+    it.
 
-    ``notes``: notes that were logged; receives a new one.
+    ``notes`` are the texts that this generator has logged before; each is logged once, and a new one is added.
     """
     protocol = find_cache_protocol(model)
     if protocol is not None and runtime.comm.grid.cp == 1:
@@ -65,7 +74,9 @@ def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> 
 
 
 class CachedSequences:
-    """Logits from forwards with caches; see :class:`NextLogits`."""
+    """Source of next-token logits that runs one forward with a key-value cache for each token; see
+    :class:`NextLogits`.
+    """
 
     def __init__(self, forwards: GenerationForwards, model: Any, protocol: CacheProtocol, given: tuple[Tensor, Tensor]):
         self._forwards, self._model = forwards, model
@@ -76,13 +87,13 @@ class CachedSequences:
         self._positions = (self._mask.cumsum(-1) - 1).clamp_(min=0) if "position_ids" in self._taken else None
 
     def first(self, whole: bool) -> Tensor | None:
-        """Returns logits after the prompts."""
+        """Returns the logits after the prompts; see :meth:`NextLogits.first`."""
         keeps = {"logits_to_keep": 1} if "logits_to_keep" in self._taken and not whole else {}
         logits = self._run(None, keeps)
         return logits if whole or logits is None else logits[:, -1]
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Returns logits after one more token for each row."""
+        """Returns the logits after one more token for each row; see :meth:`NextLogits.next`."""
         # a masked token, so that positions of a row that has ended do not grow beyond those that the model has
         pairs = [(0, 0) if token is None else (token, 1) for token in tokens]
         column, grows = torch.tensor(pairs, device=self._ids.device).unsqueeze(-1).unbind(1)
@@ -118,7 +129,9 @@ class CachedSequences:
 
 
 class WholeSequences:
-    """Logits from forwards of whole sequences; see :class:`NextLogits`."""
+    """Source of next-token logits that runs a forward over the whole sequences for each token; see
+    :class:`NextLogits`.
+    """
 
     def __init__(self, runner: StepRunner, model: nn.Module, prompts: Sequence[Sequence[int]], pad: int) -> None:
         self._runner, self._pad = runner, pad
@@ -127,7 +140,7 @@ class WholeSequences:
         self._named = names is None or "input_ids" in names
 
     def first(self, whole: bool) -> Tensor | None:
-        """Returns logits after the prompts."""
+        """Returns the logits after the prompts; see :meth:`NextLogits.first`."""
         logits = self._run()
         if not whole:
             return self._last(logits)
@@ -135,7 +148,7 @@ class WholeSequences:
         return torch.stack([row.roll(longest - len(ids), 0) for row, ids in zip(logits, self._rows, strict=True)])
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Returns logits after one more token for each row."""
+        """Returns the logits after one more token for each row; see :meth:`NextLogits.next`."""
         for row, token in zip(self._rows, tokens, strict=True):
             row += [] if token is None else [token]
         return self._last(self._run())

@@ -31,7 +31,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", 
 class Generation:
     """Call of Hugging Face's ``generate`` on one rank, with the engine's forwards as the model's forward.
 
-    ``notes``: notes that were logged once; receives new ones.
+    ``notes`` are the texts that this generator has logged before; each is logged once, and a new one is added.
     """
 
     def __init__(self, model: nn.Module, runner: StepRunner, runtime: RankRuntime, notes: set[str]) -> None:
@@ -41,8 +41,8 @@ class Generation:
         """The batch of the last forward without a cache."""
 
     def run(self, inputs: Tensor, options: Mapping[str, Any]) -> Any:
-        """Returns the result of Hugging Face's ``generate`` for this data rank's token ids ``inputs``. Collective over
-        the world.
+        """Returns the result of Hugging Face's ``generate`` for ``inputs``, token ids [rows, tokens] of this data rank;
+        ``options`` are its further keyword arguments. Collective over the world.
         """
         self._draw_alike()
         if self._caches(options):
@@ -63,7 +63,11 @@ class Generation:
         return shell.generate(inputs.to(self._device), **options)
 
     def checked(self, inputs: object) -> Tensor:
-        """Returns ``inputs``; raises if they are no token ids, or the model does not generate. Communicates nothing."""
+        """Returns ``inputs``, after a check that they are token ids [rows, tokens]. Communicates nothing.
+
+        Raises:
+            EngineError: ``inputs`` are no token ids, or the model has no Hugging Face ``generate``.
+        """
         if not is_transformers_generator(self._model):
             raise EngineError(
                 f"generate: the model is a {type(self._model).__name__}, not a Hugging Face model that generates; pass "

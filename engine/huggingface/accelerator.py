@@ -31,7 +31,9 @@ from engine.reporting.step_report import StepReport
 
 
 class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` for a training loop with its model on the engine."""
+    """``accelerate.Accelerator`` that runs backward, clipping and update on the engine. Gathers and counts refer to
+    data ranks, because the tensor and pipeline ranks of a replica work on the same rows.
+    """
 
     grid: Grid
     hosted: HostedModel | None
@@ -47,10 +49,11 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def around(cls, host: accelerate.Accelerator, grid: Grid) -> Self:
-        """Returns a copy of the library's accelerator, bound to a grid.
+        """Returns an EngineAccelerator with the state of ``host``, the accelerator that transformers' Trainer has made,
+        for the ranks of ``grid``.
 
         Raises:
-            ConfigError: the library found another number of ranks or another kind of device than the launcher started.
+            ConfigError: ``host`` found another number of ranks or another kind of device than the launcher started.
         """
         made = cls.__new__(cls)
         made.__dict__.update(vars(host))
@@ -58,7 +61,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return made
 
     def begin(self, grid: Grid, owner: str, on_cpus: str) -> None:
-        """Binds the accelerator to a grid. ``owner`` and ``on_cpus``: names of the device settings, for errors.
+        """Binds the accelerator to ``grid``, with no engine yet. Error messages name ``owner`` as the object that chose
+        ranks and device, and ``on_cpus`` as its setting for CPUs.
 
         Raises:
             ConfigError: accelerate found another number of ranks or another kind of device than the launcher started.
@@ -100,11 +104,13 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def process_index(self) -> int:
-        """This process's index among the data ranks."""
+        """Index of this rank among the data ranks, from 0; equal on all ranks of a replica."""
         return self.grid.row_rank
 
     def gather(self, tensor: Any) -> Any:
-        """All-gathers a tensor over the world; returns the rows of all data ranks, in order."""
+        """Returns the tensors of all data ranks, concatenated along dim 0 in the order of these ranks. ``tensor`` may
+        be a nested structure of tensors. All-gathers over the world.
+        """
         return recursively_apply(self._of_replicas, super().gather(tensor))
 
     def _of_replicas(self, gathered: Tensor) -> Tensor:
@@ -114,14 +120,18 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return torch.cat([parts[rank] for rank in self.grid.peers(self.grid.rows, 0)])
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduces like accelerate over the world, but counts each data rank once, not every rank of a replica."""
+        """Returns ``tensor`` reduced over the data ranks, with the arguments of ``accelerate.Accelerator.reduce``. The
+        all-reduce is over the world, so a sum is divided by the number of ranks of a replica.
+        """
         reduced, copies = super().reduce(tensor, reduction, scale), self.grid.size("replica")
         if reduction != "sum" or copies == 1:
             return reduced
         return recursively_apply(lambda each: each / copies if each.is_floating_point() else each // copies, reduced)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers like accelerate, but from data ranks only; also objects."""
+        """Gathers from all data ranks as ``accelerate.Accelerator.gather_for_metrics``: the rows that accelerate
+        repeats to fill the last batch are dropped. ``input_data`` holds tensors or other objects.
+        """
         if self.grid.size("replica") == 1 or not (use_gather_object or _has_others(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
         rows = self.gather_objects(input_data)
@@ -129,16 +139,19 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return rows[:remainder] if ends and remainder > 0 else rows
 
     def gather_objects(self, objects: Sequence[Any]) -> list[Any]:
-        """All-gathers lists of objects over the world; returns those of all data ranks in one list, in order."""
+        """Returns the lists ``objects`` of all data ranks, joined into one list in the order of these ranks.
+        All-gathers over the world.
+        """
         gathered = gather_object([objects])
         return [each for rank in self.grid.peers(self.grid.rows, 0) for each in gathered[rank]]
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Splits inputs like accelerate over ranks, if all are data ranks.
+        """Returns a context manager with this rank's part of ``inputs``, as in accelerate. It works only if all ranks
+        are data ranks.
 
         Raises:
-            ConfigError: the grid has tensor or pipeline ranks, which need equal inputs.
+            ConfigError: a replica has several ranks, such as tensor or pipeline ranks, which need equal inputs.
         """
         if (copies := self.grid.size("replica")) > 1:
             raise ConfigError(
@@ -153,12 +166,16 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns the engine's model unchanged; moves another model (for evaluation) to this device."""
+        """Returns ``model``. The engine's model is unchanged; another model is moved to this rank's device, if it is
+        for evaluation.
+        """
         placed = isinstance(model, HostedModel) or (self.hosted is not None and model is self.hosted.module)
         return model if placed or not evaluation_mode or device_placement is False else model.to(self.device)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns a loader of this data rank's batches; worker seeds are equal on all ranks of a replica."""
+        """Returns accelerate's loader with this data rank's batches. The seeds of its workers are equal on all ranks of
+        a replica.
+        """
         start: Any = data_loader.worker_init_fn
         if isinstance(start, partial) and "rank" in start.keywords:
             ranked = start.keywords | {"rank": self.process_index}
@@ -168,7 +185,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
-        """Wraps an optimizer, so that its ``step`` is the engine's."""
+        """Returns a wrapper of ``optimizer``; its ``step`` clips and updates by the engine, and its ``zero_grad`` drops
+        the engine's gradients.
+        """
         if not isinstance(optimizer, HostedOptimizer):
             optimizer = HostedOptimizer(optimizer, self.finish_step, self.drop_gradients)
         if not any(each is optimizer for each in self._optimizers):
@@ -176,13 +195,17 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return optimizer
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the user's model; its parameters are views of the engine's buckets."""
+        """Returns the user's own module, without the wrapper that runs it on the engine. Its parameters are views of
+        the engine's buckets.
+        """
         return model.module if isinstance(model, HostedModel) else super().unwrap_model(model, *args, **kwargs)
 
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs the backward of a microbatch; gradients are averaged over data ranks."""
+        """Runs the backward of a microbatch's loss on the engine, which averages gradients over data ranks.
+        ``retain_graph`` is passed on; other keyword arguments have no effect.
+        """
         last = bool(self.sync_gradients)
         self.trained.set_gradient_accumulation_boundary(last)
         weight, self.weighed = float(last and not self.weighed), self.weighed or last
@@ -191,7 +214,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.trained.step()
 
     def finish_step(self) -> bool:
-        """Clips and updates, unless ``train_batch`` has done so; returns True if the step was skipped."""
+        """Clips and updates by the engine; on a pipeline, where ``train_batch`` has done both, it does nothing. Returns
+        True if the step was skipped because of a non-finite gradient.
+        """
         self.weighed = False
         if not self.whole_steps and (report := self.trained.step()) is not None:
             self.record(report)
@@ -204,32 +229,38 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.hosted.zero_grad()
 
     def record(self, report: StepReport) -> None:
-        """Stores gradient norm and skip flag of a step, for the loop."""
+        """Stores the gradient norm of a step, and whether the step was skipped, for the training loop. Gradients stay
+        readable until ``zero_grad``.
+        """
         self.grad_norm.fill_(report.grad_norm)
         self.skipped = report.skipped
         self.trained.guard_gradients()  # callbacks read gradients until zero_grad
 
 
 class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """accelerate's optimizer wrapper with the engine's parameter groups and update."""
+    """accelerate's optimizer wrapper around an optimizer that the engine steps; ``step`` and ``zero_grad`` call the
+    engine.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], bool], drop: Callable[[], None]) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._update, self._drop = update, drop
 
     def step(self, closure: Any = None) -> None:
-        """Updates the weights at the end of an accumulation; does nothing before."""
+        """Clips and updates by the engine, if this microbatch is the last of its accumulation; else does nothing."""
         if self.gradient_state.sync_gradients:
             self._is_overflow = self._update()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drops the gradients at the end of an accumulation; does nothing before."""
+        """Drops the gradients, if this microbatch is the last of its accumulation; else does nothing."""
         if self.gradient_state.sync_gradients:
             self._drop()
 
 
 class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """accelerate's scheduler wrapper; an update makes one scheduler step per data rank, not per process."""
+    """accelerate's scheduler wrapper that makes as many scheduler steps for each update as there are data ranks.
+    accelerate itself makes one for each process.
+    """
 
     data_ranks: int
     """Number of scheduler steps per update."""
@@ -241,9 +272,9 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
 
     def move_from(self, data_ranks: int) -> None:
-        """Adapts restored scheduler state that was saved with ``data_ranks`` scheduler steps per update.
+        """Adapts a restored schedule that was saved in a run with ``data_ranks`` scheduler steps per update.
 
-        The scheduler moves to the step of the same update; if only the saved step number has the saved learning rate,
+        The schedule moves to the step of the same update. If only the saved step number gives the saved learning rate,
         that number stays.
         """
         schedule: Any = self.scheduler
@@ -269,7 +300,9 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
             schedule.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Makes one scheduler step per data rank after an update, as accelerate does per process."""
+        """Makes one scheduler step for each data rank after an update; none inside an accumulation, and none if the
+        update was skipped. If the schedule is not linked to the optimizer or counts split batches, steps as accelerate.
+        """
         if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)
         elif not any(each.step_was_skipped for each in self.optimizers):

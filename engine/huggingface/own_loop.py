@@ -38,18 +38,23 @@ _RANKS = "data_ranks"
 
 
 class SavedState(EngineAccelerator):
-    """Accelerator with an engine that saves and loads its model and optimizer."""
+    """EngineAccelerator that saves and loads model and optimizer as a checkpoint of the engine inside accelerate's
+    folder.
+    """
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Returns the full state dict of the engine's model on rank 0, and {} on other ranks. Collective."""
+        """Returns the full state dict of the engine's model on rank 0, and {} on other ranks. Collective over the
+        world. For any other model it returns accelerate's.
+        """
         if self.hosted is None or model not in (self.hosted, self.hosted.module):
             return super().get_state_dict(model, unwrap)
         return self.trained.full_state_dict()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Writes accelerate's files, and a checkpoint of the engine with weights and optimizer. Collective.
+        """Writes accelerate's files into ``output_dir``, and a checkpoint with weights and optimizer state into its
+        subfolder ``engine``. Returns the folder. Collective.
 
-        Hooks receive no weights, as under DeepSpeed.
+        Registered save hooks receive no weights, as under DeepSpeed.
         """
         models, hooks = self._models, self._save_model_state_pre_hook
         with self._without_engine():
@@ -60,7 +65,8 @@ class SavedState(EngineAccelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Loads a folder of ``save_state``, saved on any grid. Collective.
+        """Loads a folder that ``save_state`` has written, on the same or another grid. If ``input_dir`` is None and
+        checkpoints are named automatically, it loads the newest folder. Collective.
 
         Raises:
             CheckpointError: the folder has no checkpoint of the engine.
@@ -106,11 +112,12 @@ def _newest(folder: Path) -> str:
 
 
 class Accelerator(SavedState):
-    """``accelerate.Accelerator`` over the engine; ``engine_config`` is a dict or the path of a file.
+    """``accelerate.Accelerator`` that runs forward, backward and update of a user's own training loop on the engine.
+    ``num_processes`` counts data ranks, and ``process_index`` is this rank's index among them.
 
-    Batch size, accumulation, clipping, optimizer and schedule come from the loop; the grid, ZeRO and other settings
-    from the configuration. ``whole`` names tensors of a batch that have no rows. ``num_processes`` counts data ranks,
-    and ``process_index`` is this rank's index among them.
+    Batch size, accumulation, clipping, optimizer and schedule come from the loop. The grid, ZeRO and other settings
+    come from ``engine_config``, a dict or the path of a file. ``whole`` names tensors of a batch that have no rows; all
+    other keyword arguments are accelerate's.
 
     Raises:
         ConfigError: the configuration contradicts the loop, or a plugin shards the model.
@@ -145,9 +152,10 @@ class Accelerator(SavedState):
     # ------------------------------------------------------------------ prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares objects like accelerate, with one trained model and its optimizer. Collective.
+        """Prepares objects like accelerate, and places one trained model with its optimizer on the engine. Weights are
+        broadcast from rank 0. Collective over the world.
 
-        A DataLoader in the same call sets the rows of a microbatch. Weights are broadcast from rank 0.
+        The batch size of a DataLoader in the same call becomes the number of rows of a microbatch.
 
         Raises:
             ConfigError: a model is passed without its optimizer, several trained models are passed, or the batch size
@@ -179,7 +187,12 @@ class Accelerator(SavedState):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns the engine's model unchanged, and moves an untrained model to this rank's device."""
+        """Returns ``model``. The engine's model is unchanged; a model without trainable parameters is moved to this
+        rank's device.
+
+        Raises:
+            ConfigError: the model has trainable parameters, which needs ``prepare`` with its optimizer.
+        """
         if model is self.hosted:
             if model not in self._models:
                 self._models.append(model)
@@ -194,7 +207,9 @@ class Accelerator(SavedState):
         return model.to(self.device) if moves else model
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Wraps a scheduler, so that an update makes one scheduler step per data rank, not per process."""
+        """Returns a wrapper of ``scheduler`` that makes as many scheduler steps for each update as there are data
+        ranks; accelerate itself makes one for each process.
+        """
         if isinstance(scheduler, AcceleratedScheduler):
             return super().prepare_scheduler(scheduler)
         own = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]
@@ -221,11 +236,17 @@ class Accelerator(SavedState):
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs the backward of a microbatch; divides the loss by the number of microbatches, as accelerate does."""
+        """Runs the backward of a microbatch's loss on the engine. Like accelerate, it divides the loss by
+        ``gradient_accumulation_steps``.
+        """
         super().backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def finish_step(self) -> bool:
-        """Clips and updates; returns True if the step was skipped."""
+        """Clips and updates by the engine. Returns True if the step was skipped because of a non-finite gradient.
+
+        Raises:
+            EngineError: no ``backward`` of this accelerator has run since the last step.
+        """
         if not self.weighed:
             raise EngineError(
                 "optimizer.step() was called without accelerator.backward(loss) since the last step; call it in place "
@@ -240,8 +261,8 @@ class Accelerator(SavedState):
         super().drop_gradients()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Returns the L2 norm of the averaged gradient, 0-dim; ``optimizer.step()`` clips to ``max_norm``. Collective
-        over the world.
+        """Returns the L2 norm of the averaged gradient over all ranks, 0-dim. Clipping itself happens in the next
+        ``optimizer.step()``, with ``max_norm``. Collective over the world.
 
         Raises:
             ConfigError: the norm is not L2, or ``max_norm`` differs from the configuration's.
@@ -289,7 +310,9 @@ class Accelerator(SavedState):
         )
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Raises ConfigError, because every data rank must take part in every step."""
+        """Raises ConfigError: data ranks must not end at different steps, because every one must take part in every
+        step.
+        """
         raise ConfigError(
             "join_uneven_inputs lets data ranks stop at different steps, but the engine needs the same number of steps "
             "on all of them; remove it, and keep even_batches."

@@ -31,12 +31,14 @@ _SETTINGS: Mapping[str, str] = MappingProxyType({
 
 
 class ServedGeneration:
-    """Generation of a TRL trainer by vLLM servers; constructed with the keyword arguments of ``VLLMGeneration``.
+    """Replacement of TRL's ``VLLMGeneration``, with the same keyword arguments: completions come from vLLM servers that
+    read the engine's published weights.
 
     Args:
         servers: addresses of the servers, as in weights_out.to.
         accelerator: accelerator of the trainer.
-        given: settings of generation; settings of the server's process and of TRL's NCCL group have no effect.
+        given: keyword arguments of ``VLLMGeneration``; settings of the server's process and of TRL's NCCL group have no
+            effect.
 
     Raises:
         ConfigError: the model has adapters, or a server does not answer; the same on all ranks.
@@ -77,15 +79,17 @@ class ServedGeneration:
         return list(modes)
 
     def get_server_info(self) -> Mapping[str, Any]:
-        """Returns the settings of vLLM that TRL reads: the first mode of log-probabilities that TRL warns of."""
+        """Returns the only vLLM setting that TRL reads, as ``{"model_config": {"logprobs_mode": mode}}``. If servers
+        differ, ``mode`` is the first one other than "processed_logprobs", because TRL warns of it.
+        """
         others = [mode for mode in self._modes if mode != "processed_logprobs"]
         return {"model_config": {"logprobs_mode": (others or self._modes)[0]}}
 
     def sync_weights(self) -> None:
-        """Publishes the weights, and waits until all servers have them. Collective.
+        """Publishes the engine's weights as a new version, and waits until all servers have loaded it. Collective.
 
         Raises:
-            EngineError: a server has not taken the version over.
+            EngineError: a server has not loaded the version.
         """
         pending = self._accelerator.trained.publish_weights()
         pending.wait()
@@ -98,15 +102,21 @@ class ServedGeneration:
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> tuple[Any, ...]:
-        """Returns prompts, completions, log-probabilities and their token ids of this data rank's rows. Collective.
+        """Generates completions of this data rank's prompts on the servers. Collective: rank 0 sends the prompts of all
+        data ranks, and broadcasts the answers.
 
         Args:
-            prompts: token ids of each row; ``num_generations`` rows in a line, over all data ranks, have one prompt.
+            prompts: token ids of each row; ``num_generations`` successive rows, over all data ranks, have the same
+                prompt.
             images: None.
-            profiler: context of the servers' work on rank 0.
+            profiler: context manager around the servers' work on rank 0.
+
+        Returns:
+            Prompts, token ids of each completion, and for each completion its log-probabilities and again its token
+            ids, both as a list with one element for each token: [[value], ...] and [[id], ...].
 
         Raises:
-            EngineError: a row has an image, or a server does not answer, or has other weights than the last published.
+            EngineError: a row has an image, a server does not answer, or it has other weights than the last published.
         """
         eng, rows = self._accelerator.trained, self._accelerator.gather_objects(list(prompts))
         if any(self._accelerator.gather_objects([images is not None])):

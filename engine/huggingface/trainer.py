@@ -68,7 +68,9 @@ OwnLoss = Callable[[Any, Tensor | None, Tensor | None], Tensor]
 
 
 class WholeSteps:
-    """Step of a Trainer on a pipeline, which stores microbatches until the last one and then runs them in one call."""
+    """Training step of a Trainer on a pipeline. It stores the microbatches of an accumulation, and runs them in one
+    ``train_batch`` of the engine when the last one has come.
+    """
 
     def __init__(
         self,
@@ -96,25 +98,31 @@ class WholeSteps:
 
     @property
     def scales(self) -> bool:
-        """True if :meth:`loss` must replace the model's loss: a loss function of the user, or another divisor."""
+        """True if :meth:`loss` must replace the model's own loss: the user has a loss function, or transformers and the
+        engine divide the loss by different numbers.
+        """
         return self._own_loss is not None or self._counts or bool(self._summed)
 
     def microbatch(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:
-        """Returns a microbatch for the engine; ``count``: number of items in the step, None if unknown."""
+        """Returns the batch ``inputs`` as a microbatch for the engine. It also contains ``count``, the number of items
+        (label tokens) of the whole step, if the number is known, model and loss take it, and the batch has labels.
+        """
         if count is None or not self._counts or "labels" not in inputs:
             return dict(inputs)
         return {**inputs, _COUNT: torch.as_tensor(count, dtype=torch.float32, device=self._accelerator.device)}
 
     def inputs(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the model's inputs from a microbatch, without labels if the loss is not the model's."""
+        """Returns the keyword arguments of the model's forward from a microbatch; without labels if the loss is not the
+        model's.
+        """
         if self._own_loss is not None:
             return {key: value for key, value in microbatch.items() if key not in ("labels", _COUNT, _LACKS)}
         given = {key: value for key, value in microbatch.items() if key != _LACKS}
         return given | {_COUNT: given[_COUNT].sum()} if _COUNT in given else given  # in evaluation by row
 
     def loss(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor:
-        """Returns the loss of a microbatch on the last stage, scaled so that the engine's mean equals transformers'
-        loss.
+        """Returns the 0-dim loss of a microbatch from ``output``, the model's output on the last stage. It is scaled so
+        that the engine's mean over microbatches and data ranks equals transformers' loss.
         """
         count, loss = microbatch.get(_COUNT), self._plain_loss(output, microbatch)
         if _LACKS in microbatch:
@@ -128,10 +136,15 @@ class WholeSteps:
         return self._own_loss(output, microbatch.get("labels"), microbatch.get(_COUNT))
 
     def add(self, inputs: Mapping[str, Any], count: Any) -> Tensor | None:
-        """Stores a microbatch; after the last one runs the training step, and returns its loss.
+        """Stores a microbatch and returns None. With the last microbatch of the accumulation it runs the training step,
+        and returns its loss, 0-dim.
+
+        Args:
+            inputs: batch of the Trainer's loop.
+            count: number of items (label tokens) in the step; None: unknown.
 
         Raises:
-            EngineError: the epoch ends without enough rows, and the loss is a mean over the present ones.
+            EngineError: the epoch ends in an incomplete step, and its loss is a mean over rows, so no row can be added.
         """
         self._waiting.append(self._filled(self.microbatch(inputs, count)))
         if not self._accelerator.sync_gradients:
@@ -203,18 +216,17 @@ _SCHEDULE = "schedule"
 
 
 class Trainer(TrlLoop):
-    """``transformers.Trainer`` over the engine; ``engine_config`` is a dict or the path of a file.
+    """``transformers.Trainer`` that trains its model on the engine. Batch sizes, precision, optimizer, schedule and
+    clipping come from ``TrainingArguments``; ``per_device_train_batch_size`` counts rows of a data rank.
 
-    ``whole`` names tensors of a batch that have no rows (image patches), as in :func:`engine.initialize`.
+    The grid, ZeRO and other settings come from ``engine_config``, a dict or the path of a file. ``whole`` names tensors
+    of a batch that have no rows (image patches), as in :func:`engine.initialize`.
 
-    Batch sizes, precision, optimizer, schedule and clipping come from ``TrainingArguments``; the grid, ZeRO and other
-    settings from the configuration. ``per_device_train_batch_size`` counts rows of a data rank.
+    A TRL trainer can be a second base, without a pipeline: ``class Tuner(Trainer, trl.GRPOTrainer)``.
 
-    A TRL class may follow it: ``class Tuner(Trainer, trl.GRPOTrainer)``, without a pipeline.
-
-    With a pipeline a step is one call: ``on_pre_optimizer_step`` runs after the update, and the loss is the model's,
-    ``compute_loss_func``'s or label smoothing's. A subclass that overrides ``compute_loss`` or ``training_step`` runs
-    transformers' steps: each forward runs all stages and waits for its backward.
+    With a pipeline the engine runs a step in one call, so ``on_pre_optimizer_step`` comes after the update. The loss is
+    the model's, or by ``compute_loss_func`` or label smoothing. If a subclass overrides ``compute_loss`` or
+    ``training_step``, each forward instead runs all stages and waits for its backward.
 
     Raises:
         ConfigError: the configuration contradicts the arguments, or an argument shards the model.
@@ -250,7 +262,12 @@ class Trainer(TrlLoop):
     # ------------------------------------------------------------------ placing
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Creates an accelerator over the engine's grid, in place of transformers'."""
+        """Creates the Trainer's accelerator: an :class:`EngineAccelerator` over the grid of the configuration.
+        transformers calls it in the constructor.
+
+        Raises:
+            ConfigError: an argument does not fit the engine.
+        """
         refuse_arguments(self.args)
         super().create_accelerator_and_postprocess()
         config = load_config(settled(self._raw, self.args), self.args.world_size)
@@ -319,11 +336,13 @@ class Trainer(TrlLoop):
         return dict(inputs) | ({"num_items_in_batch": count} if counted else {})
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Returns the global batch size in rows."""
+        """Returns the rows of a step over all data ranks and accumulated microbatches."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Returns this rank's share of the FLOPs of a forward and backward, as transformers counts."""
+        """Returns the FLOPs of forward and backward of ``inputs``: 6 x elements of the main input x parameters without
+        embeddings, divided by the ranks of a replica. Returns 0 without a main input.
+        """
         name = getattr(self.model, "main_input_name", "input_ids")
         main: Any = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's prompts are a list
         if main is None:
@@ -333,7 +352,9 @@ class Trainer(TrlLoop):
     # ------------------------------------------------------------------ a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Runs forward and backward of a microbatch; on a pipeline, runs the whole step at its last microbatch."""
+        """Runs forward and backward of a microbatch, and returns its loss, 0-dim. On a pipeline it stores the
+        microbatch and returns 0; the last one of an accumulation runs the whole step and returns the step's loss.
+        """
         if self._steps is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
@@ -370,7 +391,10 @@ class Trainer(TrlLoop):
         return bool(super()._determine_best_metric(metrics, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder for ``from_pretrained``, with the processing class and the arguments. Collective."""
+        """Writes the model into ``output_dir``, as ``from_pretrained`` reads it, with the tokenizer or processor. A
+        module that is neither transformers' nor PEFT's is written as transformers itself does. Pushes to the hub if the
+        arguments ask for it. Collective.
+        """
         if self.accelerator.hosted is None:
             super().save_model(output_dir, _internal_call)
             return

@@ -37,7 +37,9 @@ _IGNORED = -100
 
 
 class TrlLoop(transformers.Trainer):
-    """Overrides for TRL's trainers; without a TRL class among the bases, they have no effect."""
+    """Base class of Trainer that adapts TRL's trainers to the engine: generation, rewards, log-probabilities and fused
+    head. Without a TRL class among the bases it has no effect.
+    """
 
     accelerator: EngineAccelerator
     _sharded: bool
@@ -56,7 +58,7 @@ class TrlLoop(transformers.Trainer):
 
     @classmethod
     def trl_kind(cls) -> str | None:
-        """Returns the name of the TRL trainer among the bases, or None."""
+        """Returns the name of the TRL trainer among the bases of ``cls``, such as "GRPOTrainer"; None without one."""
         kind = _of_trl(cls)
         return None if kind is None else kind.__name__
 
@@ -199,7 +201,9 @@ def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:
 
 
 def plan_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the model's forward from a TRL microbatch, with labels."""
+    """Returns the keyword arguments of the model's forward for a TRL microbatch: ``input_ids``, ``attention_mask``
+    (ones if absent), and ``labels``, which are the ``input_ids``.
+    """
     ids = inputs["input_ids"]
     return {"input_ids": ids, "attention_mask": inputs.get("attention_mask", torch.ones_like(ids)), "labels": ids}
 
@@ -220,7 +224,9 @@ def _generating(model: Any, accelerator: EngineAccelerator) -> Iterator[None]:
 
 
 def shard_fused_head(model: nn.Module) -> None:
-    """Replaces TRL's fused forward of ``model`` by a tensor-parallel one, if the model has it."""
+    """Replaces TRL's fused forward, which computes log-probabilities directly from hidden states, by a tensor-parallel
+    one on shards of the logits. Does nothing if ``model`` has no such forward.
+    """
     base: Any = model
     whole = base.get_base_model() if hasattr(base, "get_base_model") else base
     fused = vars(whole).get("forward")

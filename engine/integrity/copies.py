@@ -36,8 +36,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DataCopies:
-    """Comparison of replicated state between data ranks, over the axis on which each tensor is equal
-    (``StateTensor.copies``).
+    """Comparison of replicated weights and optimizer state between data ranks. Each tensor is compared over the axis
+    along which it is replicated (``StateTensor.copies``).
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
@@ -45,10 +45,12 @@ class DataCopies:
         self._compared: list[_AxisCopies] = []
 
     def compare(self, held: Sequence[StateTensor], digests: Sequence[Tensor]) -> Tensor:
-        """Returns True, as a 0-dim device tensor, if replicas differ. All-gathers 16 bytes a tensor and rank, label
-        "integrity".
+        """Compares the digests of replicated tensors between ranks; returns a 0-dim bool tensor on the device, True if
+        any differ. All-gathers 16 bytes for each tensor and rank, label "integrity".
 
-        ``digests``: one for each tensor of ``held``.
+        Args:
+            held: tensors of this rank.
+            digests: digest of each tensor, in the same order.
         """
         pairs = dict[Axis, list[tuple[StateTensor, Tensor]]]()
         for each, digest in zip(held, digests, strict=True):
@@ -60,7 +62,9 @@ class DataCopies:
         return torch.stack([each.differ for each in self._compared]).any()
 
     def findings(self, update: int) -> list[Finding]:
-        """Returns the differences, equal on all ranks; all-gathers the full digests of differing tensors."""
+        """Returns the differences that the last ``compare`` has found, equal on all ranks. All-gathers the full digests
+        of differing tensors. ``update`` is the number of updates at the last successful check.
+        """
         return [finding for each in self._compared for finding in each.findings(update, self.device)]
 
 
@@ -95,7 +99,7 @@ class _AxisCopies:
 
 
 class ReplicaCopies:
-    """Comparison of replicated weights between the tensor and pipeline ranks of one replica."""
+    """Comparison of weights that are replicated between the tensor and pipeline ranks of one model replica."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._buckets = comm, buckets
@@ -107,10 +111,10 @@ class ReplicaCopies:
         self._found = torch.zeros(0)
 
     def compare(self, device: torch.device) -> Tensor:
-        """Returns True, as a 0-dim device tensor, if replicated weights differ.
+        """Compares replicated weights between ranks; returns a 0-dim bool tensor on ``device``, True if any differ.
 
-        All-gathers 8 bytes a parameter and rank over the replica, label "integrity"; at ZeRO 3, all-reduces digests
-        over dp before.
+        All-gathers 8 bytes for each parameter and rank over the replica, label "integrity". At ZeRO 3, all-reduces
+        digests of shards over the data ranks before.
         """
         if not self._rows or self._comm.grid.size("replica") == 1:
             return torch.zeros((), dtype=torch.bool, device=device)
@@ -126,7 +130,9 @@ class ReplicaCopies:
         return torch.stack(differs).any()
 
     def findings(self, update: int) -> list[Finding]:
-        """Returns the differences, equal on all ranks of the replica."""
+        """Returns the differences that the last ``compare`` has found, equal on all ranks of the replica. ``update`` is
+        the number of updates at the last successful check.
+        """
         found, peers, table = [], self._comm.grid.peers("replica"), self._found.tolist()
         for column, row in enumerate(self._rows if self._found.numel() else ()):
             for members in self._members(row):
@@ -163,9 +169,9 @@ class ReplicaCopies:
 
 
 def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
-    """Returns (indices of values that differ from the majority, index of one value of the majority).
+    """Returns the indices of the values that differ from the majority, and the index of one value of the majority.
 
-    Without a majority, all indices are returned.
+    Without a majority, returns all indices, and the index of one of the most frequent values.
     """
     (value, count), *_ = Counter(values).most_common()
     most = values.index(value)
@@ -175,7 +181,7 @@ def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
 
 
 def copies_finding(one: Finding, odd: Sequence[int], ranks: Sequence[int]) -> Finding:
-    """Returns ``one`` as a finding about unequal replicas on ``ranks``, of which the ranks ``odd`` are wrong."""
+    """Returns a copy of ``one`` that reports unequal replicas on ``ranks``, of which the ranks ``odd`` are wrong."""
     values = one.to_json() | {"how": "copies", "ranks": odd, "others": [rank for rank in ranks if rank not in odd]}
     return Finding.from_json(values)
 
@@ -190,7 +196,8 @@ def _gathered(own: Tensor, comm: Comm, axis: Axis) -> Tensor:
 
 
 class Writes:
-    """Record of intended writes to tensors, by torch's version counters; a flipped bit does not change them.
+    """Snapshot of torch's version counters, by which an intended write to a tensor differs from a flipped bit: only a
+    write changes the counter.
 
     A replaced tensor counts as written. torch does not count writes through ``parameter.data``.
     """
@@ -199,7 +206,9 @@ class Writes:
         self._seen = [(each.tensor, _versions(each)) for each in held]
 
     def since(self, held: Sequence[StateTensor]) -> list[bool] | None:
-        """Returns True for each tensor written since this record was made; None if the list of tensors has changed."""
+        """Returns for each tensor whether it was written since this snapshot; None if the number of tensors has
+        changed.
+        """
         if len(held) != len(self._seen):
             return None
         return [
@@ -214,7 +223,9 @@ def _versions(held: StateTensor) -> tuple[int, ...]:
 
 
 class AtRest:
-    """Digests of one rank's state, to detect changes between two updates."""
+    """Digests of one rank's weights, masters and moments, which show changes between two updates, when nothing may be
+    written.
+    """
 
     def __init__(self, inventory: StateInventory, device: torch.device) -> None:
         self._inventory, self._device = inventory, device
@@ -232,7 +243,7 @@ class AtRest:
         self._taken_after = 0
 
     def take(self, update: int) -> None:
-        """Computes the digests of all state after update number ``update``."""
+        """Computes and stores the digests of all state after update number ``update``."""
         held = self._all()
         sizes = [digest_length(each.tensor) for each in held]
         if sizes != [digest_length(each.tensor) for each in self.held]:
@@ -247,7 +258,9 @@ class AtRest:
         return [*self._lasting, *self._inventory.moments()]
 
     def compare(self) -> None:
-        """Compares the digests with the current state; skips tensors that were written since."""
+        """Compares the stored digests with the current state, without host synchronization. Tensors that were written
+        since are skipped. Only the first difference is stored, because later ones may follow from it.
+        """
         held = self._all()
         written = self._writes.since(held) if self._writes is not None else None
         if written is None:
@@ -262,11 +275,13 @@ class AtRest:
 
     @property
     def noticed(self) -> Tensor:
-        """True if there was a difference, as a 0-dim device tensor."""
+        """0-dim bool tensor on the device: True if ``compare`` has found a difference."""
         return (self._update >= 0) | bool(self._found)
 
     def findings(self, rank: int) -> list[Finding]:
-        """Returns the differences since the last call; synchronizes with the device."""
+        """Returns the differences found since the last call, with ``rank`` as the wrong rank; synchronizes with the
+        device.
+        """
         self._keep_found()
         found, self._found = self._found, []
         return [finding.of(rank) for finding in found]
@@ -277,7 +292,7 @@ class AtRest:
         self._update.fill_(-1)
 
     def digests(self) -> list[Tensor]:
-        """Returns the stored digests, one for each tensor of ``held``."""
+        """Returns the digests that the last ``take`` has stored, one for each tensor of this rank."""
         return self._parts(self._taken)
 
     def _write(self, target: Tensor, wanted: Sequence[bool]) -> None:

@@ -32,7 +32,7 @@ _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 @dataclass(frozen=True, slots=True)
 class FlippedPlace:
-    """Position of changed bits in a tensor."""
+    """Position of changed bits in a tensor, as its digest shows it."""
 
     element: int
     """Index of the changed element in the flat tensor; of the first one if several may have changed."""
@@ -70,22 +70,24 @@ def write_digest(tensor: Tensor, out: Tensor) -> None:
 
 @torch.no_grad()
 def short_digest(digest: Tensor) -> Tensor:
-    """Returns two weighted sums of a digest, int64 [2], to compare between ranks: of its first ``RUN`` words, and of
-    the rest.
+    """Returns two weighted sums of a digest, to compare it between ranks with little traffic: int64 [2], one sum over
+    its first 16 words (``RUN``) and one over the rest.
 
-    Each word has a different odd factor, so that one changed word always changes a sum modulo 2^64.
+    Each word has another odd factor, so that one changed word always changes a sum modulo 2^64.
     """
     weighed = digest * odd_factors(0, len(digest), digest.device)
     return torch.stack([weighed[:RUN].sum(), weighed[RUN:].sum()])
 
 
 def odd_factors(start: int, stop: int, device: torch.device) -> Tensor:
-    """Returns the odd number 2 i + 1 for each index from ``start`` to ``stop``, int64."""
+    """Returns the odd number 2 i + 1 for each index i from ``start`` to ``stop`` (exclusive): int64 [stop - start]."""
     return torch.arange(start, stop, device=device).mul_(2).add_(1)
 
 
 def flipped_places(difference: Sequence[int], tensor: Tensor) -> list[FlippedPlace]:
-    """Returns the changed positions from the difference of two digests of ``tensor``; [] if it is 0."""
+    """Returns the changed positions of ``tensor``. ``difference`` is its new digest minus its old one, as integers; if
+    all are 0, the list is empty.
+    """
     return [_place(change, tensor) for change in _changes(difference, tensor.numel() // _elements_in_word(tensor))]
 
 
@@ -192,7 +194,9 @@ class Finding:
 
     @classmethod
     def at_rest(cls, held: StateTensor, place: FlippedPlace, update: int) -> "Finding":
-        """Returns the finding about a change between two updates."""
+        """Returns the finding that a tensor has changed at ``place`` without a write, since update number
+        ``update``.
+        """
         return cls(
             how="rest",
             kind=held.kind,
@@ -203,33 +207,35 @@ class Finding:
         )
 
     def of(self, *ranks: int) -> "Finding":
-        """Returns a copy of the finding with these wrong ranks."""
+        """Returns a copy of the finding with ``ranks`` as the wrong ranks."""
         return replace(self, ranks=ranks)
 
     @property
     def what(self) -> str:
-        """Text with kind and name of the tensor, such as "weight 'head.weight'", with element and bit if known."""
+        """Text with kind and name of the tensor, such as "weight 'head.weight'", and with the element and bit if they
+        are known.
+        """
         where = f"{self.kind} {self.name!r}"
         if self.bit is not None:
             return f"bit {self.bit} of element {self.element} of {where}"
         return f"{where} around element {self.element}" if self.element >= 0 else where
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the finding as a JSON object, for other ranks."""
+        """Returns the finding as a dict for JSON, to send it to other ranks."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Finding":
-        """Returns the finding from the JSON of another rank."""
+        """Returns the finding that ``to_json`` of another rank has turned into ``values``."""
         return cls(**{**values, "ranks": tuple(values["ranks"]), "others": tuple(values["others"])})
 
 
 def sentence(findings: Sequence[Finding], hosts: Sequence[str], reruns: bool) -> str:
-    """Returns one error sentence about all findings, the certain ones first.
+    """Returns one error message about all findings; the checks that identify a rank most surely come first.
 
     Args:
         findings: at least one.
-        hosts: name of each rank's host.
+        hosts: host name of each global rank.
         reruns: True if steps are run twice and compared.
     """
     order: Mapping[str, int] = {"rest": 0, "rerun": 1, "copies": 2}

@@ -27,7 +27,7 @@ logger = logging.getLogger("trine")
 
 
 class ComputedGradients:
-    """Comparison of two runs of a step, by bit sums of all gradients of this rank."""
+    """Comparison of two runs of the same step, by a sum of bits for each gradient of this rank and for the loss."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._places = {name: place for place, name in enumerate(names)}
@@ -36,11 +36,11 @@ class ComputedGradients:
         self._differs: Tensor | None = None
 
     def see(self, name: str, grad: Tensor) -> None:
-        """Adds a gradient of the backward, before any reduction."""
+        """Adds the bits of a gradient that backward has computed for the parameter ``name``, before any reduction."""
         self._sums[self._places[name]] += bit_sum(grad)
 
     def end(self, loss: Tensor) -> None:
-        """Ends one of the two runs; ``loss``: sum of losses on this rank."""
+        """Ends one of the two runs. ``loss`` is the sum of losses on this rank."""
         self._sums[-1] = bit_sum(loss)
         if self._before is None:
             self._before = self._sums.clone()
@@ -50,11 +50,14 @@ class ComputedGradients:
 
     @property
     def noticed(self) -> bool | Tensor:
-        """True if the two runs differ, as a 0-dim device tensor."""
+        """True if the two runs differ, as a 0-dim bool tensor on the device; False if no step was run twice."""
         return self._differs is not None and self._differs.any()
 
     def findings(self, rank: int, update: int) -> list[Finding]:
-        """Returns the first gradient (or the loss) that differs between the runs; synchronizes with the device."""
+        """Returns a finding about the first gradient, or the loss, that differs between the runs; [] if none does.
+        ``rank`` is this rank, and ``update`` the number of updates at the last successful check. Synchronizes with the
+        device.
+        """
         differs, self._differs = self._differs, None
         if differs is None or not differs.any():
             return []
@@ -65,12 +68,14 @@ class ComputedGradients:
 
     @property
     def compared(self) -> bool:
-        """True if a step was run twice since the last findings."""
+        """True if a step was run twice since the last call of ``findings``."""
         return self._differs is not None
 
 
 class Integrity(StepPart):
-    """Step part that detects silent corruption on this rank; absent if ``integrity.every`` is 0."""
+    """Part of each training step that detects silent corruption, such as flipped bits, in the state of this rank. It is
+    absent if ``integrity.every`` is 0.
+    """
 
     order = PartOrder.INTEGRITY
 
@@ -93,15 +98,14 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ around an update
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Launches the comparison of weights and optimizer state with their digests; returns the step's own error.
-
-        Communicates and synchronizes nothing; ``findings`` reads the result.
+        """Launches the comparison of weights and optimizer state with their digests, without synchronization; ``check``
+        reads the result. Communicates nothing. Returns the error that the step itself has had; None if it had none.
         """
         self._at_rest.compare()
         return step.problem
 
     def rerun(self) -> ComputedGradients | None:
-        """Returns a comparison if the next step shall run twice; None if it runs once."""
+        """Returns the comparison of gradients if the next step shall run twice; None if it runs once."""
         return self.computed if (self._steps + 1) % self._config.every == 0 else None
 
     def refuse_own_loop(self) -> None:
@@ -117,10 +121,13 @@ class Integrity(StepPart):
             )
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Computes the digests after a step, and calls ``check`` every ``integrity.every`` steps and after a skipped
-        one. Collective.
+        """Computes the digests after a step. Calls ``check`` every ``integrity.every`` steps, and after a skipped step,
+        because a flipped bit may have caused it. Collective.
 
-        A flipped bit may cause a skipped step.
+        Args:
+            step: state of the step; the traffic of the check is added to it.
+            made: number of updates so far.
+            skipped: True if the step was skipped.
 
         Raises:
             CorruptionError: see ``check``.
@@ -138,7 +145,9 @@ class Integrity(StepPart):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a call that may write state: compares digests before, and computes new ones after."""
+        """Returns a context manager around a call that may write state: it compares digests before, and computes new
+        ones after.
+        """
         self._at_rest.compare()
         try:
             yield
@@ -146,7 +155,9 @@ class Integrity(StepPart):
             self._at_rest.take(self._update)
 
     def restarted(self, made: int) -> None:
-        """Drops all digests after weights were loaded or built; ``made`` is the number of updates so far."""
+        """Replaces all digests by new ones, after weights were loaded or built. ``made`` is the number of updates so
+        far.
+        """
         self._at_rest.forget()
         self._failed = ""
         self._update = self._checked_after = made
@@ -154,7 +165,7 @@ class Integrity(StepPart):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Opens a save; raises if state is corrupt. Collective.
+        """Returns a context manager around a save, which raises before the save if state is corrupt. Collective.
 
         Raises:
             CorruptionError: this or the last check found corruption.
@@ -171,7 +182,8 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ the check
 
     def check(self) -> None:
-        """Reads the results of earlier comparisons, and compares replicas. Collective over the world.
+        """Reads the results of earlier comparisons with digests, and compares replicas between ranks. Synchronizes;
+        collective over the world. With ``integrity.on_failure`` "warn", corruption is only logged.
 
         Raises:
             CorruptionError: corruption was found and ``integrity.on_failure`` is "raise"; equal on all ranks.

@@ -36,13 +36,13 @@ _STATE, _HOST = "engine", "lightning.ckpt"
 
 
 class Strategy(DDPStrategy):  # type: ignore[misc]
-    """Lightning strategy over the engine; ``engine_config`` is a dict or the path of a file.
+    """Strategy of Lightning's Trainer that trains a submodule of the LightningModule on the engine.
 
-    Accumulation, clipping and precision come from Trainer, optimizer and schedule from the LightningModule; the grid,
-    ZeRO and other settings from the configuration. A data loader yields the batches of one data rank.
+    Accumulation, clipping and precision come from Trainer; optimizer and schedule from the LightningModule; the grid,
+    ZeRO and other settings from ``engine_config``. A data loader yields the batches of one data rank.
 
     Args:
-        engine_config: the engine's configuration.
+        engine_config: the engine's configuration, a dict or the path of a file.
         module: name of the submodule that the engine shards; None: the only child with trained parameters.
         whole: names of tensors of a batch that have no rows (image patches), as in ``initialize``.
         more: ``cluster_environment`` and ``checkpoint_io``, as in Lightning's strategies.
@@ -88,13 +88,19 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Number of data ranks and index of this one, for a distributed sampler."""
+        """Arguments of a distributed sampler: ``num_replicas``, the number of data ranks, and ``rank``, this rank's
+        index among them.
+        """
         return {"num_replicas": self.grid.row_ranks, "rank": self.grid.row_rank}
 
     # ------------------------------------------------------------------ setup
 
     def setup_environment(self) -> None:
-        """Reads the configuration, then starts the process group."""
+        """Reads the configuration, checks it against Trainer and LightningModule, and starts the process group.
+
+        Raises:
+            ConfigError: Trainer or LightningModule asks for something that the engine cannot do.
+        """
         module: Any = self.lightning_module
         if self._layer_sync is not None:
             raise ConfigError(
@@ -131,7 +137,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             )
 
     def setup(self, trainer: Any) -> None:
-        """Makes the engine: shards the model, with the LightningModule's optimizer. Collective."""
+        """Makes the engine: shards the submodule, with the LightningModule's optimizer. Without ``fit`` the optimizer
+        is a placeholder. Collective.
+        """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module: Any = self.lightning_module
@@ -161,7 +169,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         self._placed = module
 
     def model_to_device(self) -> None:
-        """Does nothing, because the engine moves this rank's shards."""
+        """Does nothing, because the engine moves this rank's shards itself."""
 
     def teardown(self) -> None:
         """Tears down like Lightning, but does not move the model, so that ``test`` may follow ``fit``."""
@@ -175,7 +183,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Opens a block whose backwards are not the last ones of a step, so that gradients are not reduced."""
+        """Returns a context manager for backwards of a step before its last one, in which gradients are accumulated and
+        not reduced.
+        """
         self._accumulating = True
         try:
             yield
@@ -183,7 +193,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             self._accumulating = False
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs the backward of a microbatch; the last one of a step passes the loss weight."""
+        """Runs the backward of a microbatch's loss on the engine, and returns the loss. The last microbatch of a step
+        carries the weight of the whole step.
+        """
         module, last = self.lightning_module, not self._accumulating
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.engine.set_gradient_accumulation_boundary(last)
@@ -194,7 +206,12 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return done
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Runs forward and backward of the last microbatch, Lightning's hooks, then the engine's update."""
+        """Calls ``closure``, which runs forward and backward of the last microbatch; then Lightning's hooks, and the
+        engine's update. Returns the loss.
+
+        Raises:
+            EngineError: ``training_step`` has returned None.
+        """
         loss = closure()
         if loss is None:
             raise EngineError(
@@ -225,19 +242,23 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     # ------------------------------------------------------------------ values of all data ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces like Lightning over the world, but counts each data rank once, not every rank of a replica."""
+        """Returns ``tensor`` reduced as in Lightning; over the world a sum counts each data rank once, not every rank
+        of a replica.
+        """
         reduced, copies = super().reduce(tensor, group, reduce_op), self.grid.size("replica")
         if not _is_world(group) or copies == 1 or not isinstance(tensor, Tensor) or not _is_sum(reduce_op):
             return reduced
         return reduced / copies if reduced.is_floating_point() else reduced // copies
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Reduces a decision over all ranks, like Lightning."""
+        """Returns True if ``decision`` is True on all ranks of the world, or with ``all=False`` on any."""
         count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
         return bool(count == self.world_size) if all else bool(count)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """All-gathers a tensor from data ranks, like Lightning: [data ranks, ...]."""
+        """Returns the tensors of all data ranks as in Lightning: [data ranks, ...] in the order of these ranks. A
+        ``group`` other than the world is passed to Lightning.
+        """
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
         if not _is_world(group) or self.grid.size("replica") == 1:
             return gathered
@@ -256,7 +277,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns {}, because weights are gathered only when a weights file is written."""
+        """Returns {}, because the weights are in the engine's checkpoint and are gathered only to write a file of
+        weights.
+        """
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -264,7 +287,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint folder to resume from, or a file with only weights. Collective."""
+        """Writes a checkpoint folder to resume from, with Lightning's state and the engine's. If ``checkpoint`` has no
+        optimizer states, writes one file with the full weights instead. Collective.
+        """
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint | {"state_dict": self._whole_state()}, filepath, storage_options)
             return
@@ -284,7 +309,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return others | {f"{self._name}.{key}": value for key, value in self.engine.full_state_dict().items()}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Returns Lightning's state in a checkpoint; ``load_model_state_dict`` loads the engine's.
+        """Returns Lightning's own state from a checkpoint folder; Trainer then calls ``load_model_state_dict``, which
+        loads the engine's.
 
         Raises:
             CheckpointError: the path is not a checkpoint folder of this strategy.
@@ -300,14 +326,16 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return {**host, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the engine's checkpoint: everything for training, otherwise weights and buffers only. Collective."""
+        """Loads the engine's state from the folder of the last ``load_checkpoint``: all of it in ``fit``, otherwise
+        weights and buffers only. Collective.
+        """
         module: Any = self.lightning_module
         assert self._restored is not None, "load_checkpoint comes first"
         alone = module.trainer.state.fn != TrainerFn.FITTING
         self.engine.load_checkpoint(self._restored / _STATE, load_module_only=alone, strict=strict)
 
     def on_train_start(self) -> None:
-        """Sets the learning rates of the schedules that Lightning has restored."""
+        """Sets the optimizer's learning rates from the schedules, if Trainer has restored these from a checkpoint."""
         for each in self.lr_scheduler_configs if self._restored is not None else ():
             schedule: Any = each.scheduler
             for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):

@@ -54,7 +54,7 @@ class DecoderConfig:
 
     @property
     def residual_std(self) -> float:
-        """Initial std of the projections that feed the residual stream, two a layer.
+        """Initial standard deviation of the projections that write to the residual stream, two in each layer.
 
         It keeps the growth of the stream independent of depth.
         """
@@ -64,8 +64,8 @@ class DecoderConfig:
 class Projection(nn.Linear):
     """Linear layer with its own initialization: weights normal(0, ``std``), bias zero.
 
-    The standard deviation is stored here rather than in the model, so that every module can be initialized alone, in
-    any order, and after materialization from the meta device.
+    Each layer stores its standard deviation, so that every module can be initialized alone, in any order, also after
+    materialization from the meta device.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, std: float = INIT_STD) -> None:
@@ -86,7 +86,7 @@ class Embedding(nn.Embedding):
 
 
 class LayerCache:
-    """Keys and values of one layer, [B, H, L, K] each."""
+    """Cached keys and values of one decoder layer, [B, H, L, K] each; None before the first position."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -97,7 +97,7 @@ class LayerCache:
         return 0 if self.keys is None else self.keys.shape[-2]
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values [B, H, L, K]; returns all."""
+        """Appends new keys and values, [B, H, L, K] each; returns the keys and values of all cached positions."""
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
         self.keys, self.values = keys, values
@@ -105,7 +105,7 @@ class LayerCache:
 
 
 class DecoderCache:
-    """Keys and values of all layers of a decoder; a forward extends them in place."""
+    """Cached keys and values of all layers of a :class:`Decoder`; its forward extends them in place."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerCache() for _ in range(layers)]
@@ -118,7 +118,8 @@ class DecoderCache:
 class Attention(nn.Module):
     """Causal self-attention, [B, L, D] -> [B, L, D].
 
-    The number of heads is read from the projections' width, so a slice of whole heads works too.
+    The forward derives the number of heads from the width of the projections. A tensor rank with only some of the heads
+    therefore runs the same code.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -171,7 +172,8 @@ class Decoder(nn.Module):
     """GPT-2 style decoder from token ids [B, L] to logits [B, L, V].
 
     It may be built on the meta device: after ``to_empty``, every module's ``reset_parameters`` fills it, in any order.
-    With ``tied``, ``to_empty`` separates the two weights, as in any torch model; tie them again.
+    With ``tied``, ``to_empty`` separates the weights of head and token embedding, as in any torch model; tie them
+    again.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -187,7 +189,7 @@ class Decoder(nn.Module):
             self.head.weight = self.tokens.weight
 
     def new_cache(self) -> DecoderCache:
-        """Returns an empty cache for ``past_key_values``."""
+        """Returns an empty key-value cache for the argument ``past_key_values`` of ``forward``."""
         return DecoderCache(len(self.blocks))
 
     def forward(
@@ -202,8 +204,8 @@ class Decoder(nn.Module):
 
         Args:
             labels: ignored; accepted so that ``model(**batch)`` works with a separate loss.
-            attention_mask: int64 [B, S], 0 for padding, which no other token sees and which has no position; S counts
-                cached positions too.
+            attention_mask: int64 [B, S], 0 for padding; no other token sees padding, and it counts no position. S
+                counts cached positions too.
             past_key_values: cache of the positions before ``input_ids``, which this call extends.
 
         Raises:
@@ -243,11 +245,12 @@ def _seen(mask: Tensor | None, cached: int, total: int, device: torch.device) ->
 
 
 def loss_sum(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the cross-entropy in nats as (sum, weight): a ``loss_fn`` for ``engine.initialize``.
+    """Returns the cross-entropy in nats as (sum, weight); a ``loss_fn`` for ``engine.initialize``. The sum is 0-dim
+    fp32; the weight is 0-dim int64, the number of labels that are not ignored.
 
-    ``logits``: [B, L, V], any float dtype. ``batch["labels"]``: int64 [B, L], already shifted; -100 is ignored. Sum:
-    0-dim fp32. Weight: 0-dim int64, the number of labels that count. The global mean is the sum of sums over the sum of
-    weights, which stays exact when ranks and microbatches hold different numbers of tokens.
+    ``logits`` are [B, L, V] in any float dtype. ``batch["labels"]`` are int64 [B, L], already shifted; -100 is ignored.
+    The global mean is the sum of all sums over the sum of all weights. It stays exact when ranks and microbatches have
+    different numbers of tokens.
     """
     labels = batch["labels"]
     total = functional.cross_entropy(
@@ -260,8 +263,9 @@ def loss_sum(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
 def generate(model: Decoder, prompt: bytes, length: int, temperature: float = 0.8, seed: int = 0) -> bytes:
     """Continues ``prompt`` by ``length`` sampled bytes and returns only the new bytes.
 
-    The model sees the last ``context`` bytes. A ``temperature`` of 0 takes the likeliest byte. Sampling uses its own
-    CPU generator, so the global random state is unchanged; module modes are restored.
+    The model sees the last ``context`` bytes. A ``temperature`` of 0 takes the likeliest byte. Sampling draws from its
+    own CPU generator, so the global random state is unchanged. The model runs in eval mode, and returns to its previous
+    mode.
 
     Raises:
         ValueError: the prompt is empty, length or temperature is negative, or the vocabulary does not have 256 entries.

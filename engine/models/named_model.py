@@ -14,7 +14,8 @@ _REMEDY = "pass one that builds, or a module:function that builds a small one"
 
 
 def find_function(name: str) -> Callable[[], Any]:
-    """Returns the function that ``module:function`` names; it does not see the command-line arguments of this process.
+    """Imports and returns the function that ``name``, in the form ``module:function``, denotes. Import and function do
+    not see the command-line arguments of this process.
 
     Raises:
         PlanError: the module does not exist, lacks the attribute, or exits or raises on import.
@@ -49,12 +50,13 @@ def _command_line(*words: str) -> Iterator[None]:
 
 
 def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: str = _REMEDY) -> Any:
-    """Returns ``build()``, with its exceptions converted to PlanError.
+    """Returns ``build()``, and converts its exceptions to PlanError.
 
     Args:
         name: name of the model on the command line.
+        build: function that builds the model.
         where: words for the error, such as " on the meta device".
-        remedy: last clause of the error, which says what to do.
+        remedy: last clause of the error, which states the remedy.
 
     Raises:
         PlanError: ``build`` raises any exception except EngineError.
@@ -70,7 +72,8 @@ def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: st
 
 
 def model_and_rows(name: str, made: object) -> tuple[nn.Module, Any, Any]:
-    """Returns (model, rows, loss_fn) from a function's result; None for absent parts.
+    """Returns (model, rows, loss_fn) from ``made``, the result of a function that builds a model: an nn.Module, or a
+    tuple of these parts. Absent parts become None.
 
     Raises:
         PlanError: the result has no model, or more than three parts.
@@ -90,7 +93,7 @@ _HEADS = ("MaskedLM", "CausalLM", "Seq2SeqLM")
 
 
 def import_transformers() -> Any:
-    """Imports transformers.
+    """Returns the imported module ``transformers``.
 
     Raises:
         PlanError: transformers is not installed.
@@ -105,9 +108,10 @@ def import_transformers() -> Any:
 
 
 def huggingface_class(config: Any) -> Any:
-    """Returns the transformers class for ``config``: its architecture, else one with a head, else one without.
+    """Returns the transformers class of the model that ``config`` describes: the one that it names as architecture,
+    else one with a language-model head, else one without a head.
 
-    If several heads exist, the masked one is used, unless ``is_decoder`` is set.
+    If several heads exist, the masked one is used, unless ``config.is_decoder`` is set.
     """
     transformers = import_transformers()
     for name in config.architectures or ():
@@ -117,7 +121,7 @@ def huggingface_class(config: Any) -> Any:
 
 
 def has_language_model_head(kind: Any, config: Any) -> bool:
-    """Returns True if models of this class compute a loss from token ids and labels."""
+    """Returns True if ``kind``, a transformers class for ``config``, computes a loss from token ids and labels."""
     return any(kind is known for known in _language_models(config))
 
 

@@ -35,7 +35,7 @@ from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Size and form of optimizer state for the parameters of a group."""
+    """Size and form of the optimizer state of one parameter group."""
 
     values: int = 0
     """Number of state values per element, in the dtype of moments."""
@@ -51,17 +51,21 @@ class GroupState:
     """Rule for matrices that are updated as a whole (Muon, SOAP, Shampoo); it defines their state."""
 
     def bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of optimizer state for ``elements``; ``itemsize``: bytes of a moment."""
+        """Returns the bytes of optimizer state for ``elements`` elements of parameters; a moment value has ``itemsize``
+        bytes.
+        """
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
     def stored_bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of state in a checkpoint, where 8-bit values are stored decoded."""
+        """Returns the bytes of optimizer state in a checkpoint for ``elements`` elements of parameters. 8-bit values
+        are stored decoded, so every value has ``itemsize`` bytes.
+        """
         return (self.values + self.codes) * elements * itemsize
 
 
 def built_in_optimizer(config: OptimizerConfig) -> OptimizerFactory:
-    """Returns a factory of the configured optimizer over flat buckets; for a list, one that updates each group by its
-    rule.
+    """Returns a function that makes the configured optimizer from parameter groups over flat buckets. If the
+    configuration lists several optimizers, each group is updated by its own.
     """
     if not config.before:
         return _flat(config)
@@ -90,7 +94,9 @@ def _flat(config: OptimizerConfig) -> OptimizerFactory:
 
 
 def plain_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Returns the equivalent torch optimizer for one process."""
+    """Returns an optimizer for one process with the configured rule, over ``groups`` of ordinary parameters: torch's
+    own if it has one, else the engine's.
+    """
     if not config.before:
         return _plain(config, groups)
     return PlainComposite(groups, [partial(_plain, entry) for entry in config.entries])
@@ -129,15 +135,15 @@ def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
 
 
 def kept_state(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -> tuple[GroupState, ...] | None:
-    """Returns the optimizer state of each group; None if no optimizer is configured."""
+    """Returns the size and form of optimizer state for each of ``groups``; None if no optimizer is configured."""
     if config is None:
         return None
     return tuple(_kept(config.entries[group.entry or 0]) for group in groups)
 
 
 def block_of_codes(config: OptimizerConfig | None) -> int:
-    """Returns the alignment of parameters in buckets, in elements, so that no block of 8-bit state spans two; 1 without
-    8-bit state.
+    """Returns the number of elements to which parameters in buckets are aligned, so that no block of 8-bit optimizer
+    state contains values of two parameters. Returns 1 without 8-bit state.
     """
     entries = config.entries if config is not None else ()
     return max((entry.params["block_size"] for entry in entries if entry.type == "AdamW8bit"), default=1)
@@ -169,6 +175,10 @@ def _kept(config: OptimizerConfig) -> GroupState:
 def refuse_experts(rows: Iterable[ShardRow], rules: Mapping[int, MatrixRule]) -> None:
     """Raises if a matrix optimizer (Muon, SOAP, Shampoo) would update experts that are divided among data ranks.
 
+    Args:
+        rows: shard table, one row for each parameter.
+        rules: update rules of the matrix optimizers, by index of the parameter group.
+
     Raises:
         PlanError: a rule updates a parameter of experts that data ranks share.
     """
@@ -186,7 +196,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class MatrixOwners:
-    """Assignment of whole-matrix updates to owner ranks, balanced by cost, for each pipeline coordinate."""
+    """Assignment of whole-matrix updates (Muon, SOAP, Shampoo) to ranks. Each matrix has one owner among the data ranks
+    that share it, which gets its gradient and updates it; the owners' costs are balanced at each pipeline coordinate.
+    Matrices that tensor ranks shard also have one owner among these.
+    """
 
     config: Config
     rows: Sequence[ShardRow]
@@ -204,12 +217,16 @@ class MatrixOwners:
 
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of data ranks that exchange matrices with each other."""
+        """Groups of ranks that exchange matrices with each other, as indices on the axis over which gradients are
+        summed.
+        """
         count, grid = self._shares, self.config.grid(0)
         return tuple(tuple(range(first, first + count)) for first in range(0, grid.size(grid.sums), count))
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
-        """Returns the exchanges of matrices at a grid position; None if it has no matrix."""
+        """Returns the exchanges of matrices in which the rank at ``coord`` takes part; None if its pipeline rank has no
+        matrix.
+        """
         rows = {row.name: row for row in self.rows if row.trainable and row.group in self.rules}
         rows = {name: row for name, row in rows.items() if coord.pp in row.owners}
         if not rows:
@@ -238,7 +255,7 @@ class MatrixOwners:
         )
 
     def traffic(self, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the traffic per step that a grid position sends for its matrices."""
+        """Returns the traffic that the rank at ``coord`` sends in a step to exchange matrices with their owners."""
         routes = self.routes(coord)
         if routes is None:
             return ()
@@ -249,13 +266,13 @@ class MatrixOwners:
         return (*data, *tensor)
 
     def state_bytes(self, coord: Coord) -> int:
-        """Returns the bytes of state for the matrices that a grid position owns."""
+        """Returns the bytes of optimizer state for the matrices that the rank at ``coord`` owns."""
         routes = self.routes(coord)
         made = routes.made if routes is not None else ()
         return sum(self._state(row) for row in self.rows if row.name in made)
 
     def stored_bytes(self) -> int:
-        """Returns the bytes of state of all matrices, each once."""
+        """Returns the bytes of optimizer state of all matrices of the model, each counted once."""
         return sum(self._state(row) for row in self.rows if row.trainable and row.group in self.rules)
 
     def _state(self, row: ShardRow) -> int:
@@ -280,17 +297,24 @@ class MatrixOwners:
 
 
 def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> FactorRoutes | None:
-    """Returns the reductions for parameters that Adafactor updates on a pipeline rank; None if there are none.
+    """Returns the all-reduces of row and column statistics for the parameters that Adafactor updates on a pipeline
+    rank; None if there are none.
 
-    ``groups``: optimizer groups with Adafactor.
+    Args:
+        rows: rows of the shard table for the parameters of the pipeline rank.
+        groups: indices of the parameter groups with Adafactor.
     """
     own = tuple(row for row in rows if row.trainable and row.group in groups)
     return FactorRoutes(own, *_dividing(own, config), _dtype(own)) if own else None
 
 
 def layer_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> LayerRoutes | None:
-    """Returns the norm reductions for parameters that LAMB and LARS update on a pipeline rank; None if there are
-    none.
+    """Returns the all-reduces of norms for the parameters that LAMB and LARS update on a pipeline rank; None if there
+    are none.
+
+    Args:
+        rows: rows of the shard table for the parameters of the pipeline rank.
+        groups: indices of the parameter groups with LAMB or LARS.
     """
     own = tuple(row for row in rows if row.trainable and row.group in groups)
     return LayerRoutes(own, *_dividing(own, config), _dtype(own)) if own else None

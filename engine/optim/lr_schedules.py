@@ -35,15 +35,18 @@ SchedulerArgument = Callable[[Any], Any] | LRScheduler
 
 
 def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns a rising learning rate, to find the largest stable one (Smith 2017)."""
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's LRRangeTest: it rises without end,
+    to find the largest stable rate (Smith 2017). ``p`` are the schedule's params; ``base`` has no effect.
+    """
     interval = update / p["lr_range_test_step_size"]
     interval = math.floor(interval) if p["lr_range_test_staircase"] else interval
     return float(p["lr_range_test_min_lr"] * (1 + p["lr_range_test_step_rate"] * interval))
 
 
 def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns a rate that rises from ``warmup_min_lr`` to ``warmup_max_lr`` (default: ``base``), and is then
-    constant.
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupLR. It rises from
+    ``warmup_min_lr`` to ``warmup_max_lr`` of the params ``p``, and is then constant; if ``warmup_max_lr`` is None, it
+    rises to ``base``.
     """
     high = base if p["warmup_max_lr"] is None else p["warmup_max_lr"]
     gamma = _warmup_progress(update - 1, p) if update else 0.0
@@ -51,7 +54,10 @@ def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the rate of :func:`warmup`, which then falls linearly to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupDecayLR. It rises as in
+    :func:`warmup`, and then falls linearly to ``warmup_min_lr`` at ``total_num_steps``. ``p`` are the schedule's
+    params.
+    """
     last, rise, total = update - 1, _warmup_steps(p), p["total_num_steps"]
     if last < rise:
         return warmup(update, base, p)
@@ -61,8 +67,9 @@ def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns a rate that rises from ``warmup_min_ratio`` x ``base``, then falls along a cosine to ``cos_min_ratio`` x
-    ``base``.
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupCosineLR. It is 0 for the
+    first update, rises from ``warmup_min_ratio`` x ``base`` to ``base``, and then falls along a cosine to
+    ``cos_min_ratio`` x ``base``. ``p`` are the schedule's params.
     """
     if update == 0:
         return 0.0
@@ -75,8 +82,9 @@ def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns a rate that rises and falls once between ``cycle_min_lr`` and ``cycle_max_lr``, then decays (Smith
-    2018).
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's OneCycle. It rises from
+    ``cycle_min_lr`` to ``cycle_max_lr`` and falls back, and then decays (Smith 2018). ``p`` are the schedule's params;
+    ``base`` has no effect.
     """
     low, high = p["cycle_min_lr"], p["cycle_max_lr"]
     after = update - _cycle_length(p)
@@ -88,7 +96,9 @@ def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle_momentum(update: int, p: Mapping[str, Any]) -> float:
-    """Returns the momentum of :func:`one_cycle`, which moves opposite to the learning rate."""
+    """Returns the momentum of update number ``update``, from 0, in DeepSpeed's OneCycle; it moves opposite to the
+    learning rate. ``p`` are the schedule's params.
+    """
     low, high = p["cycle_min_mom"], p["cycle_max_mom"]
     after = update - _cycle_length(p)
     if update - 1 < _cycle_length(p):
@@ -136,8 +146,8 @@ _SCHEDULES: Mapping[str, Callable[..., float]] = {
 
 
 class GuardedSteps:
-    """Replacement of ``step`` of a script's scheduler: the engine steps it after each update, and calls by the script
-    have no effect until ``lift``.
+    """Guard of a torch scheduler that the script has passed: only the engine steps the scheduler, after each update.
+    Calls of its ``step`` by the script have no effect until ``lift``; the first one is logged as a warning.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
@@ -146,11 +156,11 @@ class GuardedSteps:
         scheduler.__class__ = type(self._kind.__name__, (self._kind,), {"step": lambda *_, **__: self._leave_out()})
 
     def make(self) -> None:
-        """Steps the scheduler after an update."""
+        """Steps the scheduler; the engine calls it after each update."""
         self._kind.step(self.scheduler)
 
     def lift(self) -> None:
-        """Restores the effect of ``step`` calls by the script."""
+        """Ends the guard: calls of the scheduler's ``step`` by the script take effect again."""
         self.scheduler.__class__ = self._kind
 
     def _leave_out(self) -> None:
@@ -165,7 +175,9 @@ class GuardedSteps:
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """Learning rate of every parameter group, set before each update. Use :func:`make_learning_rate` to make one."""
+    """Schedule of learning rates and momenta, which sets them in the optimizer's groups before each update. Use
+    :func:`make_learning_rate` to make one.
+    """
 
     optimizer: torch.optim.Optimizer
     base: tuple[float, ...]
@@ -187,18 +199,22 @@ class LearningRate:
 
     @property
     def governs(self) -> frozenset[str]:
-        """Names of group options that a schedule sets."""
+        """Names of the group options that a schedule sets: "lr", "betas", both or none."""
         rates = {"lr"} if self.schedules or self.scheduler is not None else set[str]()
         return frozenset(rates | ({"betas"} if self.momenta else set()))
 
     def at(self, update: int) -> float:
-        """Returns the learning rate of the first group for an update, or the current rate of a torch scheduler."""
+        """Returns the learning rate of the first parameter group for update number ``update``, from 0. If a torch
+        scheduler or the user sets the rates, returns the current one.
+        """
         if not self.schedules:
             return float(self.optimizer.param_groups[0]["lr"])
         return self.schedules[0](update, self.base[0])
 
     def prepare(self, update: int) -> None:
-        """Sets the learning rates and momenta for update number ``update``."""
+        """Sets the learning rates and momenta of all groups for update number ``update``, from 0. Rates of a torch
+        scheduler or of the user stay.
+        """
         self._tell_end(update)
         for index, (group, base) in enumerate(zip(self.optimizer.param_groups, self.base, strict=True)):
             if self.schedules:
@@ -209,7 +225,9 @@ class LearningRate:
                 group["betas"] = (self.momenta[index](update), 0.99)
 
     def begin_at(self, update: int) -> None:
-        """Sets a configured torch scheduler to an update, as if it had been used from the start."""
+        """Moves a torch scheduler from the configuration to update number ``update``, as if it had made all steps
+        before.
+        """
         assert self.remake is not None and self.scheduler is not None
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
             group.update(lr=base, initial_lr=base)
@@ -248,7 +266,9 @@ class LearningRate:
             self._told.add(_END)
 
     def done(self) -> None:
-        """Steps a torch scheduler after an update, unless it has ended."""
+        """Steps the torch scheduler, if there is one, after an update. A scheduler that has made all of its steps stays
+        at its last rate.
+        """
         if self._ended:
             return
         if self.guarded is not None:
@@ -304,7 +324,8 @@ def _lists(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str, Any]]:
-    """Returns schedule params for each optimizer group; lists are indexed by group.
+    """Returns the params of a schedule for each of ``groups`` optimizer groups. A list in ``params`` has one number for
+    each group; any other value applies to all groups.
 
     Raises:
         ConfigError: a list does not have one entry per group.
@@ -320,10 +341,11 @@ def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str,
 
 
 def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> None:
-    """Raises for a scheduler over another optimizer than the passed one, or one that needs a metric.
+    """Raises if the engine cannot use ``scheduler``, which the script has passed together with ``optimizer``.
 
     Raises:
-        ConfigError: it would change the rates of an optimizer that the engine does not use, or cannot be stepped.
+        ConfigError: the scheduler changes the rates of another optimizer, or its steps need a metric
+            (ReduceLROnPlateau).
     """
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(f"lr_scheduler is {_METRIC}")
@@ -365,10 +387,11 @@ def _from_callable(
 
 
 class UpdateScheduler(LRScheduler):
-    """Base class of torch schedulers that set their rates in the optimizer's groups from construction on.
+    """Base class of torch schedulers that compute rates from the number of the update alone. Its constructor already
+    sets the rates of the first update.
 
     Args:
-        optimizer: optimizer whose parameter groups receive the rates.
+        optimizer: optimizer with the parameter groups that receive the rates.
         last_batch_iteration: number of the last update that was made, from 0. Above -1, the groups keep their rates
             until the next ``step``.
     """
@@ -395,19 +418,23 @@ class UpdateScheduler(LRScheduler):
         return list(self.rates(self.last_epoch))
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Returns the learning rates that were set last, which the next update uses."""
+        """Returns the learning rate of each group that was set last, which the next update uses."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Sets the learning rates after one more update, or after update number ``last_batch_iteration``."""
+        """Sets the learning rates of the next update, after one more update was made or, if given, after update number
+        ``last_batch_iteration``.
+        """
         self._place(1 + (self.last_epoch if last_batch_iteration is None else last_batch_iteration))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of the last update; rates follow from the options."""
+        """Returns the number of the last update as the only state, because rates follow from it and the options."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the number of the last update, also from a torch scheduler's ``last_epoch``."""
+        """Restores the number of the last update and sets the rates of the next one. A torch scheduler's state with
+        ``last_epoch`` works too.
+        """
         # an engine that makes the steps has replaced ``step``
         self._place(state_dict.get("last_epoch", state_dict.get("last_batch_iteration", -1) + 1))
 

@@ -27,7 +27,9 @@ _OF_TORCH = ("params", "param_names")
 
 @dataclass(frozen=True, slots=True)
 class GivenOptimizer:
-    """Optimizer that the script passed, with the group of each parameter."""
+    """Optimizer that the script has passed, with a factory that rebuilds it over flat buckets, and the group of each
+    parameter.
+    """
 
     optimizer: torch.optim.Optimizer
     factory: OptimizerFactory
@@ -39,7 +41,8 @@ class GivenOptimizer:
 def read_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimizerConfig | None
 ) -> GivenOptimizer:
-    """Returns class, groups and options of an optimizer over the parameters of ``model``.
+    """Reads the class, groups and options of the script's optimizer over the parameters of ``model``, so that the
+    engine can rebuild it over flat buckets.
 
     Raises:
         ConfigError: the optimizer has parameters outside the model, has made steps or cannot be rebuilt; or the
@@ -63,10 +66,10 @@ def read_optimizer(
 
 
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
-    """Returns the configuration with ``notes``, and a note for each section that an optimizer or schedule from the
-    script replaces.
+    """Returns the configuration with ``notes``, and a note for each section that an optimizer or scheduler from the
+    script replaces. If the script passes ``lr_scheduler``, the scheduler's section is removed.
 
-    Groups of the section and its other keys apply to the passed optimizer too.
+    Groups and other keys of the optimizer's section apply to the passed optimizer too.
     """
     notes, own = [*notes], config.optimizer
     if optimizer is not None and own is not None:
@@ -86,8 +89,8 @@ def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, 
 
 
 def show_inner(given: torch.optim.Optimizer, inner: torch.optim.Optimizer, scheduled: bool) -> Callable[[], None]:
-    """Makes ``param_groups`` and ``state`` of the script's optimizer the engine's, until the returned function is
-    called.
+    """Gives the script's optimizer ``given`` the ``param_groups`` and ``state`` of the engine's optimizer ``inner``,
+    until the returned function is called. Meanwhile ``given.step()`` raises EngineError.
 
     Args:
         scheduled: True if a schedule sets the engine's rates. If False, each group starts with the rate in ``given``.
@@ -172,10 +175,10 @@ def assign_groups(
 ) -> tuple[Mapping[str, int], tuple[GroupOptions, ...]]:
     """Returns the group index of every trainable parameter, by its first name, and the options of each group.
 
-    In a list of optimizers, a parameter belongs to the first one with a ``match`` for one of its names, and otherwise
-    to the last one; optimizers of matrices skip all other parameters. Then the ``groups`` of that optimizer are tried
-    in order, and the first match wins; ``no_weight_decay`` then removes the decay. A pattern may match any alias of a
-    tied parameter. Groups are numbered by their first parameter.
+    If the configuration lists several optimizers, a parameter belongs to the first one with a ``match`` for its name,
+    else to the last; optimizers of matrices skip parameters that are not 2-D. Of the ``groups`` of this optimizer, the
+    first that matches applies; ``no_weight_decay`` then removes the decay. A pattern may match any alias of a tied
+    parameter. Groups are numbered in the order of their first parameters.
 
     Raises:
         ConfigError: a pattern matches no trainable parameter, or a matrix optimizer is last and a remaining parameter
@@ -197,7 +200,7 @@ def assign_groups(
 
 
 def included_frozen(model: nn.Module, config: OptimizerConfig | None) -> tuple[str, ...]:
-    """Returns the names of the frozen parameters that ``optimizer.include_frozen`` matches.
+    """Returns the names of the frozen parameters that ``optimizer.include_frozen`` matches, aliases included.
 
     Raises:
         ConfigError: a pattern matches no frozen parameter.
@@ -211,9 +214,10 @@ def included_frozen(model: nn.Module, config: OptimizerConfig | None) -> tuple[s
 
 @contextmanager
 def as_trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Sets ``requires_grad`` of the parameters ``names`` inside this context, so that they are planned as trained.
+    """Returns a context manager in which the parameters ``names`` have ``requires_grad``, so that they are planned as
+    trained.
 
-    Afterwards they are frozen again if they were: an update skips them until the user thaws them.
+    Afterwards the frozen ones among them are frozen again. Updates skip these until the user sets ``requires_grad``.
     """
     before = dict(model.named_parameters(remove_duplicate=False)) if names else {}
     frozen = [name for name in names if not before[name].requires_grad]

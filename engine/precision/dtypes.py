@@ -36,7 +36,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Widths(NamedTuple):
-    """Dtypes of weights, gradient sums, masters and moments, for parameters of one forward dtype."""
+    """Dtypes of weights, gradient sums, masters and moments, for all parameters with one dtype in forward."""
 
     compute: torch.dtype
     sums: torch.dtype
@@ -70,15 +70,15 @@ class Precision:
     """Casts of operands in the model's own code; None: no casts."""
 
     def forward(self, device: torch.device, whole: bool = True) -> AbstractContextManager[Any]:
-        """Returns the context (autocast, casts) of a forward on ``device``; ``whole``: True for the full model, False
-        for a stage.
+        """Returns a context manager for a forward on ``device``: autocast, or casts of operands in the model's own
+        code, as configured. ``whole`` is True for a forward of the full model, False for that of a pipeline stage.
         """
         if self.operands is not None:
             return self.operands.forward(whole)
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     def parameter(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype of the parameter ``name`` in forward.
+        """Returns the dtype in forward of the trained parameter ``name``, which the user passed in dtype ``given``.
 
         Raises:
             PlanError: this run cannot train a parameter of this dtype.
@@ -103,19 +103,25 @@ class Precision:
         return given
 
     def frozen(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype of a frozen parameter; non-floating dtypes stay unchanged."""
+        """Returns the dtype in forward of the frozen parameter ``name``, which the user passed in dtype ``given``; a
+        non-floating dtype stays unchanged.
+        """
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.compute
 
     def buffer(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype of the buffer ``name`` in forward."""
+        """Returns the dtype in forward of the buffer ``name``, which the user passed in dtype ``given``; a non-floating
+        dtype stays unchanged.
+        """
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.buffers or given
 
     def widths(self, dtype_name: str) -> Widths:
-        """Returns the dtypes of gradients, masters and moments for parameters whose forward dtype is ``dtype_name``."""
+        """Returns the dtypes of gradient sums, masters and moments for parameters that have the dtype ``dtype_name``,
+        such as "bfloat16", in forward.
+        """
         narrow: torch.dtype = getattr(torch, dtype_name)
         wide = torch.promote_types(narrow, torch.float32)
         if narrow == wide:
@@ -126,7 +132,7 @@ class Precision:
 
 
 def half_note(model: nn.Module, precision: Precision) -> str | None:
-    """Returns a note about 16-bit parameters in an fp32 run; None if there are none."""
+    """Returns a note for the banner about trained 16-bit parameters in an fp32 run; None if there are none."""
     if precision.compute is not None:
         return None
     found = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _HALF}
@@ -142,7 +148,7 @@ def half_note(model: nn.Module, precision: Precision) -> str | None:
 
 
 def make_precision(config: Config, model: nn.Module) -> Precision:
-    """Returns the dtypes of a run by the configuration.
+    """Returns the dtypes of a run, as the configuration and fp32 marks of the model determine them.
 
     Raises:
         ConfigError: a pattern of ``keep_fp32`` matches no module, or splits a shared tensor.
@@ -175,9 +181,11 @@ def place_rest(
     absent: Collection[str] = (),
     placed: Collection[str] = (),
 ) -> None:
-    """Moves module buffers, and frozen parameters outside of buckets, to the device and their dtype of forward.
+    """Moves buffers, and frozen parameters that are not in flat buckets, to ``device`` and their dtype in forward.
 
-    ``absent`` parameters belong to other stages and become placeholders; ``placed`` parameters are in buckets.
+    Args:
+        absent: parameters of other pipeline stages, which become placeholders without memory.
+        placed: parameters in flat buckets, which stay unchanged.
     """
     for name, parameter in model.named_parameters():
         narrow = precision.frozen(name, parameter.dtype)

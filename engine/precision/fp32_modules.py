@@ -47,7 +47,7 @@ class KeptFp32:
 
 
 def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
-    """Returns the modules and tensors that match ``keep_fp32``.
+    """Returns the modules that match the patterns of ``keep_fp32``, and the parameters and buffers inside them.
 
     Raises:
         ConfigError: a pattern matches no module, or a parameter is shared with a module that does not match.
@@ -64,11 +64,11 @@ def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
 
 
 def marked_tensors(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
-    """Returns the names, with aliases, of parameters and buffers that a model marks as fp32 in a run of dtype
-    ``compute``.
+    """Returns the names, with aliases, of parameters and buffers that transformers' code of a model marks as fp32, for
+    a run in dtype ``compute``.
 
-    The marks are those of transformers: one list for bf16 and fp16, and one for fp16. A pattern, in which * matches
-    anything, is searched in the names below the module that has the list.
+    Marks are patterns in attributes of a module: ``_keep_in_fp32_modules_strict`` applies to bf16 and fp16, and
+    ``_keep_in_fp32_modules`` only to fp16. A pattern is searched in the names below this module; * matches anything.
     """
     lists = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (compute == torch.float16)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -84,7 +84,8 @@ def marked_tensors(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
 def running_statistics(model: nn.Module) -> tuple[str, ...]:
     """Returns the names of the modules with running statistics (BatchNorm).
 
-    The statistics are sums of many small steps and stay in fp32; torch's kernels need the weights in the same dtype.
+    The statistics are sums of many small steps, so they stay in fp32. torch's kernels need the weights in the same
+    dtype.
     """
     named = [(name, module._buffers.get("running_mean")) for name, module in model.named_modules() if name]
     return tuple(name for name, mean in named if mean is not None)
@@ -103,7 +104,9 @@ def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) 
 
 
 def keep_in_fp32(model: nn.Module, names: Collection[str], compute: torch.dtype, patches: ForwardPatches) -> None:
-    """Patches these modules to cast inputs to fp32, and outputs back to ``compute``."""
+    """Patches the modules ``names`` to cast inputs from ``compute`` to fp32, and outputs back to ``compute``. A 0-dim
+    output stays fp32.
+    """
     note = f"runs in fp32: inputs are cast from {str(compute).removeprefix('torch.')}, and outputs back"
     for module in map(model.get_submodule, names):
         wrapped = _in_fp32(module, vars(module).get("forward"), compute)
@@ -133,7 +136,9 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def put_casts(model: nn.Module, kept: KeptFp32, compute: torch.dtype | None, patches: ForwardPatches) -> None:
-    """Patches the modules of ``model`` with all casts of a 16-bit run; does nothing if ``compute`` is None."""
+    """Patches the modules of ``model`` with the casts of a run in the 16-bit dtype ``compute``; does nothing if it is
+    None. Modules of ``kept`` run in fp32. torch's own layers cast their inputs to the dtype of their parameters.
+    """
     if compute is None:
         return
     keep_in_fp32(model, kept.modules, compute, patches)

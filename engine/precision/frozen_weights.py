@@ -25,7 +25,8 @@ _ADAPTERS = ("*.lora_*", "*.modules_to_save.*", "*.original_module.*")
 
 
 def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
-    """Returns the weights to quantize by ``quantize_frozen``, by first name, with their formats.
+    """Returns the format of each frozen weight that ``quantize_frozen`` quantizes, by the first name of the weight; {}
+    if it is off.
 
     Raises:
         ConfigError: a pattern of ``skip`` matches no frozen parameter, or checkpoints would store frozen ones.
@@ -59,10 +60,11 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
 
 
 def refuse_outside_reads(table: ShardTable) -> None:
-    """Raises if code outside of its layer reads a quantized weight, because only layers dequantize.
+    """Raises if code outside of a layer reads the layer's quantized weight, because only the layer itself dequantizes
+    it.
 
     Raises:
-        PlanError: names the first such weight.
+        PlanError: the first such weight is named.
     """
     for row in table:
         if row.quantized is not None and row.in_glue:
@@ -73,7 +75,9 @@ def refuse_outside_reads(table: ShardTable) -> None:
 
 
 def round_frozen(model: nn.Module, config: Config) -> None:
-    """Rounds frozen weights of an unsharded model to the values that their quantization represents."""
+    """Rounds the frozen weights that ``quantize_frozen`` quantizes, in an unsharded model, to the values that their
+    codes represent.
+    """
     parameters = dict(model.named_parameters())
     for name, weight_format in find_quantized(model, config).items():
         values = parameters[name].data
@@ -82,7 +86,9 @@ def round_frozen(model: nn.Module, config: Config) -> None:
 
 
 def quantized_note(model: nn.Module, found: Mapping[str, WeightFormat], precision: Precision) -> list[str]:
-    """Returns a line of the banner about quantized weights."""
+    """Returns a list with one line for the banner about the quantized weights ``found``, with their bytes before and
+    after; [] if there are none.
+    """
     if not found:
         return []
     named, form = dict(model.named_parameters()), next(iter(found.values()))
@@ -138,11 +144,11 @@ class _Held(NamedTuple):
 
 
 def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
-    """Raises for settings that would shard, cast or save weights quantized by bitsandbytes.
+    """Raises for settings that would shard, cast or save weights that bitsandbytes has quantized.
 
     Raises:
-        ConfigError: the configuration shards, gathers, quantizes or stores them.
-        PlanError: quantized weights have a floating dtype.
+        ConfigError: the configuration shards, gathers, quantizes or stores such weights.
+        PlanError: such weights have a floating dtype.
     """
     weight = next(_found(model), None)
     if weight is None:

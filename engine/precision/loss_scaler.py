@@ -12,7 +12,9 @@ from engine.config.sections import Fp16Config
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Loss scale of one step and its counters; ``after`` returns the scale of the next step."""
+    """Loss scale of one training step with the counters of dynamic scaling; ``after`` returns the scale of the next
+    step.
+    """
 
     value: float = 1.0
     dynamic: bool = False
@@ -32,7 +34,7 @@ class LossScale:
         return self.dynamic and self.value > self.smallest
 
     def after(self, overflow: bool) -> "LossScale":
-        """Returns the loss scale of the next step; ``overflow``: this step had non-finite gradients."""
+        """Returns the loss scale of the next step. ``overflow`` is True if this step had non-finite gradients."""
         if not self.dynamic:
             return self
         if overflow:

@@ -37,11 +37,14 @@ from engine.precision.loss_scaler import make_loss_scale
 
 
 def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None) -> str:
-    """Returns the text that the engine logs at the start: grid, parameters, bytes of state and traffic of a rank,
-    options.
+    """Returns the text that the engine logs at its start, one line for each topic: grid, parameters, batch, precision,
+    bytes of state and traffic of rank 0, and the options that are on.
 
     Args:
-        measured: cases in which fused communication kernels were measured to be faster on this device.
+        plan: plan of the run; its notes become the last lines.
+        device: device of the parameters, such as "cuda:0".
+        measured: matrix products for which fused communication kernels were measured to be faster on this device; None:
+            nothing was measured.
     """
     config, rank = plan.config, plan.rank(0)
     clip, weight = config.gradient_clipping, "as its rows" if config.uneven_microbatches else "1"
@@ -105,8 +108,12 @@ def _copies_line(plan: Plan) -> dict[str, str]:
 
 
 def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
-    """Returns a table of planned and measured bytes and calls per step of ``rank``, one row for each axis and label; ""
-    for a rank alone, which sends nothing.
+    """Returns a text table of planned and measured bytes and calls of ``rank`` per training step. Each row is a
+    communication axis with a label, such as "dp" and "gradients". Returns "" if nothing was planned and nothing sent,
+    as for a job of one rank.
+
+    Args:
+        measured: traffic of this rank, summed over ``steps`` steps.
     """
     planned = {(row.axis, row.label): row for row in plan.rank(rank).traffic}
     lines = list[str]()
@@ -296,8 +303,8 @@ def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> d
 
 
 def reasons_table(reasons: Sequence[Reason]) -> str:
-    """Returns a table of a tensor plan: for each group of layers its style, the reason, and the bytes of replicated
-    weights.
+    """Returns a text table of the decisions of a tensor-parallel plan. Each row has a group of layers with its sharding
+    style, the strategy, the reason, and the bytes of weights that stay replicated.
     """
     hows = [reason.how for reason in reasons]
     counts = ", ".join(f"{hows.count(how)} {how}" for how in dict.fromkeys(hows))
@@ -420,8 +427,8 @@ logger = logging.getLogger("trine")
 
 @contextmanager
 def say_what_compiles(device: torch.device, rank: int) -> Iterator[None]:
-    """Returns a context that logs, at its end on rank 0, which Triton kernels were compiled inside and in how many
-    seconds.
+    """Returns a context manager that logs on rank 0 which Triton kernels were compiled in its block, and in how many
+    seconds. It logs nothing if none was compiled.
     """
     knobs = _compilation_knobs() if rank == 0 and compiles_triton(device) else None
     if knobs is None:

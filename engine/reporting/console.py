@@ -20,10 +20,10 @@ SLOW_SECONDS = 2.0
 
 
 def open_console(rank: int) -> Callable[[], None]:
-    """Shows the log lines of rank 0 on stderr; returns a function that ends this. Engines of a process share one
-    handler.
+    """Shows lines of the logger "trine" on stderr if ``rank`` is 0, until the returned function is called. All engines
+    of a process share one handler.
 
-    On ranks other than 0 it does nothing: Python itself writes warnings to stderr if logging is not configured.
+    On other ranks it adds nothing: Python itself writes warnings to stderr if logging is not configured.
     """
     if rank:
         return lambda: None
@@ -59,7 +59,9 @@ class Console(logging.Handler):
             print(self.format(record), file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """Releases the handler for one engine; the last one removes it and restores the log level."""
+        """Ends the use of this handler by one engine. After the last engine, the handler is removed and the previous
+        log level restored.
+        """
         self.engines -= 1
         if not self.engines:
             logger.removeFilter(self._is_wanted)
@@ -82,7 +84,7 @@ def _configured() -> bool:
 
 @contextmanager
 def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
-    """Calls ``call`` in a separate thread if the block takes longer than ``seconds``."""
+    """Returns a context manager that calls ``call`` in a separate thread if its block takes longer than ``seconds``."""
     timer = Timer(seconds, call)
     timer.daemon = True
     timer.start()
@@ -93,14 +95,16 @@ def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table, with columns as wide as their longest cell."""
+    """Returns a line of text for each row of cells; every column is as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 @contextmanager
 def say_if_slow(what: str, rank: int, seconds: float = SLOW_SECONDS) -> Iterator[None]:
-    """Logs on rank 0 that the phase ``what`` is under way after ``seconds``, and its total seconds at the end."""
+    """Returns a context manager that reports a slow phase of the engine's start; ``what`` names the phase. If its block
+    takes longer than ``seconds``, rank 0 logs that the phase is under way, and at the end its total seconds.
+    """
     if rank:
         yield
         return

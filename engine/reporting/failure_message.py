@@ -32,9 +32,10 @@ _DECORATOR = os.path.join("torch", "utils", "_contextlib.py")
 
 
 class FailureMessage:
-    """``sys.excepthook`` that prints an EngineError as one sentence, until ``close``.
+    """``sys.excepthook`` that prints an uncaught EngineError as one sentence instead of a traceback. The constructor
+    installs it, and ``close`` removes it.
 
-    If an EngineError is being raised during ``close``, the hook stays until that error is gone, because the error may
+    If ``close`` is called while an EngineError is being raised, the hook stays until that error is freed. The error may
     be the one that ends the process.
     """
 
@@ -59,8 +60,8 @@ class FailureMessage:
         _tell_torchrun(sentence)
 
     def close(self) -> None:
-        """Restores the previous ``sys.excepthook``, now or when the EngineError that is being raised is gone. A second
-        call does nothing.
+        """Restores the previous ``sys.excepthook``. If an EngineError is being raised, this happens only when the error
+        is freed. A second call does nothing.
         """
         raised = sys.exc_info()[1]
         if isinstance(raised, EngineError):
@@ -106,15 +107,15 @@ def _is_first(sentence: str) -> bool:
 
 
 def is_consequence(words: str) -> bool:
-    """Returns True if an error message says that another rank failed first."""
+    """Returns True if the error message ``words`` states that its rank failed because another rank had failed first."""
     return any(part in words for part in CONSEQUENCES)
 
 
 def torchrun_error(sentence: str) -> str:
-    """Returns the JSON of a rank's torchrun error file; torchrun prints its ``py_callstack``, here ``sentence``.
+    """Returns the JSON text for the error file of a rank, from which torchrun prints ``sentence``.
 
-    torchrun reports the earliest file, in whole seconds, as root cause; a failure caused by another rank gets a later
-    time.
+    torchrun reports the file with the earliest time, in whole seconds, as root cause. An error that another rank has
+    caused therefore gets a time two seconds later.
     """
     late = _AFTER_SECONDS if is_consequence(sentence) else 0
     told = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}

@@ -11,12 +11,12 @@ STEPS: Final = "steps.jsonl"
 
 
 def rank_file(rank: int) -> str:
-    """Returns the name of the file with plan and measurements of a rank."""
+    """Returns the name of the JSON file with plan and measurements of the global rank ``rank``: "rank-00001.json"."""
     return f"rank-{rank:05}.json"
 
 
 def trace_file(rank: int) -> str:
-    """Returns the name of the file with the profiled events of a rank."""
+    """Returns the name of the JSON file with the profiled events of the global rank ``rank``: "trace-00001.json"."""
     return f"trace-{rank:05}.json"
 
 
@@ -32,7 +32,7 @@ def schedule_facts(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(facts: Mapping[str, Any]) -> Schedule:
-    """Returns the pipeline schedule from a dict made by ``schedule_facts``.
+    """Returns the pipeline schedule that ``schedule_facts`` has turned into the dict ``facts``.
 
     Raises:
         ScheduleError, KeyError, TypeError, ValueError: ``facts`` describes no schedule.

@@ -38,12 +38,13 @@ logger = logging.getLogger("trine")
 
 
 class RunRecord:
-    """Writer of ``rank-N.json`` and, on rank 0, of ``steps.jsonl``, for ``trine report``.
+    """Writer of the files that the command ``trine report`` reads: ``rank-N.json`` of this rank N and, on rank 0,
+    ``steps.jsonl``.
 
     Args:
         folder: created if it is missing; each host may have its own.
         runtime: plan, communication and executor of this rank.
-        device: the device of the parameters.
+        device: device of the parameters.
     """
 
     def __init__(self, folder: Path, runtime: RankRuntime, device: torch.device) -> None:
@@ -57,7 +58,8 @@ class RunRecord:
         self._in_steps, self._attempts, self._stopped = 0.0, 0, False
 
     def take(self, report: StepReport, sent: Tally, due: bool) -> None:
-        """Adds a training step to the sums, and writes this rank's files if the step is ``due``.
+        """Adds the seconds of a training step to the total of this rank. If the step is ``due``, it also replaces
+        ``rank-N.json``, and rank 0 appends a line to ``steps.jsonl``.
 
         Args:
             report: the report of the step.
@@ -179,23 +181,26 @@ LABEL = "profile clock"
 
 
 def profiled_steps(text: str) -> tuple[int, int]:
-    """Returns the first and the last step of ``monitor.profile``, a valid text ``A:B``."""
+    """Returns the first and the last step to profile from ``text``, the setting ``monitor.profile`` in the valid form
+    ``A:B``.
+    """
     first, _, last = text.partition(":")
     return int(first), int(last)
 
 
 class StepProfile:
-    """Writer of ``trace-N.json``, the events of a rank in the profiled steps A to B (``monitor.profile``).
+    """Writer of ``trace-N.json``: pipeline actions, collectives and messages of this rank N in the training steps A to
+    B, which ``monitor.profile`` sets. It reads them from the rank's flight recorder, a file with its 512 newest events.
 
     step A - 1   stores the position in the flight recorder
     step A       aligns clocks by an all-reduce of 4 bytes over the world, label "profile clock"; its end is time 0
     A .. B       reads the recorder after each step, and replaces the file of this rank
 
-    The recorder stores 512 events; events that a longer step has overwritten are counted as lost.
+    If a step has more than 512 events, the overwritten ones are counted as lost.
 
     Args:
         folder: the folder of ``monitor.report``.
-        steps: first and last step.
+        steps: the first and the last profiled step, A and B.
     """
 
     def __init__(self, folder: Path, steps: tuple[int, int], runtime: RankRuntime, device: torch.device) -> None:
@@ -213,7 +218,7 @@ class StepProfile:
     def take(self, step: int) -> None:
         """Reads the flight recorder after training step ``step``, and writes the trace if the step is profiled.
 
-        All ranks call it after every training step.
+        All ranks call it after every training step, because the first profiled step all-reduces 4 bytes over the world.
         """
         now = time.monotonic_ns()
         if self._first <= step <= self._last:
@@ -231,7 +236,7 @@ class StepProfile:
         self._entered = time.monotonic_ns()
 
     def close(self) -> None:
-        """Closes the file of the flight recorder."""
+        """Closes the flight recorder's file, from which this profile reads."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -32,11 +32,11 @@ class Sink(Protocol):
         """Writes one step report."""
 
     def close(self) -> None:
-        """Writes buffered reports and releases file or connection."""
+        """Writes buffered reports and closes the file or connection."""
 
 
 class AppendedFile:
-    """Base of text-file sinks; a resumed run appends to the file."""
+    """Base class of sinks that write to a text file. The file is opened to append, so a resumed run continues it."""
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class CommaSeparated(AppendedFile):
 
 
 class TensorBoard:
-    """Sink that writes step reports as TensorBoard scalars; needs the extra ``ui``."""
+    """Sink that writes step reports as TensorBoard scalars; needs the package's optional dependencies ``ui``."""
 
     def __init__(self, folder: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -91,7 +91,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(folder)
 
     def write(self, report: StepReport) -> None:
-        """Writes every number of a step report as a scalar."""
+        """Writes every finite number of a step report as a scalar, at the report's step."""
         for name, value in report.numbers().items():
             self._writer.add_scalar(name, value, report.step)
 
@@ -123,7 +123,7 @@ def _by_layer(stacks: Sequence[ExpertStack], counts: Sequence[float]) -> dict[st
 
 
 class StepReporter:
-    """Maker of step reports on every rank; on rank 0 it writes them to the sinks."""
+    """Reporter of training steps: makes a report of each step on every rank, and writes it to the sinks on rank 0."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._every, self._comm, self._device = config.monitor.every, comm, device
@@ -140,7 +140,15 @@ class StepReporter:
         """Parameters of the full model."""
 
     def make(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
-        """Returns the report of a training or evaluation step; ``made`` is the number of updates so far."""
+        """Returns this rank's report of a training or evaluation step, without writing it.
+
+        Args:
+            step: seconds and figures of the step, and the traffic before it.
+            outcome: sums of losses and tokens over the data ranks, gradient norm, learning rate and loss scale of the
+                step; if it was skipped, the cause.
+            plan: plan of the run; it names the layers with experts.
+            made: number of optimizer updates so far.
+        """
         totals, world = outcome.totals, self._comm.grid.world_size
         self._elements = self._elements or plan.table.elements
         parameter_tokens = self._elements * totals.tokens / world if step.text else None
@@ -168,9 +176,11 @@ class StepReporter:
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
-        """Returns the report of a training step, and writes it to the sinks every ``monitor.every`` updates.
+        """Returns this rank's report of a training step, and passes it to the run record, the step profile and the
+        callbacks. Writes it to the sinks if its update number is a multiple of ``monitor.every``, so a resumed run
+        writes the same updates.
 
-        Skipped steps and the first step are always written. A resumed run writes the same updates.
+        Skipped steps and the first step of a run are always written. The arguments are as in ``make``.
         """
         report = self.make(step, outcome, plan, made)
         self.attempts += 1
@@ -189,7 +199,9 @@ class StepReporter:
         return report
 
     def built(self, runtime: RankRuntime) -> None:
-        """Opens the files of ``trine report`` and of the step profile, if the configuration enables them."""
+        """Starts the run record for ``trine report`` and the step profile, if ``monitor.report`` and
+        ``monitor.profile`` are set. ``runtime`` has the plan, communication and executor of this rank.
+        """
         if self._monitor.report is None:
             return
         folder = Path(self._monitor.report)
@@ -199,7 +211,7 @@ class StepReporter:
             self._profile = StepProfile(folder, steps, runtime, self._device)
 
     def tell(self, callback: Callable[[StepReport], object]) -> None:
-        """Registers ``callback`` for the report of every later training step, on this rank."""
+        """Registers ``callback``, which receives this rank's report of every later training step."""
         self._callbacks.append(callback)
 
     def close(self) -> None:
@@ -220,7 +232,7 @@ class WeightsAndBiases:
         self._run: Any = wandb.init(project=project, config=config, resume="allow")
 
     def write(self, report: StepReport) -> None:
-        """Logs every number of a step report."""
+        """Logs every finite number of a step report, at the report's step."""
         self._run.log(report.numbers(), step=report.step)
 
     def close(self) -> None:
@@ -248,7 +260,7 @@ class MLflow:
                 self._client.log_batch(self._run, params=settings[start : start + _MOST])
 
     def write(self, report: StepReport) -> None:
-        """Logs every number of a step report in one request."""
+        """Logs every finite number of a step report in one request."""
         from mlflow.entities import Metric
 
         now = round(1e3 * time.time())

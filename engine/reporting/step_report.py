@@ -21,8 +21,8 @@ PEAK_TFLOPS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Results of one optimizer step. Loss, weight, norm, lr, tokens, skipped, nonfinite and scale are equal on every
-    rank.
+    """Results of one training or evaluation step on one rank. ``loss``, ``weight``, ``grad_norm``, ``lr``, ``tokens``,
+    ``skipped``, ``nonfinite`` and ``loss_scale`` are equal on every rank.
     """
 
     step: int
@@ -76,18 +76,20 @@ class StepReport:
 
     @property
     def expert_imbalance(self) -> float | None:
-        """Load of the busiest expert divided by the mean of its layer, maximum over layers; None without
-        ``expert_load``.
+        """Tokens of a layer's busiest expert divided by the mean over the layer's experts; the maximum over all layers.
+        None without ``expert_load``.
         """
         return max(_imbalances(self.expert_load).values(), default=None)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second over all ranks."""
+        """``tokens`` / ``seconds``: tokens of all data ranks per second; 0.0 if ``seconds`` is 0."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields for a log; NaN and infinity become None, because JSON cannot express them."""
+        """Returns all fields and the derived numbers as a dict for JSON. NaN and infinity become None, because JSON
+        cannot express them.
+        """
         values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
         metrics = {name: _finite(value) for name, value in values.pop("metrics").items()}
         load = {name: list(rows) for name, rows in values.pop("expert_load").items()}
@@ -98,8 +100,8 @@ class StepReport:
         return {name: _finite(value) for name, value in values.items()} | further
 
     def numbers(self) -> dict[str, float]:
-        """Returns all finite numbers under chart names: ``train/loss``, ``metrics/NAME``, and the expert imbalance of a
-        layer as ``experts/LAYER``.
+        """Returns the finite numbers of the report by their names in charts: a field as ``train/loss``, a metric as
+        ``metrics/NAME``, and the expert imbalance of a layer as ``experts/LAYER``.
         """
         found = {
             name: value for name, value in self.flat().items() if isinstance(value, int | float) and name != "step"
@@ -131,13 +133,15 @@ def _finite(value: Any) -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns peak memory in bytes: of torch's allocator on a GPU, of the process on a CPU."""
+    """Returns the peak memory of this process so far, in bytes: allocated by torch if ``device`` is a GPU, else
+    resident.
+    """
     allocated = peak_allocated(device)
     return allocated if allocated is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Returns the dense bf16 peak of the device in TFLOP/s; None if it is unknown."""
+    """Returns the dense bf16 peak of a GPU in TFLOP/s, by its model name; None for a CPU and for an unknown GPU."""
     if is_host(device):
         return None
     name = device_name(device)
@@ -147,9 +151,11 @@ def peak_tflops(device: torch.device) -> float | None:
 def utilisation(
     parameter_tokens: float | None, seconds: float, device: torch.device
 ) -> tuple[float | None, float | None]:
-    """Returns TFLOP/s of this rank, and their fraction of the device's dense bf16 peak.
+    """Returns the TFLOP/s of this rank, and its model FLOPs utilization: TFLOP/s over the dense bf16 peak of
+    ``device``.
 
-    ``parameter_tokens`` (parameters x tokens) counts six operations each. None if it or the peak is unknown.
+    ``parameter_tokens`` is parameters x tokens computed in ``seconds``; each counts as six operations. If it is None,
+    both results are None. If the peak is unknown, the second is None.
     """
     if parameter_tokens is None:
         return None, None
@@ -158,8 +164,8 @@ def utilisation(
 
 
 def line_parts(report: StepReport) -> list[str]:
-    """Returns the words of a step's progress line after number and loss: lr, norm, metrics, speed, memory, loss
-    scale.
+    """Returns the parts of a step's progress line that follow its number and loss: learning rate, gradient norm,
+    metrics, busiest expert, tokens/s, MFU, memory and loss scale.
     """
     parts = [
         f"lr {report.lr:.1e}",
@@ -174,7 +180,9 @@ def line_parts(report: StepReport) -> list[str]:
 
 
 def trouble(report: StepReport) -> str:
-    """Returns the words about a skipped step and its cause for the progress line; "" for any other step."""
+    """Returns the text for the progress line of a skipped step: the value that was not finite, and its ranks. Returns
+    "" for any other step.
+    """
     where = f" on rank {', '.join(map(str, report.nonfinite_ranks))}" if report.nonfinite_ranks else ""
     return f"SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else ""
 
@@ -185,15 +193,15 @@ def _thousands(number: float) -> str:
 
 
 class ProgressSink:
-    """Sink that prints ``step 40  loss 2.413  lr 1.9e-03  norm 0.81  24.1k tok/s  mem 0.4 GiB``; in color on a terminal
-    if rich is installed.
+    """Sink that prints a line for each report: ``step 40  loss 2.413  lr 1.9e-03  norm 0.81  24.1k tok/s  mem 0.4
+    GiB``. The line is in color on a terminal if rich is installed.
     """
 
     def __init__(self) -> None:
         self._console = _console()
 
     def write(self, report: StepReport) -> None:
-        """Prints a step report as one line."""
+        """Prints a step report as one line on stdout; in red if the step was skipped and the terminal shows color."""
         parts = [f"step {report.step}", f"loss {report.loss:.4f}", *line_parts(report), trouble(report)]
         line = "  ".join(filter(None, parts))
         if self._console is None:

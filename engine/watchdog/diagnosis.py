@@ -23,7 +23,7 @@ _ORDERLY = "exit status 0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """Ranks that the watchdog reports as the cause of a hang."""
+    """Cause of a hang as the watchdog reports it: the global ranks, the kind of cause, and a sentence for the user."""
 
     ranks: tuple[int, ...]
     kind: str
@@ -35,7 +35,7 @@ class Blame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentHost:
-    """Host whose monitor does not answer."""
+    """Host from which the watchdog has received no message for ``seconds``, with the global ranks that run there."""
 
     host: str
     ranks: tuple[int, ...]
@@ -45,12 +45,14 @@ class SilentHost:
 def diagnose(
     views: Mapping[int, RankView], size: int, timeout: float, silent: Sequence[SilentHost] = ()
 ) -> Blame | None:
-    """Returns the ranks that cause a hang; None if all ranks make progress.
+    """Returns the ranks that cause a hang or have failed, with a sentence about them. Returns None if no rank has
+    failed and none waits longer than ``timeout``.
 
     Args:
-        views: views of all known ranks; of a silent host, the last ones.
+        views: last known state of each rank, by global rank.
         size: number of ranks of the job.
-        timeout: seconds that a rank may wait for another, and that a host may be silent.
+        timeout: seconds that a rank may wait for another; a host may be silent for half of them.
+        silent: hosts without messages for some seconds.
     """
     waiting = {view.rank: view for view in views.values() if view.waiting is not None and view.runs}
     overdue = [view for view in waiting.values() if view.waiting is not None and view.waiting.seconds > timeout]

@@ -24,7 +24,9 @@ _RECONNECT_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Line:
-    """TCP connection to the monitor of one host."""
+    """TCP connection between the watchdog monitors of two hosts; a message is a dict, sent as a line of JSON. No call
+    blocks.
+    """
 
     link: socket.socket
     heard: float
@@ -36,14 +38,16 @@ class Line:
     _outward: bytes = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends as much of a message as the kernel accepts; ``flush`` sends the rest."""
+        """Sends as much of a message as the kernel accepts without blocking; ``flush`` sends the rest. Closes the
+        connection if more than 4 MiB are unsent.
+        """
         self._outward += json.dumps(message).encode() + b"\n"
         self.flush()
         if len(self._outward) > _MOST_UNSENT:
             self.close()
 
     def flush(self) -> None:
-        """Sends the rest of unsent messages."""
+        """Sends as much of the unsent messages as the kernel accepts without blocking."""
         try:
             while self.open and self._outward:
                 self._outward = self._outward[self.link.send(self._outward) :]
@@ -58,7 +62,9 @@ class Line:
         return not self._outward
 
     def receive(self) -> Iterator[Message]:
-        """Yields the messages that have arrived, without blocking."""
+        """Yields the complete messages that have arrived, without blocking. Closes the connection if the other end has
+        closed it or has sent text that is not JSON.
+        """
         try:
             while self.open:
                 piece = self.link.recv(_PIECE)
@@ -88,10 +94,11 @@ class Line:
 
 @dataclass(slots=True)
 class Hub:
-    """Server of the first host's monitor, to which all other monitors connect.
+    """TCP server in the watchdog monitor of the first host; the monitors of all other hosts connect to it.
 
     Args:
         job: secret of this job; a connection without it is closed.
+        address: host name or IP address on which the server listens.
     """
 
     job: str
@@ -110,7 +117,9 @@ class Hub:
         return int(self.listener.getsockname()[1])
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[tuple[Line, Message]]:
-        """Returns messages of other hosts; waits at most ``seconds``, or until a descriptor of ``also`` is readable."""
+        """Returns the messages of other hosts that have arrived, each with its connection. Waits at most ``seconds``,
+        or until a connection or a file descriptor of ``also`` is readable.
+        """
         links = [self.listener.fileno(), *(line.link.fileno() for line in self.lines if line.open)]
         select.select([*links, *also], [], [], seconds)
         while True:
@@ -134,20 +143,21 @@ class Hub:
         return found
 
     def broadcast(self, message: Message) -> None:
-        """Sends a message to all other hosts."""
+        """Sends a message to all connected hosts."""
         for line in self.lines:
             if line.open:
                 line.send(message)
 
     def close(self) -> None:
-        """Closes the connections to all hosts."""
+        """Closes the connections to all hosts and the listening socket."""
         for line in self.lines:
             line.close()
         self.listener.close()
 
 
 class Spoke:
-    """Client of the other hosts' monitors, which reconnects when the connection breaks.
+    """TCP client in the watchdog monitor of every host except the first. It connects to the hub, the first host's
+    monitor, and reconnects when the connection breaks.
 
     Args:
         hello: first message of each connection.
@@ -163,7 +173,9 @@ class Spoke:
         """Time of the last contact with the hub."""
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[Message]:
-        """Returns messages of the hub; waits at most ``seconds``, or until a descriptor of ``also`` is readable."""
+        """Returns the messages of the hub that have arrived; connects if there is no connection. Waits at most
+        ``seconds``, or until the connection or a file descriptor of ``also`` is readable.
+        """
         if (self._line is None or self._opening or not self._line.open) and self._due():
             self._connect()
         links = [self._line.link.fileno()] if self._line is not None and self._line.open else []
@@ -178,12 +190,12 @@ class Spoke:
         return found
 
     def send(self, message: Message) -> None:
-        """Sends a message to the hub, if it is connected."""
+        """Sends a message to the hub; drops it if the hub is not connected."""
         if self._line is not None and self._line.open and not self._opening:
             self._line.send(message)
 
     def close(self) -> None:
-        """Sends the rest of unsent messages, and closes the connection."""
+        """Sends as much of the unsent messages as the kernel accepts, and closes the connection."""
         if self._line is not None:
             self._line.flush()
             self._line.close()

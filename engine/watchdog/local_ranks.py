@@ -29,7 +29,7 @@ MOST = 200
 
 
 class TimedEvent(NamedTuple):
-    """Event of the flight recorder with begin and end in nanoseconds since 1970."""
+    """Communication or computation that a rank has recorded, with begin and end in nanoseconds since 1970."""
 
     begun: int
     ended: int
@@ -40,7 +40,9 @@ class TimedEvent(NamedTuple):
 
 
 def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
-    """Returns the events of a rank with times of the wall clock; ``wall_offset`` is added to monotonic times."""
+    """Returns the 200 newest events of a rank with times in nanoseconds since 1970. ``wall_offset`` is the number of
+    nanoseconds between 1970 and the zero of the events' monotonic clock.
+    """
     return [
         TimedEvent(event.begun + wall_offset, event.ended and event.ended + wall_offset, str(event), event.axis)
         for event in events[-MOST:]
@@ -48,7 +50,13 @@ def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
 
 
 def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """Returns a line for each event, ordered by begin; times are seconds relative to ``now``."""
+    """Returns a text with a line for each event of all ranks, ordered by begin. A line has the begin in seconds
+    relative to ``now``, the rank, the event and its duration.
+
+    Args:
+        ranks: events of each rank, by global rank.
+        now: time in nanoseconds since 1970.
+    """
     rows = sorted((event.begun, rank, event) for rank, events in ranks.items() for event in events)
     lines = []
     for begun, rank, event in rows:
@@ -58,8 +66,12 @@ def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
 
 
 def perfetto_trace(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """Returns a Perfetto trace with a process for each rank and a thread for each axis; unfinished events last until
-    ``now``.
+    """Returns the JSON of a Perfetto trace. Each rank is a process with a thread for each axis of communication and one
+    for computation.
+
+    Args:
+        ranks: events of each rank, by global rank.
+        now: time in nanoseconds since 1970, until which unfinished events last.
     """
     found = [
         {
@@ -95,13 +107,15 @@ class _Local:
 
 @dataclass(slots=True)
 class LocalRanks:
-    """Ranks of this host with a flight file in ``folder``; the file exists while the rank's process runs."""
+    """Ranks of this host, found by their flight files in ``folder``. In its flight file a rank records its
+    communication and computation.
+    """
 
     folder: Path
     ranks: dict[int, _Local] = field(default_factory=dict)
 
     def refresh(self) -> list[int]:
-        """Finds new flight files and ended processes; returns the ranks that have ended since the last call."""
+        """Finds new flight files and ended processes; returns the global ranks that have ended since the last call."""
         ended = []
         for path in self.folder.glob(f"*{SUFFIX}"):
             number = path.stem.removeprefix("rank")
@@ -135,16 +149,18 @@ class LocalRanks:
 
     @property
     def descriptors(self) -> list[int]:
-        """Pidfds of running processes, which become readable when a process ends."""
+        """Pidfds (Linux file descriptors of processes) of running ranks; one becomes readable when its process ends."""
         return [local.process for local in self.ranks.values() if local.process is not None and local.state]
 
     @property
     def running(self) -> list[int]:
-        """Ranks whose processes run, ascending."""
+        """Global ranks with a running process, ascending."""
         return sorted(rank for rank, local in self.ranks.items() if local.state)
 
     def views(self, detailed: bool) -> list[RankView]:
-        """Returns the views of all ranks of this host; call ``refresh`` before. ``detailed``: with recent events."""
+        """Returns the states of all ranks of this host, including ended ones; call ``refresh`` before. With
+        ``detailed``, a state also has the rank's recent events.
+        """
         found = []
         for local in self.ranks.values():
             flight, events = local.file.read(), local.file.events() if detailed else []
@@ -152,7 +168,9 @@ class LocalRanks:
         return found
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Returns the Python stacks of running ranks that answer within ``seconds``, by rank."""
+        """Returns the Python stacks of running ranks as text, by global rank. It signals each rank, which then writes
+        its stacks to a file, and waits at most ``seconds`` for these files.
+        """
         asked = [(rank, local) for rank, local in self.ranks.items() if local.state]
         paths = {rank: local.file.path.with_suffix(STACK_SUFFIX) for rank, local in asked}
         for _, local in asked:
@@ -164,11 +182,13 @@ class LocalRanks:
         return {rank: path.read_text(errors="replace") for rank, path in paths.items() if path.exists()}
 
     def events(self) -> dict[int, list[TimedEvent]]:
-        """Returns the newest events of all ranks of this host, including ended ones, by rank."""
+        """Returns the 200 newest events of each rank of this host, including ended ones, by global rank."""
         return {rank: timed(local.file.events(), local.file.read().wall_offset) for rank, local in self.ranks.items()}
 
     def tell_launcher(self, rank: int, sentence: str) -> None:
-        """Writes ``sentence`` into torchrun's error file of a rank, unless the rank has written one."""
+        """Writes ``sentence`` as cause into the file from which torchrun reads the error of a rank, unless this file
+        exists.
+        """
         name = self.ranks[rank].file.read().identity.get(ERROR_VARIABLE, "")
         if not name or Path(name).exists():
             return
@@ -180,14 +200,16 @@ class LocalRanks:
             temporary.unlink(missing_ok=True)
 
     def end(self, sentence: str) -> None:
-        """Kills all ranks of this host, also stopped ones, and writes ``sentence`` as cause for the launcher."""
+        """Kills all running ranks of this host, also stopped ones. Before, it writes ``sentence`` as cause into their
+        error files for torchrun.
+        """
         for rank, local in self.ranks.items():
             if local.state:
                 self.tell_launcher(rank, sentence)
                 self._signal(local, signal.SIGKILL)
 
     def close(self, remove: bool) -> None:
-        """Closes all flight files; deletes them if ``remove``."""
+        """Closes all flight files; with ``remove``, also deletes their folder."""
         for local in self.ranks.values():
             local.file.close()
             if local.process is not None:
@@ -220,7 +242,12 @@ _OLD_SECONDS = 24 * 3600
 
 
 def flight_folder() -> Path:
-    """Returns the folder of this user's flight files on this host, in memory if possible."""
+    """Creates and returns the folder of this user's flight files on this host: in /dev/shm if that is writable, else in
+    the folder for temporary files.
+
+    Raises:
+        OSError: the path is a link or belongs to another user, or others may write there.
+    """
     memory = Path("/dev/shm")
     folder = (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / f"trine-{os.getuid()}"
     folder.mkdir(exist_ok=True, mode=0o700)
@@ -231,7 +258,7 @@ def flight_folder() -> Path:
 
 
 def remove_old(folder: Path) -> None:
-    """Deletes files that are more than a day old from the folder."""
+    """Deletes from ``folder`` all subfolders that are more than a day old: flight files that earlier jobs have left."""
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:

@@ -43,7 +43,9 @@ STRAGGLERS = "watchdog_stragglers.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPlace:
-    """Address of the hub, with the host and ranks of its monitor."""
+    """Address, host name and global ranks of the hub, the monitor of the first host, to which all other monitors
+    connect.
+    """
 
     address: str
     port: int = 0
@@ -54,7 +56,7 @@ class HubPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """Settings of a monitor, passed as JSON on stdin."""
+    """Settings that a monitor process reads as JSON from stdin."""
 
     folder: str
     """Folder of the flight files of this host."""
@@ -74,7 +76,9 @@ class Orders:
 
 @dataclass(slots=True)
 class Monitor:
-    """Process of one host that reads flight files and ends a hung job."""
+    """Process that watches the ranks of one host by their flight files. The monitor of the first host, the hub, also
+    collects the states of all ranks and finds the cause of a hang. Every monitor then kills the ranks of its host.
+    """
 
     orders: Orders
     local: LocalRanks = field(init=False)
@@ -104,7 +108,9 @@ class Monitor:
             self.hub = Hub(orders.job, orders.hub.address)
 
     def run(self) -> None:
-        """Runs until all ranks of this host have ended."""
+        """Watches the ranks of this host until all have ended or closed their engines, or until the time set after a
+        reported hang. After a hang, kills the ranks that still run.
+        """
         poll = min(_MOST_POLL_SECONDS, self.orders.timeout / 20)
         try:
             while True:
@@ -301,8 +307,11 @@ def _writing_into(folder: Path) -> Iterator[None]:
 
 
 def watch() -> None:
-    """Runs a monitor: reads its settings from stdin and prints the hub's port; returns if the rank that started it has
-    ended.
+    """Starts a monitor in a background process. Its settings (``Orders``) are a line of JSON on stdin. The calling
+    process prints the hub's TCP port, 0 if this host is not the hub, and exits.
+
+    The function returns only in the background process, after the monitor's end, or if stdin ends early because the
+    rank that started it has ended.
     """
     given = sys.stdin.readline()
     if not given.endswith("\n"):

@@ -30,7 +30,9 @@ _SHARE_OF_STEP = 0.1
 
 
 class StreamGroup(NamedTuple):
-    """Ranks of an axis that communicate with each other in one stream."""
+    """Link between ranks: the global ranks that exchange data over an axis in one stream. A stream is the collectives
+    of a group, or the messages from one rank to another.
+    """
 
     axis: str
     stream: str
@@ -39,7 +41,7 @@ class StreamGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Measurement of all ranks between two samples, in seconds per step."""
+    """Times of all ranks between two samples of their states, in seconds per training step."""
 
     views: Mapping[int, RankView]
     """Views of all ranks at the end."""
@@ -52,7 +54,7 @@ class Window:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds per step of the slowest rank."""
+        """Seconds per step of the slowest rank: its computation and the transfers of its links."""
         waits = {rank: 0.0 for rank in self.computed}
         for link, seconds in self.waited.items():
             for rank in link.ranks:
@@ -61,7 +63,14 @@ class Window:
 
 
 def transfers(began: Mapping[int, RankView], now: Mapping[int, RankView]) -> dict[StreamGroup, float]:
-    """Returns the transfer seconds per step of every link between two samples, if all of its ranks have measured it."""
+    """Returns the seconds per training step that each link spends on transfers between two samples. A link's time is
+    the shortest wait of its ranks, because the rank that arrives last waits only for the network. Links are left out
+    until all of their ranks have measured waits; for messages only the receiver measures.
+
+    Args:
+        began: state of each rank at the first sample, by global rank.
+        now: the same at the second sample.
+    """
     told: dict[StreamGroup, dict[int, float]] = {}
     wanted: dict[StreamGroup, int] = {}
     for rank, view in now.items():
@@ -81,8 +90,8 @@ def _is_message(stream: str) -> bool:
 
 
 class SlowLinks:
-    """Detector of links that take ``factor`` times the time of similar links, or of their own earlier time; reports
-    each once.
+    """Detector of slow links between ranks. A link is slow if its transfers take more than ``factor`` times as long as
+    on similar links, or as in its own fastest window. Each link is reported once.
     """
 
     def __init__(self, factor: float) -> None:
@@ -92,7 +101,9 @@ class SlowLinks:
         """Window with the least time of each link."""
 
     def look(self, window: Window) -> list[str]:
-        """Returns a sentence for each axis with newly slow links; a slow subgroup replaces its group."""
+        """Returns a sentence for each axis with links that ``window`` shows to be slow and that were not reported
+        before. If the ranks of a slow link contain all ranks of a smaller one, only the smaller link is named.
+        """
         found: dict[StreamGroup, str] = {}
         for link, seconds in window.waited.items():
             if link not in self._named and (usual := self._usual(link, window)) is not None:
@@ -174,7 +185,9 @@ _WORTH_A_NAME = 1e-3
 
 @dataclass(slots=True)
 class Stragglers:
-    """Detector of ranks and links that take ``factor`` times the usual time over ``steps`` steps; reports each once."""
+    """Detector of slow ranks and links. A rank is slow if it computes more than ``factor`` times as long as others of
+    its pipeline stage over at least ``steps`` steps. Each rank and link is reported once.
+    """
 
     factor: float
     steps: int
@@ -188,7 +201,13 @@ class Stragglers:
         self.links = SlowLinks(self.factor)
 
     def look(self, views: Mapping[int, RankView], size: int) -> list[str]:
-        """Returns sentences about newly slow ranks and links; needs views of all ranks."""
+        """Returns a sentence for each rank newly found slow, and for each axis with newly slow links. The list is empty
+        until ``steps`` steps have passed since the last measurement, and if a rank is missing or has ended.
+
+        Args:
+            views: current state of each rank, by global rank.
+            size: number of ranks of the job.
+        """
         if len(views) < size or any(not view.runs or view.phase == "ENDED" for view in views.values()):
             return []
         if not self._began:

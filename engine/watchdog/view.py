@@ -17,7 +17,9 @@ RECENT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallView:
-    """Collective, message or computation in which a rank is, with the seconds since its begin."""
+    """Collective, message or pipeline computation of a rank. ``seconds`` counts from its begin, or from its end if it
+    is the last finished one.
+    """
 
     text: str
     stream: str
@@ -30,7 +32,13 @@ class CallView:
 
     @classmethod
     def of(cls, event: Event, flight: Flight, since: int, now: int) -> Self:
-        """Returns the call that an event in a rank's flight file describes."""
+        """Returns the view of an event from a rank's flight file.
+
+        Args:
+            event: collective, message or computation of the rank.
+            flight: snapshot of the rank's flight file.
+            since, now: times of the monotonic clock in nanoseconds; their difference becomes ``seconds``.
+        """
         return cls(
             text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,
             stream=event.stream,
@@ -51,7 +59,9 @@ def _peers(stream: str, axis: str, peer: int, flight: Flight) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitView:
-    """Total wait of a rank in one stream of communication since its start."""
+    """Total time that a rank has waited in one stream since its start. A stream is the collectives of one group, or the
+    messages between two ranks.
+    """
 
     axis: str
     stream: str
@@ -64,12 +74,14 @@ class WaitView:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the stream, ascending."""
+        """Global ranks of the stream, ascending."""
         return ranks_of(self.runs)
 
     @classmethod
     def of(cls, waits: StreamWaits, flight: Flight) -> Self:
-        """Returns the total wait of one stream from a rank's flight file."""
+        """Returns the view of ``waits``, the total wait in one stream, from ``flight``, a snapshot of the rank's flight
+        file.
+        """
         return cls(
             axis=waits.axis,
             stream=waits.stream,
@@ -116,26 +128,28 @@ class RankView:
 
     @property
     def runs(self) -> bool:
-        """True if the process exists and is no zombie."""
+        """True if the rank's process exists and is no zombie."""
         return bool(self.process) and self.process not in "ZX"
 
     @property
     def name(self) -> str:
-        """Text with rank, host and pid."""
+        """Text that names the rank: "rank 3 (host-a, pid 4711)"."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def begun(self, call: CallView) -> bool | None:
-        """Returns True if this rank has begun ``call``, in which another rank waits; None if it is unknown."""
+        """Returns True if this rank has begun ``call``, in which another rank waits, or a later call of the same
+        stream. Returns False also if no recent call of the stream is known.
+        """
         mine = [each.count for each in self.recent if each.stream == call.stream]
         return bool(mine) and max(mine) >= call.count
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the view as a JSON object."""
+        """Returns the view as a dict for JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Returns the view from the object of ``to_json``."""
+        """Returns the view from ``data``, a dict that ``to_json`` has made and that JSON has transferred."""
         calls = {name: _call(data[name]) for name in ("waiting", "action", "last")}
         streams = tuple(WaitView(**{**each, "runs": tuple(map(tuple, each["runs"]))}) for each in data["streams"])
         return cls(**{**data, **calls, "recent": tuple(_call(each) for each in data["recent"]), "streams": streams})
@@ -146,9 +160,11 @@ def _call(data: dict[str, Any] | None) -> Any:
 
 
 def look(flight: Flight, events: list[Event], now: int, process: str, ended: str) -> RankView:
-    """Returns the view of a rank of this host from its flight file and process.
+    """Returns the current state of a rank of this host.
 
     Args:
+        flight: snapshot of the rank's flight file.
+        events: recent events of the file, oldest first; empty for a state without recent calls.
         now: time by ``time.monotonic_ns``.
         process, ended: see :class:`RankView`.
     """
@@ -183,7 +199,9 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """Returns the state letter of a process in /proc ("" if it does not exist), and its exit code as in ``os.wait``."""
+    """Returns the state letter of a process in /proc, and its exit status as from ``os.wait``. Returns "" and 0 if the
+    process does not exist.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -193,9 +211,11 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 def started_after(pid: int, written: int) -> bool:
-    """Returns True if a process started more than a second after ``written``, so that its pid was reused.
+    """Returns True if the process ``pid`` started more than a second after ``written``, so that it is another process
+    that has got this pid.
 
-    ``written``: nanoseconds of the monotonic clock. It pauses while a machine is suspended, which errs to False.
+    ``written`` is a time in nanoseconds of the monotonic clock. That clock pauses while the machine is suspended, so
+    after a suspension the result may be False by mistake.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -207,7 +227,9 @@ def started_after(pid: int, written: int) -> bool:
 
 
 def exit_of(process: int) -> int | None:
-    """Returns the exit status of a reaped process from its pidfd; None before Linux 6.15."""
+    """Returns the exit status, as from ``os.wait``, of an ended process. ``process`` is its pidfd. Returns None if the
+    kernel does not report it, as before Linux 6.15.
+    """
     told = bytearray(_INFO_BYTES)
     struct.pack_into("Q", told, 0, _WANTS_EXIT)
     try:
@@ -225,7 +247,7 @@ _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 
 
 def ending(status: int) -> str:
-    """Returns words for an exit status of ``os.wait``."""
+    """Returns an exit status of ``os.wait`` in words: "exit status 1" or "signal 9 (SIGKILL)"."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit status {code}"

@@ -47,7 +47,8 @@ MONITOR_COMMAND = ("-I", "-S", "-c", _START, str(_ROOT))
 
 
 class Watchdog:
-    """Watchdog of one engine on this rank.
+    """Watchdog of an engine on this rank. It records the rank's communication and computation in a flight file, and
+    starts the monitor process of this host. The monitors of all hosts find the cause of a hang and end the job.
 
     Args:
         store: key-value store of the job, with a prefix of this rendezvous.
@@ -86,10 +87,11 @@ class Watchdog:
             remove_old(self._folder.parent)
 
     def close(self) -> None:
-        """Ends the recording of this rank; the last rank of a host deletes all flight files. A second call does
-        nothing.
+        """Ends the recording of this rank. The last rank of a host that closes deletes all flight files of the host. A
+        second call does nothing.
 
-        If an exception is being raised, which usually ends the process, its message is left for the monitor.
+        If an exception is being raised, which usually ends the process, the flight file stays with its message for the
+        monitor.
         """
         if self._closed or os.getpid() != self._process:  # a forked child must not close its parent's files
             return
@@ -190,7 +192,13 @@ def _closed_well(path: Path) -> bool:
 
 
 def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:
-    """Returns the watchdog of this rank; None if it is off, or if this host has no folder for flight files."""
+    """Returns the watchdog of this rank; None if the configuration turns it off, or if its flight file cannot be
+    created.
+
+    Args:
+        store: key-value store of the job, with a prefix of this rendezvous.
+        job: secret of this job, equal on all ranks.
+    """
     if not config.watchdog.enabled:
         return None
     seconds = watchdog_seconds(config.communication.timeout_seconds)
