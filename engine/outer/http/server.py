@@ -53,11 +53,11 @@ T = TypeVar("T")
 
 
 class StoreServer:
-    """HTTP application over a store.
+    """ASGI application that serves a store over HTTP.
 
     Args:
-        store: the store; the end of the application closes it.
-        token: secret that every request but ``healthz`` carries; empty: none.
+        store: the store; the application closes it at its end.
+        token: secret that every request must carry, except for ``/v1/healthz``; empty: requests need none.
     """
 
     def __init__(self, store: Store, token: str = "") -> None:
