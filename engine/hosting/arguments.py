@@ -69,8 +69,7 @@ _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "g
 
 
 def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
-    """Returns a copy of the configuration ``raw`` with each "auto" replaced by the matching value of ``args``, if there
-    is one.
+    """Returns a copy of the configuration ``raw`` in which values of ``args`` replace "auto", as far as they match.
 
     Args:
         args: ``TrainingArguments`` of the Hugging Face Trainer.
@@ -209,7 +208,7 @@ def _equal(given: Any, value: Any) -> bool:
 
 
 def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:
-    """Returns the error for configuration key ``key`` with value ``given``, which contradicts setting ``name`` of
+    """Returns the error for ``key`` in the configuration: ``given`` contradicts ``value`` of setting ``name`` in
     ``owner``.
     """
     return ConfigError(
@@ -371,8 +370,7 @@ def _check_servers(kind: str, args: Any, config: Config) -> None:
 
 
 def refuse_rewards(name: str, rewards: Any, count: int) -> None:
-    """Refuses a result of the TRL reward function ``name`` that is not a list of one number or None for each
-    completion.
+    """Refuses a result of the TRL reward function ``name`` unless it has a number or None for each completion.
 
     Args:
         rewards: the result.

@@ -60,7 +60,8 @@ _NO_LABEL = -100
 
 
 def with_share(batch: Any, rows: int, micro: int) -> Any:
-    """Returns ``batch`` with "num_items_in_batch" divided over its rows, so that it can be split into microbatches.
+    """Returns ``batch``; its "num_items_in_batch", if any, is divided over the rows, so that it splits into
+    microbatches.
 
     Args:
         rows: number of rows of the batch.
@@ -73,7 +74,7 @@ def with_share(batch: Any, rows: int, micro: int) -> Any:
 
 
 def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
-    """Returns ``output`` with its "loss" [microbatches] replaced by one loss of the whole batch.
+    """Returns ``output``; if it has a "loss" [microbatches], one loss of the whole batch replaces it.
 
     This is the mean of the microbatches' losses, weighted by labels or by rows. It is exact for means over labels or
     rows, and for sums divided by the microbatch's share of items.

@@ -112,8 +112,7 @@ _SWITCHES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 
 def of_accelerator(given: Mapping[str, Any], environ: Mapping[str, str]) -> LoopSettings:
-    """Returns the settings of ``accelerate.Accelerator``, from its arguments ``given`` and the variables of
-    ``environ``.
+    """Returns the settings of ``accelerate.Accelerator`` from its arguments ``given`` and environment variables.
 
     Raises:
         ConfigError: a setting shards or compiles the model outside the engine (FSDP, DeepSpeed), or selects fp8.
@@ -202,9 +201,7 @@ def replace_child(module: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def move_others(module: nn.Module, name: str, device: torch.device) -> None:
-    """Moves all direct children of ``module`` to ``device``, except the child that is or contains the submodule
-    ``name``.
-    """
+    """Moves all direct children of ``module`` to ``device``, except for the one that is or contains ``name``."""
     top = name.partition(".")[0]
     for each, child in module.named_children():
         if each != top:

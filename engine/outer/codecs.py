@@ -55,7 +55,9 @@ _WIDEST = 8
 
 
 class DeltaCodec(Protocol):
-    """Interface of codecs that encode values on the host, [n], to a message of bytes, and decode the message."""
+    """Interface of codecs for the values that a site pushes: from values on the host, [n], to a message of bytes and
+    back.
+    """
 
     @property
     def name(self) -> str:

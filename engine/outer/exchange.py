@@ -43,7 +43,10 @@ _FIELDS = 6
 
 @dataclass(slots=True)
 class PushFlight:
-    """Push of one fragment that is under way: from its start until this site takes over a merge with the push."""
+    """One push that is under way: a fragment's gradients or weight differences, sent to the store.
+
+    It ends when this site has taken over a merged version that contains the push.
+    """
 
     meta: PushMeta
     least: int = 0
@@ -58,7 +61,7 @@ class PushFlight:
 
     @property
     def ready(self) -> bool:
-        """True if this rank has pulled the offered version of the fragment, or its pull has failed."""
+        """True if this rank's download of the offered merged version has ended, with success or an error."""
         return self.body is not None and self.body.done()
 
     def ends_with(self, offer: Offer) -> bool:
@@ -67,10 +70,10 @@ class PushFlight:
 
 
 class StoreExchange:
-    """Requests of one rank to the stores during one life, which is one run of the site's processes.
+    """Requests of one rank of a site to the outer stores, during one life (one run of the site's processes).
 
     Args:
-        link: connection to the stores, which the requests use.
+        link: connection to the stores.
         life: number of this life, from the reply to the join.
         lease: seconds without a request after which a store counts the site as lost; rank 0 renews it in a thread.
     """
@@ -91,9 +94,9 @@ class StoreExchange:
         self._pushes = {push for push in self._pushes if not push.done()} | {flight.pushed}
 
     def poll(self, flights: Sequence[PushFlight]) -> list[PushFlight]:
-        """Returns the flights of which every rank has pulled the merged version.
+        """Returns the pushes among ``flights`` for which every rank of the site has downloaded the merged version.
 
-        Also starts pulls of versions that the store newly offers. One all-reduce over the world, label "outer".
+        Also starts downloads of newly offered versions. One all-reduce over the world, label "outer".
 
         Raises:
             EngineError: a store has refused a request of any rank; all ranks raise.
@@ -118,7 +121,8 @@ class StoreExchange:
         return [flight for row, flight in zip(found, flights, strict=False) if row[0] == self._comm.grid.world_size]
 
     def wait(self, flight: PushFlight) -> PushFlight:
-        """Waits until every rank has pulled the merged version of ``flight``, and returns ``flight``.
+        """Waits until every rank of the site has downloaded the merged version for the push ``flight``; returns
+        ``flight``.
 
         Collective over the world; raises the errors of ``poll``.
         """
@@ -144,7 +148,7 @@ class StoreExchange:
     def close(self, leave: bool) -> None:
         """Ends the thread that renews the lease.
 
-        With ``leave``, and if the stores answer, waits up to 5 seconds for the last pushes; rank 0 then ends the life
+        With ``leave``, and if the stores answer, waits up to 5 seconds for the last pushes. Rank 0 then ends the life
         on the stores, so that merges do not wait for this site.
         """
         self._ended.set()

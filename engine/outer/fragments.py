@@ -21,7 +21,7 @@ Rows = Sequence[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Part of one fragment on one store: whole tensors that are pushed and merged together."""
+    """Group of whole tensors that sites push and merge together; with several stores, its part on one of them."""
 
     index: int
     """Number of the fragment; its parts on all stores have the same number."""
@@ -32,11 +32,10 @@ class Fragment:
 
 
 def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
-    """Divides the tensors over ``fragments`` fragments, and each fragment over ``stores`` stores; each tensor is in one
-    part.
+    """Divides the tensors ``rows`` into ``fragments`` groups, and each group over ``stores`` stores.
 
-    Returns the parts, ordered by fragment and then by store. A fragment with fewer tensors than stores has no part on
-    some stores.
+    Returns the parts, ordered by group and then by store; each tensor is in one part. A group with fewer tensors than
+    stores has no part on some stores.
 
     Raises:
         ValueError: a name occurs twice, there are more fragments than tensors, or there is no store.
@@ -64,9 +63,8 @@ def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
 def due(step: int, period: int, fragments: int, index: int) -> bool:
     """Returns True if fragment ``index`` of ``fragments`` is pushed after ``step`` steps.
 
-    Each fragment is pushed every ``period`` steps, and the fragments are spread evenly over the period: the first push
-    of fragment f > 0 follows step ``f * period // fragments``, and the first push of fragment 0 follows step
-    ``period``.
+    Each fragment is pushed every ``period`` steps, and the fragments are spread evenly over the period. The first push
+    of fragment f > 0 follows step ``f * period // fragments``; the first push of fragment 0 follows step ``period``.
 
     Raises:
         ValueError: ``period`` is smaller than ``fragments``, or ``index`` is out of range.

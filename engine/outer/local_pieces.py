@@ -29,7 +29,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """Range of elements of one logical tensor that this rank updates, with its place in a flat bucket."""
+    """Range of elements of one logical tensor that this rank updates and exchanges, with its place in a flat bucket."""
 
     name: str
     fragment: int
@@ -52,9 +52,7 @@ class LocalPiece:
         return update_gradient(self.flat, self.part)
 
     def within(self, owned: Tensor) -> Tensor:
-        """Returns the view of this piece's elements, [elements], in ``owned``, a tensor of this rank's shard of the
-        bucket.
-        """
+        """Returns the view of this piece's elements in ``owned``, a tensor with this rank's shard of the bucket."""
         return owned[self.part.start - self.flat.owned.start : self.part.stop - self.flat.owned.start]
 
     def chosen(self, values: Tensor) -> Tensor:
@@ -74,7 +72,7 @@ class LocalPiece:
 
 @dataclass(frozen=True, slots=True)
 class LocalPieces:
-    """All tensor pieces that one rank updates, in the order of its bodies, and the fragments of the model."""
+    """All tensor pieces that one rank updates and exchanges with the stores, and the fragments of the model."""
 
     fragments: tuple[Fragment, ...]
     """Fragments, one for each store among which their tensors are divided; messages number them in this order."""
@@ -93,8 +91,8 @@ class LocalPieces:
         return tuple(each for each in self.pieces if each.fragment == fragment)
 
     def pulled(self, fragment: int, body: Tensor) -> Iterator[tuple[LocalPiece, Tensor]]:
-        """Yields each piece of ``fragment`` with its values in ``body``, a pulled version, fp32 [elements of all
-        pieces].
+        """Yields each piece of ``fragment`` with its values in ``body``, the merged values of all pieces, fp32
+        [elements].
         """
         own = self.of(fragment)
         sizes = [each.pulled.elements for each in own]
@@ -145,8 +143,7 @@ class UntrainedState:
 
     @torch.no_grad()
     def digests(self, comm: Comm, device: torch.device, with_buffers: bool) -> dict[str, str]:
-        """Returns "dtype digest" of each frozen parameter by name; with ``with_buffers``, on rank 0 also of each
-        buffer.
+        """Returns "dtype digest" of each frozen parameter by name; on rank 0, ``with_buffers`` adds persistent buffers.
 
         One all-reduce over the world, label "outer", if there are frozen parameters.
         """

@@ -24,7 +24,7 @@ from engine.checkpoint.format.pieces import Piece
 
 
 class Content(Enum):
-    """Kind of values that sites push."""
+    """Kind of values that sites push to the store: gradients or weight differences."""
 
     SUMS = "sums"
     """Summed gradients; sites pull their sum and update weights themselves: synchronous training."""
@@ -88,7 +88,8 @@ class JoinReply:
 
 @dataclass(frozen=True, slots=True)
 class PushKey:
-    """Identity of a push of one site: its life, its fragment, and ``seq``, which counts the pushes of both from 0.
+    """Identity of a push: the site's life, the fragment, and ``seq``, the number of the push in that life and fragment
+    from 0.
 
     Sending a push with the same key again has no effect.
     """
@@ -134,9 +135,7 @@ class PushShare:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Newest version of a fragment that a life, one run of a site's processes, may take over, and facts about its
-    merge.
-    """
+    """Newest version of a fragment that a site may take over, and facts about the merge that made it."""
 
     version: int
     merged: int
@@ -226,9 +225,7 @@ class StoreLink(Protocol):
         """
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns the elements of ``fragment`` that ``rank`` updates, from the offered ``version``: concatenated, fp32
-        [elements].
-        """
+        """Returns the elements of ``fragment`` that ``rank`` updates, from the offered ``version``, fp32 [elements]."""
 
     def renew(self, life: int) -> None:
         """Renews the lease of the life, after which the store would count the site as lost.

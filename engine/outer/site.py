@@ -49,7 +49,7 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class OuterState:
-    """State of the outer loop of one site; the byte counts and ``waited`` are of this rank, the rest is equal on all
+    """Progress of one site's outer loop; byte counts and ``waited`` belong to this rank, the rest is equal on all
     ranks.
     """
 
@@ -160,10 +160,10 @@ class OuterLoop(StepPart):
             self._join()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """With gradients as content, exchanges them with the stores; with differences of weights, does nothing.
+        """If sites push gradients, replaces the step's gradients by merged gradients or weights from the stores.
 
-        Returns the error of the step, if it has failed on this rank or in the exchange, else None. Collective over the
-        world.
+        Does nothing if sites push weight differences. Returns the error of the step, from this rank or the exchange, or
+        None. Collective over the world.
         """
         if self._content is Content.DELTAS:
             return step.problem
@@ -181,9 +181,13 @@ class OuterLoop(StepPart):
         self._tokens += totals.tokens
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Counts the step; with differences as content, pushes fragments that are due and takes over arrived merges.
+        """Counts the step. If sites push weight differences, pushes fragments that are due and takes over merged
+        versions.
 
         Adds the outer loop's values to ``step.figures``. Collective over the world.
+
+        Args:
+            made: updates of the engine so far.
         """
         self._steps, self._made = self._steps + 1, made
         self._rows = (self._rows or 0) + (self._plan.config.train_batch_size or 0)
@@ -196,10 +200,9 @@ class OuterLoop(StepPart):
             self._comm.recorder.note(f"outer loop of site {self._outer.site}: {now}")
 
     def restarted(self, made: int) -> None:
-        """Starts a new life of this site on the stores after weights were loaded; ``made`` is the number of updates so
-        far.
+        """Starts a new life (run) of this site on the stores, after weights were loaded. Collective over the world.
 
-        Does nothing before the first join. Collective over the world.
+        Does nothing before the first join. ``made`` is the number of updates so far.
         """
         self._made = made
         if self._exchange is not None:

@@ -45,8 +45,8 @@ class Anchors:
         """True once the anchors have values, from the store or from a checkpoint."""
 
     def of(self, piece: LocalPiece, kind: str = ANCHOR) -> Tensor:
-        """Returns a view of the anchor (or with ``kind`` = ``FEEDBACK`` of the encoding error) of ``piece``, fp32
-        [elements].
+        """Returns a view of the anchor of ``piece``, fp32 [elements]; with ``kind`` = ``FEEDBACK``, of its encoding
+        error.
         """
         return piece.within(self._owned[kind][piece.flat.bucket.index])
 
@@ -71,7 +71,7 @@ class Anchors:
         return {place.parameter: {kind: self._view(place, kind) for kind in kinds} for place in self._places}
 
     def forget(self) -> None:
-        """Does nothing: after the user replaces weights, their distance from the anchors counts as progress of this
+        """Does nothing: if the user replaces weights, the difference from their anchors counts as progress of this
         site.
         """
 
@@ -82,8 +82,7 @@ class Anchors:
 
 
 class SiteWeights:
-    """Conversion of this rank's weights and gradients to bodies for the stores, and of pulled bodies to weights or
-    sums.
+    """Conversion between this rank's weights or gradients and the payloads that it exchanges with the stores.
 
     Args:
         local: tensor pieces that this rank updates.
@@ -118,8 +117,9 @@ class SiteWeights:
         return torch.cat(parts).view(torch.uint8) if parts else torch.empty(0, dtype=torch.uint8)
 
     def gradients(self, fragment: int, scale: float) -> Tensor:
-        """Returns the summed gradients that this rank pushes of ``fragment``, divided by ``scale``, encoded as uint8
-        [bytes].
+        """Returns the summed gradients that this rank pushes of ``fragment``, divided by ``scale`` and encoded.
+
+        The result is uint8 [bytes].
         """
         own = self._pushed(fragment)
         for flat in {id(piece.flat): piece.flat for piece in own if piece.flat.host_sums is not None}.values():
@@ -129,7 +129,7 @@ class SiteWeights:
 
     @torch.no_grad()
     def differences(self, fragment: int) -> Tensor:
-        """Returns anchor minus weight for the elements that this rank pushes of ``fragment``, encoded as uint8 [bytes].
+        """Returns anchor minus weight for the elements that this rank pushes of ``fragment``, encoded, uint8 [bytes].
 
         Then sets the anchors of the fragment to the current weights.
         """
@@ -145,11 +145,11 @@ class SiteWeights:
 
     @torch.no_grad()
     def write(self, fragment: int, body: Tensor, alone: bool = False) -> None:
-        """Takes over ``body``, merged weights of ``fragment``, fp32 [elements]; as new anchors, too, if the site has
-        anchors.
+        """Takes over ``body``, merged weights of ``fragment``, fp32 [elements].
 
         The new weights are the merged weights plus this site's progress since the anchor. With ``mixing`` configured,
-        they are the average mixing * own + (1 - mixing) * merged. With ``alone``, they are the merged weights.
+        they are the average mixing * own + (1 - mixing) * merged. With ``alone``, they are the merged weights. If sites
+        push weight differences, the merged weights become the new anchors.
 
         All-gathers parameters over dp, label "parameters".
         """
@@ -172,8 +172,8 @@ class SiteWeights:
             self._gatherer.forget()
 
     def use_weights(self, bodies: Mapping[int, Tensor]) -> None:
-        """Passes weights that the store has updated, by fragment, to the optimizer, which copies them at the next
-        update.
+        """Passes ``bodies``, updated weights from the store by fragment, to the optimizer, which copies them at its
+        next step.
         """
         inner = self._optimizer.inner
         assert isinstance(inner, PulledWeights), "a site of a server has no optimizer of its own"

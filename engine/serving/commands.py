@@ -217,7 +217,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class TrainedOutput:
-    """Result of :class:`ForwardBackward`."""
+    """Result of :class:`ForwardBackward`: outputs of each datum, and metrics."""
 
     outputs: tuple[Mapping[str, Array], ...]
     """Outputs of each datum by name: logprobs fp32 of the shape of its target_tokens."""
@@ -242,7 +242,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SampledOutput:
-    """Result of :class:`SampleTokens`."""
+    """Result of :class:`SampleTokens`: sampled sequences and, if requested, log-probabilities of the prompt."""
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: Array | None = None

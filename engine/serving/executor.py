@@ -84,7 +84,7 @@ class CommandExecutor:
         pool: engines of the clients' models and of their base model.
         folder: folder of saved weights, shared by all ranks.
         functions: functions that clients call by name, each from tensors to tensors.
-        staleness: number of weight updates that may follow a forward before its backward.
+        staleness: maximum number of weight updates between a forward and its backward.
         vllm: address of the vLLM server that samples from full-parameter models; None: the ranks sample.
     """
 

@@ -32,7 +32,7 @@ class CommandSource(Protocol):
         """Returns the next command with its key; None if none arrives within ``seconds``."""
 
     def finish(self, key: str, result: Result, retained: int) -> None:
-        """Stores the result of the command ``key``; ``retained``: most bytes of retained forwards on any rank."""
+        """Stores the result of the command ``key``; ``retained``: bytes of retained forwards, maximum over ranks."""
 
 
 class CommandLoop:

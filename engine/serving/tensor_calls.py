@@ -63,7 +63,7 @@ class TensorCalls:
 
     Args:
         functions: functions by the names under which clients call them.
-        staleness: number of weight updates that may follow a forward before its backward is refused.
+        staleness: maximum number of weight updates between a forward and its backward.
     """
 
     def __init__(self, functions: Mapping[str, ServedFunction], staleness: int = 0) -> None:

@@ -41,8 +41,7 @@ class VllmSamples:
         self._is_raw = False
 
     def push(self, name: str, engine: Engine) -> None:
-        """Publishes the weights of ``engine``, saved as ``name``, to the server, and waits until the server has them.
-        Collective.
+        """Publishes the weights of ``engine``, saved as ``name``, and waits until the server has them. Collective.
 
         Raises:
             EngineError: the server does not take them over.

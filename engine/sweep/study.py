@@ -252,10 +252,9 @@ class SweepStudy:
         return _PROMOTED not in self._trial.user_attrs and bool(self._trial.should_prune())
 
     def finish(self, updates: int, state: str) -> TrialRow:
-        """Ends the running trial with ``state`` "complete", "pruned" or "fail" after ``updates`` updates; returns its
-        row.
+        """Ends the running trial with ``state`` "complete", "pruned" or "fail"; returns its row.
 
-        The last reported value becomes the value of a complete trial.
+        The last reported value becomes the value of a complete trial. ``updates`` is the number of updates it has made.
         """
         trial = self._trial
         trial.set_user_attr(_UPDATES, updates)

@@ -23,8 +23,7 @@ from engine.sweep.trial import SweepTrial
 
 
 class Sweep:
-    """Sweep over values of configuration keys, which Optuna chooses; iteration yields one :class:`SweepTrial` after the
-    other.
+    """Sweep over values of configuration keys, which Optuna chooses; iteration yields each :class:`SweepTrial`.
 
     Optuna also prunes trials. Processes and jobs with the same journal share the trials. If a process is killed,
     another one, or a later start, continues its trial.

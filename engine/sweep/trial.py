@@ -29,8 +29,7 @@ _FILES = ("jsonl", "csv", "tensorboard", "report")
 
 
 class TrialEnd(SystemExit):
-    """Exception that ends a script which ``trine sweep`` runs, when its trial is pruned; on all ranks after the same
-    step.
+    """Exception that ends a script under ``trine sweep`` when its trial is pruned; on all ranks after the same step.
 
     As a ``SystemExit`` with status 0, it runs ``finally`` and ``with`` blocks, and ``except Exception`` does not catch
     it.
@@ -104,10 +103,10 @@ class SweepTrial:
         return load_raw(raw, [f"checkpoint.folder={json.dumps(str(self.folder / CHECKPOINTS))}", *own])
 
     def initialize(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Engine:
-        """Calls ``engine.initialize`` with the trial's configuration and returns the engine, which reports its metric
-        by itself.
+        """Calls ``engine.initialize`` with the trial's configuration; the engine then reports the sweep's metric by
+        itself.
 
-        Takes the arguments of :func:`engine.initialize`. Collective.
+        Takes the arguments of :func:`engine.initialize`, and returns the engine. Collective.
 
         Raises:
             EngineError: the trial has an engine already.
@@ -132,8 +131,7 @@ class SweepTrial:
         return eng
 
     def report(self, value: float, update: int) -> None:
-        """Reports ``value`` after ``update`` updates to the pruner, for training loops that compute a metric of their
-        own.
+        """Reports ``value`` after ``update`` updates to the pruner, for training loops with a metric of their own.
 
         All ranks call it, and the value of rank 0 counts. Ignores an update that was reported before a restart. A value
         that is not finite prunes the trial.
@@ -166,8 +164,8 @@ class SweepTrial:
         return folder if folder.is_relative_to(self.folder) else self.folder / folder.name
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the folder of the trial from which checkpoints are loaded instead of ``folder``; ``folder`` if it has
-        none.
+        """Returns the trial's folder that replaces ``folder`` for loading; ``folder`` itself if the trial has no
+        checkpoint.
 
         Before the first update, this is the folder with the trial's newest checkpoint, so that the trial continues.
         Later it is the folder of the same name.

@@ -96,8 +96,9 @@ class RemoteLine:
         return _reply(response)
 
     def ask(self, path: str, value: object = None, method: str = "POST") -> Any:
-        """Sends ``value`` as JSON to ``path``, or nothing with ``method`` "GET"; returns the JSON of the reply. Raises
-        as ``post``.
+        """Sends ``value`` as JSON to ``path``, or a GET request without a body; returns the JSON of the reply.
+
+        Raises as ``post``.
         """
         response = self._numbered(method, path, None, json=value) if method == "POST" else self._repeat(
             lambda: self._client.request(method, path)

@@ -83,8 +83,8 @@ class RemoteModel:
         return self.version
 
     def function(self, name: str, tensor: Tensor | None = None) -> Tensor | None:
-        """Calls the function ``name`` that the server has registered, with one tensor or none; returns its tensor or
-        None.
+        """Calls the function ``name`` that the server has registered, with one tensor or none; returns its tensor, if
+        any.
 
         No gradient flows through the call.
         """
@@ -162,7 +162,5 @@ class _Remote(torch.autograd.Function):
 
 
 def remote(url: str, model: str = "shared", **options: Any) -> RemoteModel:
-    """Returns a model on a training service as a function of tensors; ``options`` are arguments of
-    :class:`RemoteModel`.
-    """
+    """Returns a :class:`RemoteModel` for ``model`` of the service at ``url``; ``options`` are its other arguments."""
     return RemoteModel(url, model, **options)

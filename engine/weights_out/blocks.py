@@ -33,7 +33,7 @@ class WeightConsumer(Protocol):
         """Number of the last version that this consumer has taken over; 0 before the first."""
 
     def prepare(self, blocks: "WeightBlocks") -> None:
-        """Gets ready for the version, without change to the one in use; raises if this fails."""
+        """Gets ready for the new version without a change of the current one; raises if this fails."""
 
     def hold(self) -> None:
         """Stops the use of the current version, after ``prepare`` of all consumers."""
@@ -92,8 +92,8 @@ class WeightBlocks:
 
     Args:
         reader: connections to the ranks that serve the version.
-        version: the version.
-        until: time (``monotonic``) after which the version counts as lost.
+        version: the version to read.
+        until: time (``monotonic``) after which reading fails.
         bucket: bytes of a bucket; a larger tensor is a bucket of its own.
     """
 
@@ -110,7 +110,7 @@ class WeightBlocks:
         """Yields the tensors of each bucket by key, new host tensors with checked hashes.
 
         Raises:
-            EngineError: the version is lost.
+            EngineError: the version has not arrived in time, or the training has dropped it.
         """
         for keys in self.groups():
             made = {key: torch.empty(t.shape, dtype=torch_dtype(t.kind)) for key, t in self._of(keys)}
@@ -133,14 +133,15 @@ class WeightBlocks:
         return Shadows(wanted, values=lambda key: opened()[key] if old else None, make=lambda key: opened()[key])
 
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:
-        """Reads the blocks that ``into`` lacks; returns the hashes of all its blocks, for the next version. See
-        ``WeightReader.fetch``.
+        """Reads all blocks that differ from the values of ``into``; returns the hashes of all blocks by owner.
+
+        See ``WeightReader.fetch``.
         """
         return self._reader.fetch(self.version, into, known, self.until)
 
     @property
     def lacked(self) -> int:
-        """Bytes of all blocks that the reader has requested so far, over all versions."""
+        """Bytes of blocks that differed and were requested, over all versions that the reader has read."""
         return self._reader.traffic.lacked
 
     def _of(self, keys: Sequence[str]) -> Iterator[tuple[str, PublishedTensor]]:

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class CommitGroup:
-    """Group of receivers that take a version over either all together or not at all.
+    """Group of receivers that either all take a version over, or none of them.
 
     They agree through files in a shared folder.
 
@@ -43,7 +43,7 @@ class CommitGroup:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def settle(self, version: str, until: float) -> bool:
-        """Announces that this receiver is prepared, waits for the others, and returns True if all take the version
+        """Announces that this receiver is prepared, and waits for the others; returns True if all take the version
         over.
 
         Args:

@@ -86,9 +86,7 @@ class WeightImage:
             self._written[key] = self._number
 
     def share(self, key: str, values: Tensor) -> None:
-        """Serves ``values`` itself as the piece of tensor ``key``; the caller must not change it before the next
-        version.
-        """
+        """Serves ``values`` itself as the piece of tensor ``key``; it must not change until the next version begins."""
         with self._lock:
             self._values[key] = values.reshape(-1)
             self._written[key] = self._number

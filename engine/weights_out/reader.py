@@ -98,8 +98,8 @@ class WeightReader:
     def leased(
         self, known: WeightVersion | None, until: float, peer: OwnerRank | None = None
     ) -> Iterator[WeightVersion | None]:
-        """Yields the newest version, which the training retains until the block ends; None if it is ``known``, or there
-        is none.
+        """Yields the newest version, which the training retains until the block ends; None if there is none after
+        ``known``.
 
         Args:
             known: version that the receiver has.
@@ -131,13 +131,14 @@ class WeightReader:
         yield None
 
     def fetch(self, version: WeightVersion, into: Shadows, known: Known | None, until: float) -> Known:
-        """Reads all blocks of ``version`` that differ from the values of ``into``; returns the hashes of all blocks by
-        owner.
+        """Reads all blocks of ``version`` that differ from the values of ``into``; returns the hashes of all blocks.
+
+        The result maps the number of an owner to the hashes of each of its flows.
 
         Args:
             into: destination, with the wanted pieces and the receiver's current values.
             known: hashes of the current values, from an earlier call with the same ``peers``; None: they are computed.
-            until: time (``monotonic``) after which the version counts as lost.
+            until: time (``monotonic``) after which reading fails.
 
         Raises:
             EngineError: an owner has ended or does not answer in time, or blocks arrive damaged again and again.

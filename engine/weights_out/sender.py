@@ -68,8 +68,9 @@ class NoticeBoard:
         self._lock = Lock()
 
     def begin(self) -> bool:
-        """Withdraws the newest version, so that the next one may overwrite it; returns False, without change, if it is
-        being read.
+        """Withdraws the newest version, so that the next one may overwrite its memory.
+
+        Returns False, without change, while a receiver reads it.
         """
         with self._lock:
             if any(until > monotonic() for until in self._readers.values()):

@@ -101,7 +101,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """Identity of one published version of the weights."""
+    """Identity of one published version of the weights: its run, its number, and the update after which it was made."""
 
     run: str
     number: int

@@ -130,7 +130,7 @@ class StagedVersion:
         Empty keys drop the version.
 
         Raises:
-            EngineError: the version is lost.
+            EngineError: the version has not arrived in time, or the training has dropped it.
         """
         if not update.keys:
             return self.drop()

@@ -39,7 +39,7 @@ class DamagedBodyError(StoreRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class BodyKey:
-    """Identity of one body, the bytes that one rank pushes or seeds for one fragment.
+    """Identity of one body: the bytes of a push or of initial weights that one rank sends for one fragment.
 
     A body with a new ``seq`` replaces an unfinished body of the same life, rank and fragment.
     """
@@ -58,7 +58,7 @@ class BodyKey:
 
 @dataclass(frozen=True, slots=True)
 class BodyRange:
-    """Position of a range, the part of a body that one request carries, in its body."""
+    """Position of a range in its body; a range is the part of a body that one request carries."""
 
     offset: int
     total: int
@@ -142,7 +142,7 @@ class FrameReader:
 
     @property
     def data(self) -> memoryview:
-        """Bytes of the range that have arrived, as a view."""
+        """View of the bytes of the range that have arrived."""
         return memoryview(self._data)[_LENGTH.size + max(self._head, 0) :]
 
 
@@ -157,17 +157,17 @@ class _Upload:
 
 @dataclass(slots=True)
 class Uploads:
-    """Bodies that a store receives range by range.
+    """Bodies, the payloads of pushes and initial weights, that a store receives range by range.
 
-    For each life, rank and fragment, it stores the body that is under way, and the reply to the last complete body.
+    For each life, rank and fragment, it has the body that is under way, and the reply to the last complete body.
     """
 
     under_way: dict[tuple[int, int, int], _Upload] = field(default_factory=dict)
     finished: dict[tuple[int, int, int], tuple[BodyKey, str, Arrived]] = field(default_factory=dict)
 
     def arrived(self, key: BodyKey, whole: str) -> Arrived:
-        """Returns how many bytes of body ``key`` with hash ``whole`` have arrived, and its push state if it is
-        complete.
+        """Returns how many bytes of body ``key`` with hash ``whole`` have arrived; if it is complete, also its push
+        state.
         """
         last, upload = self.finished.get(key.place), self.under_way.get(key.place)
         if last is not None and last[:2] == (key, whole):
@@ -176,8 +176,7 @@ class Uploads:
         return Arrived(upload.arrived if upload is not None and is_known else 0, None)
 
     def add(self, key: BodyKey, part: BodyRange, data: memoryview, now: float) -> bytearray | None:
-        """Adds the range ``part`` with bytes ``data`` to body ``key``; returns the whole body once it is complete, else
-        None.
+        """Adds the range ``part`` with bytes ``data`` to body ``key``; returns the whole body if it is now complete.
 
         Ignores a range that has arrived already, and one that does not follow the bytes that have arrived. A complete
         body stays here until ``finish`` or ``drop``, so that a store with a full disk can store it later.
@@ -224,7 +223,7 @@ class Uploads:
         self.under_way.pop(key.place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Drops all bodies and replies except of the lives in ``lives``."""
+        """Drops all bodies and replies except for the lives in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
         self.finished = {place: one for place, one in self.finished.items() if place[0] in lives}
 
@@ -244,7 +243,10 @@ class _Download:
 
 @dataclass(slots=True)
 class Downloads:
-    """Bodies that a store sends range by range: for each life, rank and fragment, the one under way."""
+    """Bodies with merged weights that a store sends range by range.
+
+    For each place (life, rank, fragment), it has the body that is under way.
+    """
 
     under_way: dict[tuple[int, int, int], _Download] = field(default_factory=dict)
 
@@ -265,7 +267,7 @@ class Downloads:
         self.under_way.pop(place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Drops all bodies except of the lives in ``lives``."""
+        """Drops all bodies except for the lives in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:

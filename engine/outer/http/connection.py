@@ -307,8 +307,6 @@ class BoundedConnection(StoreConnection):
     """Connection to a peer that may accept a request and never reply: a limit also bounds each single attempt."""
 
     def limit(self, seconds: float) -> None:
-        """Sets a deadline ``seconds`` from now for repeats, and the same time, from 0.1 to 60 s, as timeout of each
-        attempt.
-        """
+        """Sets a deadline for repeats, and a timeout of each attempt: both ``seconds``, the latter from 0.1 to 60 s."""
         super().limit(seconds)
         self._client.timeout = httpx.Timeout(min(LONGEST_SECONDS, max(0.1, seconds)))

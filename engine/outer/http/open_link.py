@@ -14,8 +14,7 @@ TOKEN = "TRINE_OUTER_TOKEN"
 
 
 def read_token(outer: OuterConfig) -> str:
-    """Returns the secret that sites and stores share, from the token file or TRINE_OUTER_TOKEN; empty if neither is
-    set.
+    """Returns the secret that sites and stores share: the content of the token file, or TRINE_OUTER_TOKEN, or "".
 
     Raises:
         ConfigError: the token file cannot be read.
@@ -24,8 +23,7 @@ def read_token(outer: OuterConfig) -> str:
 
 
 def read_secret(file: str | None, variable: str, key: str) -> str:
-    """Returns the text of ``file``, stripped; if ``file`` is None, the environment variable ``variable``, empty if
-    unset.
+    """Returns the stripped text of ``file``; without a file, the value of the environment variable ``variable``, or "".
 
     Args:
         key: configuration key of ``file``, for the error.

@@ -30,7 +30,7 @@ def authorization(token: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JoinCall:
-    """Request of a site to join; a repeat with the same ``attempt`` returns the reply of the first and starts no second
+    """Request of a site to join a store; a repeat with the same ``attempt`` gets the first reply and starts no new
     life.
     """
 

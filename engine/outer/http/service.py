@@ -76,7 +76,7 @@ def serving(store: Store, token: str, listening: socket.socket) -> AbstractConte
 
 
 class HostedLink(HttpLink):
-    """Connection of a site to a store that runs in the site's own process; the store ends when the site leaves.
+    """Connection of a site to a store that it starts in its own process; the store ends when the site leaves.
 
     Raises:
         LaunchError: the address cannot be served, or a store without a token would serve other hosts.

@@ -60,10 +60,10 @@ def read_body(folder: Path, name: str) -> Tensor:
 
 
 class Journal:
-    """Journal of a store in a folder: events in one file, the trace, and each body, the bytes that a rank sends, in its
-    own.
+    """Journal of a store in a folder. One file, the trace, has all events; each body, the bytes that a rank sends, has
+    a file.
 
-    One process at a time writes it.
+    One process at a time may open it.
 
     Raises:
         CheckpointError: another process has the journal open.
@@ -119,5 +119,5 @@ class Journal:
             self._files.unlink(self.folder / BODIES / name)
 
     def close(self) -> None:
-        """Ends the use of the journal."""
+        """Closes the files and releases the lock of the folder."""
         self._open.close()

@@ -38,7 +38,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Life:
-    """One run of a site's processes, as the store sees it."""
+    """One run of a site's processes, with its lease and its progress in each fragment."""
 
     number: int
     site: int
@@ -67,7 +67,7 @@ class Life:
 
 @dataclass(slots=True)
 class Members:
-    """All lives by number, with ``rows``: for each site, the data rows in its merged pushes."""
+    """All lives (runs of sites) by number, and for each site the number of data rows in its merged pushes."""
 
     lives: dict[int, Life] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
@@ -81,15 +81,16 @@ class Members:
         return len({life.site for life in self.lives.values()})
 
     def minimum_clock(self, fragment: int, apart: Life | None = None) -> int | None:
-        """Returns the lowest clock in ``fragment`` among live sites, without ``apart``; None if there is no other.
+        """Returns the lowest number of merged pushes (clock) in ``fragment`` among live sites other than ``apart``.
 
-        The clock counts merged pushes.
+        Returns None if there is no such site.
         """
         clocks = (life.progress[fragment].clock for life in self.live() if life is not apart)
         return min(clocks, default=None)
 
     def credit(self, life: Life) -> None:
-        """Raises the clocks of ``life``, which starts or comes back, to at least the lowest of the other live sites.
+        """Raises the clocks of ``life``, which starts or comes back, at least to the lowest clock of the other live
+        sites.
 
         So no site waits for pushes that the life has missed.
         """

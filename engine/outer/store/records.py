@@ -49,11 +49,10 @@ def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
 
 
 def check_model(site: int, model: Event, known: Event) -> None:
-    """Refuses a site with other tensors, parameter groups or frozen values than the first site, which ``known``
-    records.
+    """Refuses a site with other tensors, parameter groups or frozen values than the first site.
 
-    Both records are results of ``model_record``. Frozen values of different dtypes are not compared, since each site
-    chooses its precision.
+    ``model`` and ``known``, that of the first site, are results of ``model_record``. Frozen values of different dtypes
+    are not compared, since each site chooses its precision.
 
     Raises:
         StoreRefusedError: the records differ; the message names the first difference.
@@ -95,9 +94,7 @@ def _first_difference(theirs: Sequence[Any], ours: Sequence[Any]) -> str:
 
 
 def model_record(request: JoinRequest) -> dict[str, Any]:
-    """Returns the trained tensors, parameter groups, and digests of untrained tensors of a join request, as JSON
-    values.
-    """
+    """Returns a join request's tensors, parameter groups, and digests of untrained tensors as JSON values."""
     groups, untrained = [dict(group) for group in request.groups], dict(request.untrained)
     return json_values(
         {"tensors": request.tensors, "groups": groups, "group_of": request.group_of, "untrained": untrained}

@@ -46,7 +46,7 @@ def apply_stored(state: StoreState, folder: Path, event: Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Result of ``replay``."""
+    """Result of the replay of a store's journal: the number of equal merges, and the first different one."""
 
     merges: int
     """Merges with the bits that the journal says."""

@@ -27,7 +27,7 @@ _GRACE_OF_SPREAD = 1.5
 
 @dataclass(frozen=True, slots=True)
 class WaitingPush:
-    """Push with the bodies of all ranks that no merge contains yet."""
+    """Push that has arrived from all ranks of its site and waits for a merge."""
 
     key: PushKey
     site: int
@@ -60,7 +60,7 @@ class MergeRule(Protocol):
     """Interface of a merge rule: it decides when pushes are merged and when a site may take over the result."""
 
     def due(self, fragment: FragmentView, members: Members, now: float) -> tuple[PushKey, ...]:
-        """Returns the pushes of the merge that is due at time ``now`` (seconds); empty if no merge is due."""
+        """Returns the keys of the pushes to merge at time ``now`` (seconds); empty if no merge is due."""
 
     def answerable(self, fragment: FragmentView, members: Members, life: Life) -> bool:
         """Returns True if ``life`` may take over the newest version of ``fragment`` now."""

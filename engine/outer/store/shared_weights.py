@@ -59,9 +59,9 @@ class SharedWeights:
         self._moved = [0, 0]
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Creates the folder's description of the model, or finds that of the first site; returns a new life.
+        """Starts a new life (run) of a site. The first site creates the folder's description of the model.
 
-        Only the first site sends initial weights.
+        Only that site sends initial weights.
         """
         told = json.dumps({"tensors": request.tensors, "ranks": request.ranks})
         path, life = self._folder / "tensors", 0
@@ -77,7 +77,7 @@ class SharedWeights:
         return JoinReply(life=life, rows=0, clock=0, seeds=mine)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Maps the shared weights into memory, and stores ``layout`` for the other methods.
+        """Maps the shared weights into memory, and notes the elements ``layout`` that this rank pushes and pulls.
 
         Raises:
             StoreRefusedError: the first site has another model.

@@ -47,7 +47,7 @@ class MergedVersion:
 
 @dataclass(slots=True)
 class StoredPush:
-    """Push that no merge contains yet, with bodies, loss shares and hashes of the ranks that have sent theirs."""
+    """Push that no merge contains yet, with bodies, loss shares and hashes from the ranks that have sent it."""
 
     meta: PushMeta
     life: Life
@@ -128,8 +128,8 @@ class StoreState:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Newest version of each fragment of all stores; -1 before its initial weights, and for fragments of other
-        stores.
+        """Newest version of each fragment, also of other stores; -1 for their fragments, and before the initial
+        weights.
         """
         found = dict.fromkeys(range(self.count), -1)
         return tuple((found | {each.index: each.version for each in self.fragments.values()}).values())
@@ -235,7 +235,7 @@ class StoreState:
         return max([self.members.rows.get(site, 0), *waiting])
 
     def restart(self, now: float) -> None:
-        """Sets the time to ``now`` after a start of the store: renews all leases, and counts all waiting pushes as just
+        """Continues at time ``now`` after a start of the store: renews all leases, and counts waiting pushes as just
         arrived.
         """
         self.now = now

@@ -109,8 +109,8 @@ class Store:
     # ------------------------------------------------------------------ members
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life (one run) of a site, and ends its earlier one; complete pushes of the earlier life are
-        still merged.
+        """Starts a new life (run) of a site, and ends its earlier one; complete pushes of the earlier one are still
+        merged.
 
         Raises:
             StoreRefusedError: the site has other settings or another model than this training.
@@ -164,7 +164,7 @@ class Store:
             self._advance()
 
     def tick(self) -> None:
-        """Marks lives as lost after their leases, and makes merges that became due by time; call it several times in a
+        """Marks lives as lost after their leases, and makes merges that time makes due; call it several times in a
         lease.
         """
         with self._request():
@@ -192,8 +192,7 @@ class Store:
     # ------------------------------------------------------------------ pushes
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Stores initial weights of ``fragment`` that ``rank`` pushes, fp32 as uint8 [bytes], unless it has them
-        already.
+        """Stores initial weights of ``fragment`` that ``rank`` pushes, fp32 as uint8 [bytes], unless it has them.
 
         Raises:
             StoreRefusedError: another life is to send them, their size is wrong, or a value is not finite.
@@ -245,8 +244,8 @@ class Store:
             return PushState.COMPLETE if complete else PushState.PARTIAL
 
     def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
-        """Returns the bytes of a push of ``fragment`` by ``rank``, or with ``initial`` of its initial weights; renews
-        the lease.
+        """Returns the bytes of a push of ``fragment`` by ``rank``, or (``initial``) of its initial weights; renews the
+        lease.
         """
         with self._request():
             layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors

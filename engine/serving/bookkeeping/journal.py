@@ -36,7 +36,7 @@ DEAD_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """Record of a journal; it replaces all earlier records with the same ``identity``."""
+    """Record in the journal of a service; it replaces all earlier records with the same ``identity``."""
 
     identity: str
     values: Mapping[str, Any]

@@ -102,8 +102,8 @@ class Ledger:
             return found
 
     def submit(self, *entries: FutureEntry) -> FutureEntry:
-        """Accepts all commands of one request, or none; returns the last entry, and to a repeated request the first
-        one's. The caller waits for the entry's ``stored`` before it sends the entry's id to the client.
+        """Accepts all commands of one request, or none; returns the entry of the last one. A repeated request gets the
+        entry that exists. The caller waits for ``stored`` of the entry before it sends the entry's id to the client.
 
         Raises:
             RequestRefusedError: 400 (the key belongs to another request), 404 (no such session or model), 410 (answered
@@ -249,7 +249,7 @@ class Ledger:
             return entry
 
     def watch(self, entry: FutureEntry, listener: Callable[[], None]) -> bool:
-        """Registers ``listener``, which is called once when the command is done; returns False if it is done now."""
+        """Calls ``listener`` once when the command is done; returns False, without a call, if it is done already."""
         with self._lock:
             if entry.state in (EntryState.DONE, EntryState.FORGOTTEN):
                 return False
@@ -338,7 +338,7 @@ class Ledger:
     # ---------------------------------------------------------------- results, in the main thread
 
     def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
-        """Stores the result of a command that has run; ``retained``: most bytes of retained forwards on any rank."""
+        """Stores the result of a command that has run; ``retained``: bytes of retained forwards, maximum over ranks."""
         records = self.on_finish(entry, result)
         if records:
             try:

@@ -100,11 +100,9 @@ def _in_attention(model: nn.Module, name: str) -> bool:
 
 
 def adapted(model: nn.Module, adapter: LowRank) -> nn.Module:
-    """Wraps ``model``, the frozen base model, with PEFT, and returns it with trainable LoRA pairs. It may be on the
-    meta device.
+    """Returns the frozen base ``model``, which may be on the meta device, wrapped by PEFT with trainable LoRA pairs.
 
-    The seed and the layer's name decide the random values of A [rank, inputs], so that they are equal on every grid. B
-    is zero.
+    Seed and layer name decide the random values of A [rank, inputs], so that they are equal on every grid. B is zero.
 
     Raises:
         ConfigError: ``adapter`` has no positive rank, or chooses no layer of the model.

@@ -34,7 +34,7 @@ def check_name(name: str) -> str:
     """Returns ``name``, the name under which a client saves weights, if it is valid.
 
     Raises:
-        RequestRefusedError: it is longer than 128 characters, or has others than letters, digits, ".", "_" and "-".
+        RequestRefusedError: it has more than 128 characters, or one that is no letter, digit, ".", "_" or "-".
     """
     if not _NAME.fullmatch(name):
         raise RequestRefusedError(
@@ -44,10 +44,9 @@ def check_name(name: str) -> str:
 
 
 class Directory:
-    """Directory of a service: client sessions, training runs (models), sampling sessions and saved weights, by their
-    ids.
+    """Directory of a service's client sessions, training runs (models), sampling sessions and saved weights, by id.
 
-    Its entries are notes, mappings with JSON values in the ledger.
+    Each entry is a note: a mapping with JSON values in the ledger.
 
     Args:
         ledger: ledger of the service; the directory sets its ``on_finish``.
@@ -63,14 +62,14 @@ class Directory:
         return self.ledger.notes.setdefault(kind, {})
 
     def session_of_attempt(self, attempt: str) -> str | None:
-        """Returns the id of the open session that a request with the idempotency key ``attempt`` has opened; None if
-        none has.
+        """Returns the id of the open session that a request with idempotency key ``attempt`` has opened; None without
+        one.
         """
         found = self._by_attempt.get(attempt) if attempt else None
         return found if found in self.ledger.sessions else None
 
     def open_session(self, name: str, attempt: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Opens the session ``name`` for a request with the idempotency key ``attempt``; returns its record for the
+        """Opens the session ``name`` for a request with idempotency key ``attempt``; returns the record for the
         journal.
         """
         self.ledger.open_session(name)
@@ -91,19 +90,19 @@ class Directory:
                     self.remove_weights(path)
 
     def run(self, model: str) -> Mapping[str, Any]:
-        """Returns the note of the training run of ``model``; raises RequestRefusedError (404) if there is none."""
+        """Returns the JSON values of the training run of ``model``; raises RequestRefusedError (404) without one."""
         return self._found(RUN, model, "model", "create it first")
 
     def sampler(self, name: str) -> Mapping[str, Any]:
-        """Returns the note of the sampling session ``name``; raises RequestRefusedError (404) if there is none."""
+        """Returns the JSON values of the sampling session ``name``; raises RequestRefusedError (404) without one."""
         return self._found(SAMPLER, name, "sampling session", "create it first")
 
     def weights(self, path: str) -> Mapping[str, Any]:
-        """Returns the note of the weights saved under ``path``; raises RequestRefusedError (404) if there is none."""
+        """Returns the JSON values of the weights saved under ``path``; raises RequestRefusedError (404) without any."""
         return self._found(WEIGHTS, path, "path of saved weights", "save them, or give another path")
 
     def session(self, name: str) -> Mapping[str, Any]:
-        """Returns the note of the client session ``name``; raises RequestRefusedError (404) if there is none."""
+        """Returns the JSON values of the client session ``name``; raises RequestRefusedError (404) without one."""
         return self._found(SESSION, name, "session", "list sessions for those that are open")
 
     def sessions(self) -> list[str]:
@@ -122,7 +121,7 @@ class Directory:
         return found
 
     def record_result(self, entry: FutureEntry, result: Result) -> list[JournalRecord]:
-        """Notes the new run or the saved weights that the result of a command brings; returns the records for the
+        """Notes a new run or saved weights after a command has ended with ``result``; returns the records for the
         journal.
 
         The journal stores them before a client sees the result.
@@ -168,9 +167,9 @@ class Directory:
         }  # fmt: skip
 
     def remove_weights(self, path: str) -> None:
-        """Removes the weights saved under ``path``, note and files, if there are any.
+        """Removes the weights saved under ``path``, if there are any.
 
-        The files stay while a restart of the service would load them.
+        Their files remain while a restart of the service would load them.
         """
         note = self.notes(WEIGHTS).get(path)
         if note is not None:
@@ -193,9 +192,7 @@ class Directory:
             self.remove_weights(path)
 
     def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
-        """Returns the named saves of the training run ``run``, or of all runs if it is None, newest first, as Tinker's
-        JSON.
-        """
+        """Returns the named saves of the training run ``run`` (None: of all runs), newest first, as Tinker's JSON."""
         found = [
             _checkpoint(path, note)
             for path, note in list(self.notes(WEIGHTS).items())

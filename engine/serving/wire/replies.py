@@ -16,9 +16,7 @@ _STOPPED, _TOO_LONG = 0, 1
 
 
 def reply_of(entry: FutureEntry) -> tuple[bytes, str]:
-    """Returns body and media type of the reply that contains a command's result; a failure is a JSON reply with
-    "error".
-    """
+    """Returns body and media type of the reply with a command's result; a failure becomes JSON with "error"."""
     result: Result | None = entry.result
     match result:
         case TrainedOutput():
@@ -47,7 +45,7 @@ def _values(entry: FutureEntry, result: PlainOutput) -> Mapping[str, Any]:
 
 
 def trained_bytes(result: TrainedOutput) -> bytes:
-    """Returns a serialized ForwardBackwardOutput: metrics, and one record for each run of data with equal trailing
+    """Returns a serialized ForwardBackwardOutput: metrics, and a record for each run of data with equal trailing
     shapes.
     """
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
@@ -75,7 +73,7 @@ def _add_record(message: Any, outputs: list[Mapping[str, Array]]) -> None:
 def sampled_bytes(result: SampledOutput, last: int | None) -> bytes:
     """Returns a serialized SampleResponse.
 
-    Only the last ``last`` prompt tokens get log-probabilities, and all of them if ``last`` is None.
+    Log-probabilities of the prompt are NaN before its last ``last`` tokens; with ``last`` None, all are sent.
     """
     message = message_class("SampleResponse")()
     for one in result.sequences:

@@ -45,8 +45,9 @@ _NODE_KINDS = ("placeholder", "call_function", "call_method", "output")
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """Request as commands for the ledger: the client waits for the last entry. ``reply`` has further fields of the
-    reply.
+    """Commands of one request as ledger entries, and further fields of the immediate reply.
+
+    The client waits for the result of the last entry.
     """
 
     entries: tuple[FutureEntry, ...]
@@ -56,8 +57,8 @@ class ParsedRequest:
 class RequestReader:
     """Parser of the requests that create or change a model, sample from it or define a loss.
 
-    Each method checks a body and returns its commands. It raises RequestRefusedError if the body is invalid. A request
-    that has a ``seq_id`` of its model still takes this number if its content is invalid: its result is then a failure.
+    Each method checks a body and returns its commands, or raises RequestRefusedError. A request with a ``seq_id`` uses
+    up this number even if its content is invalid: its command then has a failure as result.
     """
 
     def __init__(self, model: ServedModel, directory: Directory) -> None:
@@ -66,7 +67,7 @@ class RequestReader:
     # ---------------------------------------------------------------- numbered requests of a model
 
     def forward_backward(self, body: bytes) -> ParsedRequest:
-        """Returns the command of a ``forward_backward`` request; ``body`` is a protobuf message."""
+        """Returns the command of a ``forward_backward`` request; ``body`` is a ForwardBackwardRequest in protobuf."""
         _count_fields(body)
         try:
             message = message_class("ForwardBackwardRequest").FromString(body)
@@ -112,7 +113,7 @@ class RequestReader:
         return Datum(tokens, inputs)
 
     def optim_step(self, body: BodyFields) -> ParsedRequest:
-        """Returns the command of an ``optim_step`` request."""
+        """Returns the command of an ``optim_step`` request, which updates a model by AdamW."""
 
         def command() -> Command:
             others = body.values.get("optimizer_params")
@@ -138,10 +139,9 @@ class RequestReader:
         return self._save("save_weights", "weights", body)
 
     def save_weights_for_sampler(self, body: BodyFields) -> ParsedRequest:
-        """Returns the command of a ``save_weights_for_sampler`` request, which saves weights without the optimizer
-        state.
+        """Returns the command of a ``save_weights_for_sampler`` request, which saves weights without optimizer state.
 
-        If the request names no path, the reply contains the id of a new sampling session with these weights.
+        If the request names no path, the result is a new sampling session with these weights.
         """
         return self._save("save_weights_for_sampler", "sampler_weights", body)
 
@@ -223,7 +223,9 @@ class RequestReader:
     # ---------------------------------------------------------------- models, losses
 
     def create_model(self, body: BodyFields) -> ParsedRequest:
-        """Returns the command of a ``create_model`` request."""
+        """Returns the command of a ``create_model`` request, which creates a LoRA adapter or a full copy of the base
+        model.
+        """
         session, number = body.text("session_id"), body.integer("model_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         model, base = f"{session}:train:{number}", body.text("base_model")
         self.check_base(base)
@@ -251,7 +253,7 @@ class RequestReader:
         return ParsedRequest((entry,), {"model_id": model})
 
     def unload_model(self, body: BodyFields) -> ParsedRequest:
-        """Returns the command of an ``unload_model`` request."""
+        """Returns the command of an ``unload_model`` request, which frees a model's memory."""
         model = body.text("model_id")
         self._directory.run(model)
         about = {"type": "unload_model", "model_id": model}

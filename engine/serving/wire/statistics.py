@@ -31,9 +31,7 @@ class ServiceStatistics:
         row[2] += status >= 400 and status != 408
 
     def record_result(self, entry: FutureEntry, result: Result) -> None:
-        """Counts the result if it is a failure, and stores the loss per token of a forward_backward for its model's
-        curve.
-        """
+        """Counts ``result`` if it is a failure; from a forward_backward, stores the loss per token of its model."""
         self._failures += isinstance(result, Failure)
         command = entry.command
         if isinstance(result, TrainedOutput) and isinstance(command, ForwardBackward) and not command.forward_only:

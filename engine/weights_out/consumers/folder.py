@@ -61,7 +61,7 @@ class VersionFolder:
         """Writes the version under a temporary name; an error or a kill leaves the earlier versions unchanged.
 
         Raises:
-            EngineError: the version is lost.
+            EngineError: the version has not arrived in time, or the training has dropped it.
             CheckpointError: the folder cannot be written.
         """
         with self._named():

@@ -84,7 +84,7 @@ class SglangServer(InferenceServer):
             self.call("POST", "/destroy_weights_update_group", {"group_name": name}, 0.0)
 
     def pause(self) -> None:
-        """Pauses generation; running requests are treated as ``pause`` of the constructor demands."""
+        """Pauses generation; the constructor's ``pause`` decides on running requests."""
         self.call("POST", "/pause_generation", {"mode": self._pause})
 
     def resume(self) -> None:

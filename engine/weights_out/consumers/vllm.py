@@ -59,10 +59,9 @@ class VllmServer(InferenceServer):
         return str(self.call("GET", "/weight_info")["weight_version"])
 
     def prepare(self, blocks: WeightBlocks, url: str) -> None:
-        """Makes the server's workers read the version into host memory from the training at ``url``; raises as
-        ``call``.
+        """Makes the server's workers read the version into host memory from the training at ``url``.
 
-        The weights in use do not change.
+        The weights in use do not change. Raises as ``call``.
         """
         self.limit(blocks.until - monotonic())
         init = BackendInit(url, blocks.version.run)
@@ -84,7 +83,7 @@ class VllmServer(InferenceServer):
             self.call("POST", "/finish_weight_update")
 
     def pause(self) -> None:
-        """Pauses generation; running requests are treated as ``pause`` of the constructor demands."""
+        """Pauses generation; the constructor's ``pause`` decides on running requests."""
         self.call("POST", f"/pause?mode={self._pause}")
 
     def resume(self) -> None:
