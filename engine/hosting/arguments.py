@@ -69,7 +69,7 @@ _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "g
 
 
 def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
-    """Returns a copy of the configuration ``raw`` in which values of ``args`` replace "auto", as far as they match.
+    """Returns a copy of the configuration ``raw`` in which the matching values of ``args``, if any, replace "auto".
 
     Args:
         args: ``TrainingArguments`` of the Hugging Face Trainer.

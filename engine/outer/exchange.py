@@ -43,7 +43,8 @@ _FIELDS = 6
 
 @dataclass(slots=True)
 class PushFlight:
-    """One push that is under way: a fragment's gradients or weight differences, sent to the store.
+    """One push that is under way: gradients or weight differences of one fragment, which this site has sent to the
+    store.
 
     It ends when this site has taken over a merged version that contains the push.
     """
@@ -70,7 +71,7 @@ class PushFlight:
 
 
 class StoreExchange:
-    """Requests of one rank of a site to the outer stores, during one life (one run of the site's processes).
+    """Requests of one rank of a training site to the outer stores, during one life (one run of the site's processes).
 
     Args:
         link: connection to the stores.
@@ -124,7 +125,10 @@ class StoreExchange:
         """Waits until every rank of the site has downloaded the merged version for the push ``flight``; returns
         ``flight``.
 
-        Collective over the world; raises the errors of ``poll``.
+        Collective over the world.
+
+        Raises:
+            EngineError: a store has refused a request of any rank; all ranks raise.
         """
         began = time.perf_counter()
         while flight not in self.poll([flight]):
@@ -133,9 +137,11 @@ class StoreExchange:
         return flight
 
     def ask(self, call: Callable[[], Result]) -> Result:
-        """Returns the result of ``call``, a request to the store that every rank makes.
+        """Returns the result of ``call``, a request to the store that every rank makes. Collective over the world.
 
-        Collective over the world: if the request of one rank fails, all ranks raise, with the errors of ``poll``.
+        Raises:
+            EngineError: the store has refused the request of a rank, or the request of another rank has failed.
+            Exception: the error of this rank's request that has failed otherwise.
         """
         problem: BaseException | None = None
         try:

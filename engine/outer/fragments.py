@@ -21,7 +21,7 @@ Rows = Sequence[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Group of whole tensors that sites push and merge together; with several stores, its part on one of them."""
+    """Group of whole tensors that training sites push and merge together; with several stores, its part on one."""
 
     index: int
     """Number of the fragment; its parts on all stores have the same number."""

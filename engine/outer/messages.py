@@ -24,7 +24,7 @@ from engine.checkpoint.format.pieces import Piece
 
 
 class Content(Enum):
-    """Kind of values that sites push to the store: gradients or weight differences."""
+    """Kind of values that training sites push to the store: gradients or weight differences."""
 
     SUMS = "sums"
     """Summed gradients; sites pull their sum and update weights themselves: synchronous training."""
@@ -44,7 +44,7 @@ class NamedPiece:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Elements that one rank of a site pushes and pulls; its bodies contain them in this order."""
+    """Elements that one rank of a training site pushes and pulls; the payloads that it exchanges have this order."""
 
     pushed: tuple[NamedPiece, ...]
     """Elements that this rank sends; over all ranks of a site each element of every tensor is sent once."""
@@ -54,7 +54,7 @@ class RankLayout:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """Request of a site, sent by its rank 0, to take part in a training."""
+    """Request of a training site, sent by its rank 0, to join the other sites that train the same model."""
 
     site: int
     """Number of the site, from 0."""
@@ -74,7 +74,7 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """Reply of the store to a site's join."""
+    """Reply of the store to a training site that joins."""
 
     life: int
     """Number of this run of the site; no other run has it."""
@@ -88,7 +88,7 @@ class JoinReply:
 
 @dataclass(frozen=True, slots=True)
 class PushKey:
-    """Identity of a push: the site's life, the fragment, and ``seq``, the number of the push in that life and fragment
+    """Identity of a push of a training site: its life (run), the fragment, and the push's number ``seq`` within both,
     from 0.
 
     Sending a push with the same key again has no effect.
@@ -104,7 +104,7 @@ class PushKey:
 
 @dataclass(frozen=True, slots=True)
 class PushMeta:
-    """Description of a push, equal on all ranks of the site that makes it."""
+    """Description of a push of one fragment, equal on all ranks of the training site that makes it."""
 
     key: PushKey
     base: int
@@ -125,7 +125,7 @@ class PushMeta:
 
 @dataclass(frozen=True, slots=True)
 class PushShare:
-    """Loss and loss weight that one rank adds to a push; the store sums them over the ranks of the site."""
+    """Loss and loss weight that one rank adds to a push; the store sums them over the ranks of the training site."""
 
     weight: float = 0.0
     """Loss weight of the gradients; 0 on ranks that do not count it, and for differences."""
@@ -135,7 +135,7 @@ class PushShare:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Newest version of a fragment that a site may take over, and facts about the merge that made it."""
+    """Newest version of a fragment that a training site may take over, and facts about the merge that made it."""
 
     version: int
     merged: int

@@ -49,9 +49,7 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class OuterState:
-    """Progress of one site's outer loop; byte counts and ``waited`` belong to this rank, the rest is equal on all
-    ranks.
-    """
+    """Progress of a training site's outer loop, equal on all ranks except for byte counts and ``waited``."""
 
     life: int
     """Number of this run of the site's processes on the store."""

@@ -40,7 +40,7 @@ class HostedApplication:
         )
 
     async def run(self) -> None:
-        """Serves until ``stop``; answers the requests that have arrived."""
+        """Serves until ``stop``, and answers all requests that have arrived before."""
         await self._server.serve([self._listening])
 
     def stop(self) -> None:

@@ -98,7 +98,8 @@ class RemoteLine:
     def ask(self, path: str, value: object = None, method: str = "POST") -> Any:
         """Sends ``value`` as JSON to ``path``, or a GET request without a body; returns the JSON of the reply.
 
-        Raises as ``post``.
+        Raises:
+            RemoteError: the server refuses the request, or does not answer in time.
         """
         response = self._numbered(method, path, None, json=value) if method == "POST" else self._repeat(
             lambda: self._client.request(method, path)
@@ -108,7 +109,8 @@ class RemoteLine:
     def fetch(self, path: str, tensor: Tensor | None = None) -> Tensor | None:
         """Posts ``tensor``, or no tensor, to ``path``; returns the tensor of the reply, or None if it has none.
 
-        Raises as ``post``, and if the reply has several tensors.
+        Raises:
+            RemoteError: the server refuses, does not answer in time, or replies with several tensors.
         """
         reply = self.post(path, {} if tensor is None else {"0": tensor})
         if len(reply.tensors) > 1:

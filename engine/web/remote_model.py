@@ -60,7 +60,9 @@ class RemoteModel:
         return self._outputs(call.outputs, list(found), call.version)
 
     async def call(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """Awaitable :meth:`__call__`: other calls run while this one waits for its server."""
+        """Returns the result of :meth:`__call__` as a coroutine, so that other calls run while this one waits for its
+        server.
+        """
         graded = torch.is_grad_enabled()
 
         def run() -> Any:

@@ -90,7 +90,14 @@ class WeightReader:
         return self._geometry
 
     def newest(self, until: float | None = None) -> WeightVersion | None:
-        """Returns the newest published version; None before the first. Arguments and errors as in ``geometry``."""
+        """Returns the newest published version; None before the first.
+
+        Args:
+            until: time (``monotonic``) at which waiting ends; None: after the deadline.
+
+        Raises:
+            EngineError: the training does not answer in time, or refuses.
+        """
         with as_engine_errors():
             return self._open(self.url, until).get(wire.NEWEST, wire.NewestReply).version
 

@@ -59,12 +59,17 @@ class Shadows:
     _lock: Lock = field(default_factory=Lock)
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Adds one expected flow for each occurrence of a key in ``keys``, before the first block is read."""
+        """Counts the flows (elements from one owner) of each tensor: one for each occurrence of its key in ``keys``.
+
+        Call it before the first block is read.
+        """
         for key in keys:
             self._left[key] = self._left.get(key, 0) + 1
 
     def arrived(self, key: str) -> None:
-        """Notes that one flow of tensor ``key`` has arrived completely; calls ``ready`` after the last one."""
+        """Notes that one flow (the elements from one owner) of tensor ``key`` has arrived; calls ``ready`` after the
+        last one.
+        """
         with self._lock:
             self._left[key] -= 1
             last = not self._left[key]

@@ -39,7 +39,7 @@ class DamagedBodyError(StoreRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class BodyKey:
-    """Identity of one body: the bytes of a push or of initial weights that one rank sends for one fragment.
+    """Identity of one body: the payload of a push or of initial weights, which one rank sends for one fragment.
 
     A body with a new ``seq`` replaces an unfinished body of the same life, rank and fragment.
     """
@@ -52,7 +52,7 @@ class BodyKey:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Life, rank and fragment of the body; at most one body at each place is under way."""
+        """Life (run of a site), rank and fragment of the body; at most one body at each place is under way."""
         return self.life, self.rank, self.fragment
 
 

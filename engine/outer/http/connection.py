@@ -99,8 +99,13 @@ class StoreConnection:
         return self.repeat(lambda: _message(kind, self._reply("POST", path, content=content)), patience)
 
     def get(self, path: str, kind: type[T], patience: float = FOREVER) -> T:
-        """Sends a GET request to ``path`` and returns the reply as an instance of ``kind``; repeats and raises as
-        ``ask``.
+        """Sends a GET request to ``path`` and returns the reply as an instance of ``kind``.
+
+        Repeats it for at most ``patience`` seconds while the store does not answer.
+
+        Raises:
+            StoreRefusedError: the store refuses the request.
+            GridError: the store does not answer in time, or the connection is closed.
         """
         return self.repeat(lambda: _message(kind, self._reply("GET", path)), patience)
 
@@ -248,9 +253,13 @@ class StoreConnection:
         return _source(response), part
 
     def read(self, path: str, call: object) -> bytearray:
-        """Posts ``call`` as JSON to ``path`` and returns the bytes of the reply; raises as ``ask``.
+        """Posts ``call`` as JSON to ``path`` and returns the bytes of the reply.
 
         If the connection breaks during the reply, returns the bytes that have arrived.
+
+        Raises:
+            StoreRefusedError: the store refuses the request.
+            GridError: the store does not answer in time, or the connection is closed.
         """
         content = dump_json(call)
         return self.repeat(lambda: self._streamed("POST", path, content=content)[1])

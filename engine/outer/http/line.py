@@ -92,7 +92,7 @@ class HttpLink:
             store.limit(seconds)
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life of the site on every store, and combines their replies.
+        """Starts a new life (run) of the site on every store, and combines the replies.
 
         Raises:
             GridError: a store does not answer within ``join_seconds``.
@@ -164,7 +164,7 @@ class HttpLink:
         return self._stores[number].receive(where)
 
     def renew(self, life: int) -> None:
-        """Renews the lease of the life on every store that answers.
+        """Renews the lease of the site's life on every store that answers.
 
         Raises:
             GridError: a store does not answer this request or another one that is under way.
@@ -181,7 +181,7 @@ class HttpLink:
             raise silent
 
     def leave(self, life: int) -> None:
-        """Ends the life on every store; a store that does not answer in 2 seconds ends it when the lease is over."""
+        """Ends the site's life on every store; a store that does not answer in 2 seconds ends it after its lease."""
         for number, store in enumerate(self._stores):
             try:
                 store.ask(wire.LEAVE, wire.LifeCall(self._life(life, number)), wire.Done, _LEAVE_SECONDS)
@@ -204,7 +204,9 @@ class HttpLink:
 
 
 def joined_lives(lives: Sequence[int]) -> int:
-    """Packs a site's life numbers, one for each store, into one integer of 20 bits each; a single number is unchanged.
+    """Packs the numbers that the stores gave to one run of a site (its lives) into one integer, 20 bits for each store.
+
+    A single number is unchanged.
 
     Raises:
         StoreRefusedError: one of several stores has started 2^20 lives or more.
@@ -218,5 +220,5 @@ def joined_lives(lives: Sequence[int]) -> int:
 
 
 def life_on(number: int, life: int, stores: int) -> int:
-    """Returns the number of the life on store ``number``, unpacked from ``life``, the result of ``joined_lives``."""
+    """Returns the number that store ``number`` gave to a site's run; ``life`` is a result of ``joined_lives``."""
     return life if stores == 1 else (life >> LIFE_BITS * number) & ((1 << LIFE_BITS) - 1)

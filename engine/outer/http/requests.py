@@ -30,9 +30,7 @@ def authorization(token: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JoinCall:
-    """Request of a site to join a store; a repeat with the same ``attempt`` gets the first reply and starts no new
-    life.
-    """
+    """Request of a training site to join a store; repeats with the same ``attempt`` get the same reply."""
 
     request: JoinRequest
     attempt: str
@@ -40,7 +38,7 @@ class JoinCall:
 
 @dataclass(frozen=True, slots=True)
 class RegisterCall:
-    """Request that registers the elements one rank pushes and pulls."""
+    """Request that registers the elements that one rank of a training site pushes and pulls."""
 
     life: int
     rank: int
@@ -79,7 +77,10 @@ class SeedHead:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedCall:
-    """Request for the number of bytes of a body that have arrived; ``seq`` is None for initial weights."""
+    """Request for the number of bytes of a body (push or initial weights) that have arrived.
+
+    ``seq`` is the number of the push; None: initial weights.
+    """
 
     life: int
     rank: int
@@ -96,7 +97,7 @@ class ArrivedCall:
 
 @dataclass(frozen=True, slots=True)
 class LifeCall:
-    """Request that renews the lease of a life, or ends the life; the path decides."""
+    """Request that renews the lease of a life, one run of a site (path /v1/renew), or ends the life (/v1/leave)."""
 
     life: int
 

@@ -97,7 +97,9 @@ class StoreServer:
 
     @asynccontextmanager
     async def ticking(self) -> AsyncIterator[None]:
-        """Lets the store tick four times a second, and waits for its last work."""
+        """Runs ``Store.tick`` four times a second until the ``with`` block ends; then closes the store after its
+        current work.
+        """
         ticks = asyncio.create_task(self._tick_forever())
         try:
             yield

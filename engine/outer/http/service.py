@@ -51,10 +51,10 @@ class StoreService(HostedApplication):
         self._application.on_failure = self.stop
 
     async def run(self) -> None:
-        """Serves until ``stop``; answers the requests that have arrived.
+        """Serves until ``stop``, and answers all requests that have arrived before.
 
         Raises:
-            Exception: the error that has ended the store's ticks.
+            Exception: the error that has stopped the store's periodic work.
         """
         await super().run()
         if self._application.failure is not None:

@@ -31,7 +31,7 @@ from engine.zero.optim.master_weights import clip_factor, gradient_norm
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Push of one site as an input of a merge, with its weight and learning rates."""
+    """Push of one training site as an input of a merge, with its weight and learning rates."""
 
     finite: bool
     """True if every value is finite; other contributions have no effect, except on SUMS."""
@@ -62,7 +62,9 @@ class FragmentUpdate(Protocol):
 
 
 class MergeArithmetic:
-    """Computation of merges for one fragment: from the pushes of sites to new weights, with the store's optimizer."""
+    """Computation of merges for one fragment: from the pushes of training sites to new weights, by the store's
+    optimizer.
+    """
 
     def __init__(
         self, content: Content, settings: Mapping[str, Any], tensors: FlatTensors, groups: Sequence[Mapping[str, Any]]

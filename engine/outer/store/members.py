@@ -14,7 +14,9 @@ from engine.outer.messages import RankLayout, StoreRefusedError
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of one life in one fragment: its pushes, its merges, and the versions that it has."""
+    """Counters of one life (run of a training site) in one fragment: its pushes, its merges, and the versions that it
+    has.
+    """
 
     clock: int = 0
     """Merged pushes, plus those that the life has been credited with when it joined or came back."""
@@ -38,7 +40,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Life:
-    """One run of a site's processes, with its lease and its progress in each fragment."""
+    """One run of a training site's processes, with its lease and its progress in each fragment."""
 
     number: int
     site: int
@@ -67,17 +69,17 @@ class Life:
 
 @dataclass(slots=True)
 class Members:
-    """All lives (runs of sites) by number, and for each site the number of data rows in its merged pushes."""
+    """All lives (runs of training sites) by number, and the number of data rows in the merged pushes of each site."""
 
     lives: dict[int, Life] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
 
     def live(self) -> Iterator[Life]:
-        """Yields the lives that are neither lost nor ended."""
+        """Yields the lives (runs of sites) that are neither lost nor ended."""
         return (life for life in self.lives.values() if life.live)
 
     def sites(self) -> int:
-        """Returns the number of sites that have joined at least once."""
+        """Returns the number of training sites that have joined at least once."""
         return len({life.site for life in self.lives.values()})
 
     def minimum_clock(self, fragment: int, apart: Life | None = None) -> int | None:
@@ -89,21 +91,21 @@ class Members:
         return min(clocks, default=None)
 
     def credit(self, life: Life) -> None:
-        """Raises the clocks of ``life``, which starts or comes back, at least to the lowest clock of the other live
-        sites.
+        """Raises the clocks (numbers of merged pushes) of ``life``, which starts or comes back.
 
-        So no site waits for pushes that the life has missed.
+        They become at least the lowest clock of the other live sites, so that no site waits for pushes that it has
+        missed.
         """
         for fragment, own in enumerate(life.progress):
             slowest = self.minimum_clock(fragment, apart=life)
             own.clock = max(own.clock, own.clock if slowest is None else slowest)
 
     def of_site(self, site: int) -> Iterator[Life]:
-        """Yields all lives of site number ``site``, ended ones too."""
+        """Yields all lives (runs) of site number ``site``, also ended ones."""
         return (life for life in self.lives.values() if life.site == site)
 
     def find(self, number: int) -> Life:
-        """Returns the life with this number, which has not ended.
+        """Returns the life (run of a site) with this number, which has not ended.
 
         Raises:
             StoreRefusedError: there is no such life (status 404), or it has ended (410).

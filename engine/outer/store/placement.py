@@ -51,7 +51,7 @@ class FlatTensors:
         return cls(MappingProxyType(places), tuple(sizes))
 
     def empty(self, dtype: torch.dtype) -> Flats:
-        """Returns uninitialized flat tensors of this dtype, one for each group."""
+        """Returns uninitialized flat tensors of this dtype, one for each parameter group."""
         return tuple(torch.empty(size, dtype=dtype) for size in self.sizes)
 
     def view(self, flats: Flats, name: str) -> Tensor:
@@ -60,7 +60,7 @@ class FlatTensors:
         return flats[place.group][place.start : place.stop].view(place.shape)
 
     def own(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
-        """Yields the pieces that belong to tensors of this fragment."""
+        """Yields the pieces among ``pieces`` that belong to tensors of this fragment."""
         return (each for each in pieces if each.name in self.places)
 
     def message_bytes(self, layout: RankLayout, codec: DeltaCodec) -> int:
@@ -83,15 +83,18 @@ class FlatTensors:
     def assemble(
         self, layouts: Mapping[int, RankLayout], bodies: Mapping[int, Tensor], codec: DeltaCodec, dtype: torch.dtype
     ) -> Flats:
-        """Decodes the pushed bodies of all ranks of a site and joins them to whole tensors; both mappings are by rank.
+        """Decodes the pushed bodies of all ranks of a training site, by rank, and joins them to whole tensors.
 
-        Returns flat tensors of ``dtype``, one for each group.
+        Returns flat tensors of ``dtype``, one for each parameter group.
         """
         decoded = (entry for rank in sorted(bodies) for entry in self._decoded(layouts[rank], bodies[rank], codec))
         return self._placed(decoded, dtype)
 
     def assemble_seeds(self, layouts: Mapping[int, RankLayout], bodies: Mapping[int, Tensor]) -> Flats:
-        """Joins the initial weights of all ranks of a site to whole tensors, fp32; both mappings are by rank."""
+        """Joins the initial weights of all ranks of a training site, by rank, to whole tensors.
+
+        Returns flat tensors, fp32, one for each parameter group.
+        """
         found: list[tuple[NamedPiece, Tensor]] = []
         for rank in sorted(bodies):
             pieces = list(self.own(layouts[rank].pushed))
@@ -165,7 +168,8 @@ def check_body(body: Tensor, expected: int, subject: str) -> None:
 
 
 def check_coverage(layouts: Mapping[int, RankLayout], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses the layouts of a site's ranks, by rank, unless they push each element of ``shapes`` exactly once.
+    """Refuses the layouts of a training site's ranks, by rank, unless they push each element of ``shapes`` exactly
+    once.
 
     Raises:
         StoreRefusedError: an element is pushed twice or never; the message names its tensor.

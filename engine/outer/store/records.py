@@ -34,7 +34,7 @@ def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
-    """Refuses a site with settings that differ from ``ours``, the store's settings.
+    """Refuses a training site with settings that differ from ``ours``, the store's settings.
 
     Raises:
         StoreRefusedError: names the first setting that differs.
@@ -49,7 +49,7 @@ def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
 
 
 def check_model(site: int, model: Event, known: Event) -> None:
-    """Refuses a site with other tensors, parameter groups or frozen values than the first site.
+    """Refuses a training site with other tensors, parameter groups or frozen values than the first site.
 
     ``model`` and ``known``, that of the first site, are results of ``model_record``. Frozen values of different dtypes
     are not compared, since each site chooses its precision.

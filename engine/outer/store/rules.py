@@ -27,7 +27,7 @@ _GRACE_OF_SPREAD = 1.5
 
 @dataclass(frozen=True, slots=True)
 class WaitingPush:
-    """Push that has arrived from all ranks of its site and waits for a merge."""
+    """Push that has arrived from all ranks of its training site and waits for a merge."""
 
     key: PushKey
     site: int
@@ -49,7 +49,7 @@ class FragmentView:
     """Seconds between the first and the last push of each merge."""
 
     def oldest(self) -> dict[int, WaitingPush]:
-        """Returns the oldest waiting push of each site, by number of the site."""
+        """Returns the oldest waiting push of each training site, by number of the site."""
         found: dict[int, WaitingPush] = {}
         for push in self.waiting:
             found.setdefault(push.site, push)
@@ -57,7 +57,7 @@ class FragmentView:
 
 
 class MergeRule(Protocol):
-    """Interface of a merge rule: it decides when pushes are merged and when a site may take over the result."""
+    """Interface of a merge rule: it decides when pushes are merged, and when a training site takes the result."""
 
     def due(self, fragment: FragmentView, members: Members, now: float) -> tuple[PushKey, ...]:
         """Returns the keys of the pushes to merge at time ``now`` (seconds); empty if no merge is due."""

@@ -93,7 +93,9 @@ class FragmentState:
 
 
 class StoreState:
-    """All state of one store: lives of sites, and versions and pushes of its fragments. Only events change it.
+    """All state of one store: lives (runs) of training sites, and versions and pushes of its fragments.
+
+    Only events change it.
 
     Args:
         settings: settings that all sites share, as JSON values.
@@ -196,7 +198,7 @@ class StoreState:
         return self.now + float(self.settings["lease"])
 
     def renew(self, life: Life) -> None:
-        """Renews the lease of a life: it ends the configured seconds after the current event."""
+        """Renews the lease of a training site's life: it ends the configured seconds after the current event."""
         life.expires = self._lease()
 
     def _change(self, life: Life, kind: str) -> None:
@@ -222,9 +224,9 @@ class StoreState:
         fragment.spent_bodies += [push_name(key, rank) for rank in fragment.pushes.pop(key).bodies]
 
     def rows_of(self, site: int) -> int:
-        """Returns the number of data rows that a site has trained, by its merged pushes and its complete pushes.
+        """Returns the number of data rows that a training site has trained, by its merged and its complete pushes.
 
-        A new life of the site continues after these rows.
+        A new life (run) of the site continues after these rows.
         """
         waiting = [
             push.meta.rows
@@ -272,9 +274,10 @@ class StoreState:
     # ------------------------------------------------------------------ versions
 
     def merge(self, event: Event) -> Event:
-        """Merges the pushes that a "merge" event names into the next version of its fragment.
+        """Merges the pushes that a "merge" event names into the next version of their fragment.
 
-        Returns the event, completed with the version, the hash of the new weights, and the pushes that are not finite.
+        Returns the event with three more fields: the version, the hash of its weights, and a flag for each push that is
+        True if a value is not finite.
 
         Raises:
             DifferentMergeError: the event has a hash already, and the new weights have another one.
@@ -338,10 +341,10 @@ class StoreState:
                 del fragment.versions[number]
 
     def offer_of(self, life: Life, fragment: FragmentState, version: int) -> Offer:
-        """Returns the offer of ``version``, a retained version of ``fragment``, for ``life``."""
+        """Returns the offer of ``version``, a retained version of ``fragment``, to ``life``, a training site's run."""
         own, made = life.progress[fragment.index], fragment.versions[version]
         return Offer(version, own.merged, made.weight, made.loss, made.members, own.staleness)
 
     def pullers(self, life: Life, fragment: FragmentState) -> Sequence[int]:
-        """Returns the ranks of ``life`` that pull elements of ``fragment``."""
+        """Returns the ranks of a training site, in its run ``life``, that pull elements of ``fragment``."""
         return [rank for rank, layout in life.layouts.items() if any(True for _ in fragment.tensors.own(layout.pulled))]

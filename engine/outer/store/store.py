@@ -56,7 +56,8 @@ Listener = Callable[[Event], None]
 
 
 class Store:
-    """Outer store, which merges the pushes of sites into new weights; implements ``StoreLink`` in this process.
+    """Outer store, which merges the pushes of training sites into new weights; implements ``StoreLink`` in this
+    process.
 
     Threads may share it. No method waits for a merge: the request that makes a merge due computes it.
 
@@ -109,8 +110,7 @@ class Store:
     # ------------------------------------------------------------------ members
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life (run) of a site, and ends its earlier one; complete pushes of the earlier one are still
-        merged.
+        """Starts a new life (run) of a training site, and ends its earlier one; complete pushes of that one remain.
 
         Raises:
             StoreRefusedError: the site has other settings or another model than this training.
@@ -152,12 +152,12 @@ class Store:
             self._record(layout_record(life, rank, layout))
 
     def renew(self, life: int) -> None:
-        """Renews the lease of the life, after which the store would count the site as lost."""
+        """Renews the lease of the life (run of a site), after which the store would count the site as lost."""
         with self._request():
             self._find(life)
 
     def leave(self, life: int) -> None:
-        """Ends the life, so that merges no longer wait for this site."""
+        """Ends the life, one run of a training site, so that merges no longer wait for this site."""
         with self._request():
             self._find(life)
             self._record({"kind": "leave", "life": life})

@@ -52,7 +52,7 @@ class BodyFields:
         return value
 
     def text(self, name: str, default: Any = _NO_DEFAULT, most: int = 512) -> Any:
-        """Returns the string in the field ``name``, of at most ``most`` characters."""
+        """Returns the string in the field ``name``, of at most ``most`` characters; ``default`` if it is missing."""
         rule = f"give a text of at most {most} characters"
         value = self._get(name, default, rule)
         if value is not default and (not isinstance(value, str) or len(value) > most or not _is_text(value)):
@@ -60,7 +60,7 @@ class BodyFields:
         return value
 
     def integer(self, name: str, default: Any = _NO_DEFAULT, low: int = 0, high: int = _LARGEST) -> Any:
-        """Returns the integer in the field ``name``, from ``low`` to ``high``."""
+        """Returns the integer in the field ``name``, from ``low`` to ``high``; ``default`` if it is missing."""
         rule = f"give an integer from {low} to {high}"
         value = self._get(name, default, rule)
         if value is not default:
@@ -71,7 +71,9 @@ class BodyFields:
         return value
 
     def real(self, name: str, default: Any = _NO_DEFAULT, low: float = 0.0, high: float = math.inf) -> Any:
-        """Returns the finite number in the field ``name``, from ``low`` to ``high``, as float."""
+        """Returns the finite number in the field ``name`` as float, from ``low`` to ``high``; ``default`` if it is
+        missing.
+        """
         rule = f"give a finite number from {low:g} to {high:g}"
         value = self._get(name, default, rule)
         if value is not default:
@@ -82,21 +84,21 @@ class BodyFields:
         return value
 
     def flag(self, name: str, default: Any = False) -> bool:
-        """Returns the boolean in the field ``name``."""
+        """Returns the boolean in the field ``name``; ``default`` if it is missing."""
         value = self._get(name, default, "give true or false")
         if not isinstance(value, bool):
             raise self.refuse(name, "give true or false")
         return value
 
     def mapping(self, name: str, default: Any = _NO_DEFAULT) -> "BodyFields":
-        """Returns a reader of the JSON object in the field ``name``."""
+        """Returns a reader of the JSON object in the field ``name``; of ``default`` if it is missing."""
         value = self._get(name, default, "give an object")
         if not isinstance(value, Mapping):
             raise self.refuse(name, "give an object")
         return BodyFields(value, f"{self._at}{name}.")
 
     def items(self, name: str, default: Any = _NO_DEFAULT, most: int = 1 << 24) -> list[Any]:
-        """Returns the list in the field ``name``, of at most ``most`` entries."""
+        """Returns the list in the field ``name``, of at most ``most`` entries; ``default`` if it is missing."""
         rule = f"give a list of at most {most:,} entries"
         value = self._get(name, default, rule)
         if not isinstance(value, list) or len(value) > most:

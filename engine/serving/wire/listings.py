@@ -39,7 +39,7 @@ class ListingRoutes:
         }  # fmt: skip
 
     async def delete_checkpoint(self, request: Request) -> Response:
-        """Removes saved weights."""
+        """Removes the saved weights that the path of ``request`` names."""
         path = f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}"
         self._directory.weights(path)
         self._directory.remove_weights(path)

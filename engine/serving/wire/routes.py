@@ -92,10 +92,10 @@ class FutureRoutes:
         return json_reply({"request_id": entry.key, **found.reply})
 
     async def wait_stored(self, stored: Any) -> None:
-        """Waits for ``stored``, the future of records that are written to the journal.
+        """Waits until ``stored``, the future of ``Ledger.append``, is done: the records are in the journal.
 
         Raises:
-            RequestRefusedError: 503, it cannot be written.
+            RequestRefusedError: 503, the journal cannot be written.
         """
         try:
             # shielded: a client that hangs up must not cancel what the journal's thread completes

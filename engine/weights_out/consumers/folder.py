@@ -71,7 +71,11 @@ class VersionFolder:
         """Does nothing, since programs may read the current version while the next one is committed."""
 
     def commit(self, blocks: WeightBlocks) -> None:
-        """Renames the written version to its final name, and removes old versions; raises as ``prepare``."""
+        """Renames the written version to its final name, and removes old versions.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
         assert self._written is not None, "the version is prepared"
         with self._named():
             self.files.rename(self._written, self._path(blocks.version.number))

@@ -162,7 +162,7 @@ class SglangServers:
             self._join(f"trine-{blocks.version.name}", blocks.until)
 
     def hold(self) -> None:
-        """Pauses all servers; raises as ``prepare``."""
+        """Pauses all servers; raises EngineError with the name of a server that fails."""
         on_all(self._servers, SglangServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:

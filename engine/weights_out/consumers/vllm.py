@@ -61,7 +61,7 @@ class VllmServer(InferenceServer):
     def prepare(self, blocks: WeightBlocks, url: str) -> None:
         """Makes the server's workers read the version into host memory from the training at ``url``.
 
-        The weights in use do not change. Raises as ``call``.
+        The weights in use do not change. Raises StoreRefusedError or GridError if the server fails.
         """
         self.limit(blocks.until - monotonic())
         init = BackendInit(url, blocks.version.run)
@@ -95,7 +95,10 @@ class VllmServer(InferenceServer):
         self.call("POST", "/resume")
 
     def finish(self, number: int) -> None:
-        """Makes the prepared version ``number`` the server's weights; raises as ``call``."""
+        """Makes version ``number``, which is prepared, the server's weights.
+
+        Raises StoreRefusedError or GridError if the server fails.
+        """
         self.call("POST", "/update_weight_version", {"new_version": f"{number} {INCOMPLETE}"})
         try:
             self.call("POST", "/finish_weight_update", {"weight_version": str(number)})
@@ -144,7 +147,7 @@ class VllmServers:
         on_all(self._servers, lambda server: server.prepare(blocks, url))
 
     def hold(self) -> None:
-        """Pauses all servers; raises as ``prepare``."""
+        """Pauses all servers; raises EngineError with the name of a server that fails."""
         on_all(self._servers, VllmServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:

@@ -68,7 +68,7 @@ class VllmSampler:
                 raise EngineError(first_line(refusal)) from refusal
 
     def modes(self, seconds: float) -> list[str]:
-        """Returns the server option ``--logprobs-mode`` of each server; raises as ``sample``."""
+        """Returns the server option ``--logprobs-mode`` of each server; raises EngineError if a server fails."""
         found = []
         for server in self._servers:
             server.limit(seconds)
