@@ -31,10 +31,12 @@ TESTED: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def check_versions(*libraries: str) -> None:
-    """Warns of libraries with an untested version; raises if a library is too old or missing.
+    """Checks the installed versions of ``libraries``, such as "transformers", against the tested ones.
+
+    Logs a warning for an untested version.
 
     Raises:
-        ConfigError: a library is not installed, or has an earlier major version; the message names the first one.
+        ConfigError: a library is not installed, or its major version is too old; the message names the first one.
     """
     for library in libraries:
         first, last = TESTED[library]

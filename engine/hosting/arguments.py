@@ -69,7 +69,12 @@ _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "g
 
 
 def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
-    """Returns a copy of a configuration with each "auto" replaced by the value in ``args``, if there is one."""
+    """Returns a copy of the configuration ``raw`` in which the matching values of ``args``, if any, replace "auto".
+
+    Args:
+        args: ``TrainingArguments`` of the Hugging Face Trainer.
+        at: dotted key of ``raw`` in the whole configuration; empty for the whole.
+    """
     if not at and "distributed_type" in raw and "deepspeed_config" in raw:
         raw = {"train_micro_batch_size_per_gpu": "auto", **raw}  # as accelerate converts its own file
     filled: dict[str, Any] = {}
@@ -112,10 +117,11 @@ _ALIKE = (
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raises for Trainer arguments that would shard or move the model themselves (FSDP, DeepSpeed).
+    """Refuses ``TrainingArguments`` that would shard or move the model outside the engine, such as FSDP or DeepSpeed.
 
     Raises:
-        ConfigError: such an argument is set, or a best model is wanted without full checkpoints.
+        ConfigError: such an argument is set, a process sees several GPUs, or ``load_best_model_at_end`` is set with
+            ``save_only_model``.
     """
     for name, remedy in _REFUSED.items():
         if getattr(args, name, None):
@@ -133,10 +139,12 @@ def refuse_arguments(args: Any) -> None:
 
 
 def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Returns the engine's configuration with the values of ``TrainingArguments``, without optimizer and schedule.
+    """Returns the engine's configuration ``raw``, completed with the values of ``TrainingArguments``.
+
+    Removes optimizer and schedule, which the Trainer creates.
 
     Raises:
-        ConfigError: a value contradicts the arguments.
+        ConfigError: a value of ``raw`` contradicts the arguments.
     """
     config = fill_auto({"initial_weights": "rank0"} | dict(raw), args)
     for key in _OF_STEPS:
@@ -200,7 +208,9 @@ def _equal(given: Any, value: Any) -> bool:
 
 
 def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:
-    """Returns the error about a configuration value that contradicts a value of ``owner``."""
+    """Returns the error for ``key`` in the configuration: ``given`` contradicts ``value`` of setting ``name`` in
+    ``owner``.
+    """
     return ConfigError(
         f"{key} is {given} in engine_config and {name} is {value} in {owner}, but a run has one; set the same value, "
         f'or "auto" in engine_config.'
@@ -208,10 +218,16 @@ def conflict(key: str, given: Any, name: str, value: Any, owner: str = "Training
 
 
 def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device: torch.device) -> None:
-    """Raises if arguments or dataset lengths differ between ranks. One all-reduce over the world.
+    """Refuses arguments that control training steps, and dataset lengths, if they differ between ranks.
+
+    One all-reduce over the world, label "start".
+
+    Args:
+        args: ``TrainingArguments`` of this rank.
+        rows: number of rows of each dataset, by name; None: unknown.
 
     Raises:
-        ConfigError: names the first difference, on all ranks.
+        ConfigError: a value differs; all ranks raise and name the first one.
     """
     given = {f"{name} of {type(args).__name__}": repr(getattr(args, name, None)) for name in _ALIKE}
     given |= {f"the number of rows of {name}": repr(count) for name, count in rows.items()}
@@ -223,10 +239,10 @@ def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device:
 
 
 def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``compute_metrics`` with a check of its result: a mapping, or None before the last batch.
+    """Returns the user's function ``compute_metrics`` with a check that it returns a mapping or None.
 
     Raises:
-        ConfigError: raised by a call that returns another type.
+        ConfigError: a call returns another type.
     """
 
     @wraps(compute)
@@ -243,10 +259,10 @@ def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
-    """Raises if ``metric_for_best_model`` has no comparable value.
+    """Refuses evaluation results ``metrics`` in which ``metric_for_best_model`` is not a number.
 
     Raises:
-        ConfigError: the metric is not a number.
+        ConfigError: its value is not a number.
     """
     name = args.metric_for_best_model
     if name is None:
@@ -274,9 +290,12 @@ _REFUSED_PARTS_OF_TRL = ("tools", "environment_factory", "rollout_func")
 
 
 def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
-    """Raises for TRL trainers and settings that the engine does not support.
+    """Refuses TRL trainers and settings that the engine does not support.
 
-    ``kind``: name of the trainer; ``given``: its keyword arguments; ``args``: its ``TrainingArguments``.
+    Args:
+        kind: class name of the trainer; None: not a trainer of TRL, and nothing is checked.
+        given: keyword arguments of the trainer.
+        args: its ``TrainingArguments``.
 
     Raises:
         ConfigError: the trainer, an argument, a batch size or the version is not supported.
@@ -312,10 +331,12 @@ def _check_generations(args: Any) -> None:
 
 
 def rows_of_generation(args: Any, data_ranks: int) -> int:
-    """Returns the rows for which TRL generates at a time on ``data_ranks``; its arguments count all processes.
+    """Returns the number of rows for which TRL generates completions at a time, over all ``data_ranks``.
+
+    TRL's own value counts all processes, which include tensor ranks.
 
     Raises:
-        ConfigError: they are not full groups of ``num_generations``.
+        ConfigError: the number is no multiple of ``num_generations``.
     """
     rows = args.per_device_train_batch_size * data_ranks * args.steps_per_generation
     if rows % args.num_generations:
@@ -349,10 +370,14 @@ def _check_servers(kind: str, args: Any, config: Config) -> None:
 
 
 def refuse_rewards(name: str, rewards: Any, count: int) -> None:
-    """Raises for an invalid result of a TRL reward function for ``count`` completions.
+    """Refuses a result of the TRL reward function ``name`` unless it has a number or None for each completion.
+
+    Args:
+        rewards: the result.
+        count: number of completions.
 
     Raises:
-        EngineError: the result is not a list of ``count`` numbers.
+        EngineError: the result has another form or length.
     """
     listed = hasattr(rewards, "__len__") and hasattr(rewards, "__iter__") and not isinstance(rewards, str | Mapping)
     if not listed or len(rewards) != count:
@@ -367,10 +392,11 @@ def refuse_rewards(name: str, rewards: Any, count: int) -> None:
 
 
 def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:
-    """Raises for a grid on which a TRL trainer would compute wrong results.
+    """Refuses a parallel grid on which the TRL trainer ``kind`` would compute wrong results.
 
     Raises:
-        ConfigError: the trainer does not support its pipeline, tensor ranks or sharded parameters.
+        ConfigError: the trainer does not support the pipeline, the tensor ranks or the sharded parameters of
+            ``config``.
     """
     if config.pp > 1:
         raise ConfigError(

@@ -11,10 +11,10 @@ from engine.parallel.tensor.logits.sharded_logits import gather_logits
 
 
 class HostedModel(nn.Module):
-    """Module whose forward is the engine's, used like DistributedDataParallel.
+    """Module that another library's training loop calls in place of the model; its forward is the engine's forward.
 
-    Other attributes come from the model. On a pipeline, forward runs all stages and returns the output on every rank.
-    If steps run by ``train_batch``, forward only predicts.
+    It is used like DistributedDataParallel, and unknown attributes come from the model. On a pipeline, forward runs all
+    stages and returns the output on every rank. If the loop trains by ``train_batch``, forward only predicts.
     """
 
     def __init__(self, trained: Engine, rows: int | None = None, whole_steps: bool = False) -> None:
@@ -34,7 +34,7 @@ class HostedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for this data rank's rows, on every pipeline rank."""
+        """Returns the model's output for the rows of this data rank, on all ranks of the pipeline."""
         if torch.is_inference_mode_enabled():  # tensors that the engine creates lazily would never have gradients
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
@@ -51,7 +51,7 @@ class HostedModel(nn.Module):
         return with_one_loss(self.trained.predict(with_share(batch, count, micro), micro), batch, count, micro)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients accumulated since the last update."""
+        """Drops the gradients accumulated since the last update; ``set_to_none`` has no effect."""
         self.trained.zero_grad()
 
 
@@ -60,7 +60,13 @@ _NO_LABEL = -100
 
 
 def with_share(batch: Any, rows: int, micro: int) -> Any:
-    """Returns ``batch`` with its number of items distributed over rows, so that it can be split into microbatches."""
+    """Returns ``batch``; its "num_items_in_batch", if any, is divided over the rows, so that it splits into
+    microbatches.
+
+    Args:
+        rows: number of rows of the batch.
+        micro: number of rows of a microbatch.
+    """
     if not isinstance(batch, Mapping) or batch.get(_COUNT) is None:
         return batch
     shares = _row_shares(batch, rows, micro)
@@ -68,9 +74,14 @@ def with_share(batch: Any, rows: int, micro: int) -> Any:
 
 
 def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
-    """Returns ``output`` with one loss of the batch: the mean of its microbatches' losses, weighted by labels or rows.
+    """Returns ``output``; if it has a "loss" [microbatches], one loss of the whole batch replaces it.
 
-    Exact for means over labels or rows, and for sums divided by the microbatch's share of items.
+    This is the mean of the microbatches' losses, weighted by labels or by rows. It is exact for means over labels or
+    rows, and for sums divided by the microbatch's share of items.
+
+    Args:
+        rows: number of rows of the batch.
+        micro: number of rows of a microbatch.
     """
     losses = output.get("loss") if isinstance(output, Mapping) else None
     if losses is None or not losses.ndim:

@@ -23,7 +23,7 @@ _AUTOMATIC = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """Settings that come from the loop of another library."""
+    """Settings of another library's training loop that replace settings of the engine's configuration."""
 
     owner: str
     """Name of the object with these settings, for errors."""
@@ -39,11 +39,10 @@ class LoopSettings:
     """Rows of a microbatch on a data rank; None: unknown."""
 
     def configuration(self, raw: Mapping[str, Any], world_size: int) -> Config:
-        """Returns the engine's configuration for ``world_size`` ranks.
+        """Returns the engine's configuration for ``world_size`` ranks: ``raw``, completed with these settings.
 
         Raises:
-            ConfigError: a value contradicts the loop; an optimizer or a schedule is configured; the configuration has
-                mistakes.
+            ConfigError: a value contradicts the loop, ``raw`` has an optimizer or a schedule, or has mistakes.
         """
         for section in ("optimizer", "scheduler"):
             if raw.get(section) is not None:
@@ -91,7 +90,9 @@ class LoopSettings:
 
 
 def part_rows(raw: Mapping[str, Any]) -> int | None:
-    """Returns the rows of a pipeline microbatch in the configuration; None if it has no such number."""
+    """Returns "train_micro_batch_size_per_gpu" of the configuration, the rows of a pipeline microbatch; None if it is
+    unset.
+    """
     rows = raw.get("train_micro_batch_size_per_gpu")
     return rows if isinstance(rows, int) and rows > 0 else None
 
@@ -111,11 +112,10 @@ _SWITCHES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 
 def of_accelerator(given: Mapping[str, Any], environ: Mapping[str, str]) -> LoopSettings:
-    """Returns the settings from arguments of ``accelerate.Accelerator`` and environment variables of ``accelerate
-    launch``.
+    """Returns the settings of ``accelerate.Accelerator`` from its arguments ``given`` and environment variables.
 
     Raises:
-        ConfigError: one of them shards the model itself (FSDP, DeepSpeed), or selects fp8.
+        ConfigError: a setting shards or compiles the model outside the engine (FSDP, DeepSpeed), or selects fp8.
     """
     for name, remedy in _PLACING.items():
         if given.get(name) is not None:
@@ -144,10 +144,10 @@ _OF_LIGHTNING: Mapping[str, str] = MappingProxyType({"32-true": "no", "bf16-mixe
 
 
 def of_lightning(trainer: Any) -> LoopSettings:
-    """Returns the settings of Lightning's Trainer.
+    """Returns the settings of ``trainer``, a Trainer of Lightning.
 
     Raises:
-        ConfigError: it clips by value, or its precision plugin casts the weights.
+        ConfigError: the trainer clips gradients by value, or has a precision that casts weights or scales the loss.
     """
     precision, clipping = str(trainer.precision), trainer.gradient_clip_val
     if precision not in _OF_LIGHTNING:
@@ -169,7 +169,7 @@ def trained_child(module: nn.Module, name: str | None) -> str:
     """Returns the name of the submodule that the engine shards: ``name``, or the only child with trained parameters.
 
     Raises:
-        ConfigError: there are several, or parameters outside it are trained.
+        ConfigError: there are several such children, parameters outside it are trained, or it does not exist.
     """
     kind = type(module).__name__
     if name is None:
@@ -201,7 +201,7 @@ def replace_child(module: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def move_others(module: nn.Module, name: str, device: torch.device) -> None:
-    """Moves all children of ``module`` except ``name`` to the device."""
+    """Moves all direct children of ``module`` to ``device``, except for the one that is or contains ``name``."""
     top = name.partition(".")[0]
     for each, child in module.named_children():
         if each != top:

@@ -55,37 +55,42 @@ _WIDEST = 8
 
 
 class DeltaCodec(Protocol):
-    """Interface of codecs from values [n] on the host to a message of bytes and back."""
+    """Interface of codecs for the values that a site pushes: from values on the host, [n], to a message of bytes and
+    back.
+    """
 
     @property
     def name(self) -> str:
-        """Name in the configuration."""
+        """Name of the codec in the configuration, such as "int8" or "topk"."""
 
     @property
     def lossless(self) -> bool:
-        """True if fp64 values survive bit for bit."""
+        """True if decoding returns encoded fp64 values bit for bit."""
 
     def message_bytes(self, n: int) -> int:
-        """Returns the exact bytes of a message of ``n`` values."""
+        """Returns the exact size in bytes of a message of ``n`` values."""
 
     def encode(self, values_n: Tensor) -> Tensor:
-        """Encodes fp64 or fp32 values to a message, uint8 [m]."""
+        """Returns the message of fp64 or fp32 values ``values_n``, uint8 [m]."""
 
     def decode(self, message_m: Tensor, n: int) -> Tensor:
-        """Decodes a message to fp64 values [n], since merges sum in fp64.
+        """Returns the ``n`` values of a message, fp64 [n], since merges sum in fp64.
 
         Raises:
-            ValueError: the message has another size, or names elements that do not exist.
+            ValueError: the message has another size, or a top-k index is out of range or out of order.
         """
 
 
 def make_delta_codec(name: str, *, density: float = 0.03, bits: int = 32, chunk: int = 4096) -> DeltaCodec:
-    """Returns the codec ``name``, one of ``DELTA_CODECS``.
+    """Returns the codec called ``name``, one of ``DELTA_CODECS``. Only "topk" reads the other arguments.
 
     Args:
-        density: kept share of each chunk; top-k only, as are the others.
-        bits: bits per kept value, 32 or 2.
-        chunk: elements per chunk.
+        density: share of the elements of each chunk that top-k sends, above 0 and up to 1.
+        bits: bits of each value that top-k sends, 32 or 2.
+        chunk: elements of a chunk, in which top-k chooses the largest magnitudes.
+
+    Raises:
+        ValueError: no codec has this name, or an argument is out of its range.
     """
     if name in _FORMATS:
         return _WholeNumbers(name, _FORMATS[name], make_codec(_FORMATS[name], REFERENCE))
@@ -296,12 +301,12 @@ def _unpacked(packed_m: Tensor, width: int, count: int) -> Tensor:
 
 @torch.no_grad()
 def encode_with_feedback(codec: DeltaCodec, values_n: Tensor, residual_n: Tensor, decay: float = 1.0) -> Tensor:
-    """Encodes values and the error of the last message, ``residual_n`` (fp32), which becomes the new error.
+    """Encodes ``values_n`` plus the error of the previous message, and stores the new error in ``residual_n`` (fp32).
 
         wanted = values + decay * residual;  message = encode(wanted);  residual = wanted - decode(message)
 
-    Error feedback is by Seide et al. 2014. A residual where the error is not finite is 0: such numbers are visible in
-    the message and are never sent twice.
+    Returns the message, uint8 [m]. Error feedback is by Seide et al. 2014. Where the error is not finite, the residual
+    becomes 0: the message itself shows such values, and later messages do not repeat them.
     """
     wanted_n = values_n.detach().double() + decay * residual_n.double()
     message_m = codec.encode(wanted_n)

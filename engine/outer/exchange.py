@@ -43,7 +43,11 @@ _FIELDS = 6
 
 @dataclass(slots=True)
 class PushFlight:
-    """Push of a fragment that is under way, until its merge is taken over."""
+    """One push that is under way: gradients or weight differences of one fragment, which this site has sent to the
+    store.
+
+    It ends when this site has taken over a merged version that contains the push.
+    """
 
     meta: PushMeta
     least: int = 0
@@ -58,21 +62,21 @@ class PushFlight:
 
     @property
     def ready(self) -> bool:
-        """True if this rank has pulled the offered version."""
+        """True if this rank's download of the offered merged version has ended, with success or an error."""
         return self.body is not None and self.body.done()
 
     def ends_with(self, offer: Offer) -> bool:
-        """Returns True if the push is in the offered version."""
+        """Returns True if the version that ``offer`` names contains this push."""
         return offer.merged >= self.meta.key.seq and offer.version >= self.least
 
 
 class StoreExchange:
-    """Connection of one rank to the stores during a life.
+    """Requests of one rank of a training site to the outer stores, during one life (one run of the site's processes).
 
     Args:
-        link: the store.
-        life: number from the join.
-        lease: seconds without a message after which the life ends.
+        link: connection to the stores.
+        life: number of this life, from the reply to the join.
+        lease: seconds without a request after which a store counts the site as lost; rank 0 renews it in a thread.
     """
 
     def __init__(self, link: StoreLink, life: int, comm: Comm, device: torch.device, lease: float) -> None:
@@ -86,16 +90,18 @@ class StoreExchange:
             Thread(target=self._renew, args=(lease / 3,), name="trine-outer-lease", daemon=True).start()
 
     def push(self, flight: PushFlight, share: PushShare, body: Tensor) -> None:
-        """Starts to send this rank's body of a push."""
+        """Starts a thread that sends this rank's ``body`` of a push, and returns at once."""
         flight.pushed = _begin(self._link.push, flight.meta, self._rank, share, body)
         self._pushes = {push for push in self._pushes if not push.done()} | {flight.pushed}
 
     def poll(self, flights: Sequence[PushFlight]) -> list[PushFlight]:
-        """Returns the flights whose merge every rank has pulled; starts pulls of new offers. One all-reduce over the
-        world.
+        """Returns the pushes among ``flights`` for which every rank of the site has downloaded the merged version.
+
+        Also starts downloads of newly offered versions. One all-reduce over the world, label "outer".
 
         Raises:
-            EngineError: a store has refused a request, or another process has joined as this site; on all ranks.
+            EngineError: a store has refused a request of any rank; all ranks raise.
+            Exception: the error of a request of this rank that has failed otherwise.
         """
         problem: BaseException | None = None
         rows = torch.zeros(len(flights) + 1, _FIELDS + 1, dtype=torch.float64)
@@ -116,7 +122,14 @@ class StoreExchange:
         return [flight for row, flight in zip(found, flights, strict=False) if row[0] == self._comm.grid.world_size]
 
     def wait(self, flight: PushFlight) -> PushFlight:
-        """Waits until every rank has pulled the merge of a flight. Collective; the same errors as ``poll``."""
+        """Waits until every rank of the site has downloaded the merged version for the push ``flight``; returns
+        ``flight``.
+
+        Collective over the world.
+
+        Raises:
+            EngineError: a store has refused a request of any rank; all ranks raise.
+        """
         began = time.perf_counter()
         while flight not in self.poll([flight]):
             self._work_on(flight)
@@ -124,7 +137,12 @@ class StoreExchange:
         return flight
 
     def ask(self, call: Callable[[], Result]) -> Result:
-        """Returns the result of a request that every rank makes. Collective; the same errors as ``poll``."""
+        """Returns the result of ``call``, a request to the store that every rank makes. Collective over the world.
+
+        Raises:
+            EngineError: the store has refused the request of a rank, or the request of another rank has failed.
+            Exception: the error of this rank's request that has failed otherwise.
+        """
         problem: BaseException | None = None
         try:
             result = call()
@@ -134,7 +152,11 @@ class StoreExchange:
         return result
 
     def close(self, leave: bool) -> None:
-        """Ends the threads; with ``leave``, tells a store that answers that this site does not come back soon."""
+        """Ends the thread that renews the lease.
+
+        With ``leave``, and if the stores answer, waits up to 5 seconds for the last pushes. Rank 0 then ends the life
+        on the stores, so that merges do not wait for this site.
+        """
         self._ended.set()
         leave = leave and not self._link.outage
         if leave:

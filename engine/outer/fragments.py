@@ -21,7 +21,7 @@ Rows = Sequence[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Tensors of one fragment on one store."""
+    """Group of whole tensors that training sites push and merge together; with several stores, its part on one."""
 
     index: int
     """Number of the fragment; its parts on all stores have the same number."""
@@ -32,12 +32,13 @@ class Fragment:
 
 
 def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
-    """Divides the tensors over fragments and stores: each tensor once, by fragment and then by store.
+    """Divides the tensors ``rows`` into ``fragments`` groups, and each group over ``stores`` stores.
 
-    A fragment with fewer tensors than stores has no part on some of them.
+    Returns the parts, ordered by group and then by store; each tensor is in one part. A group with fewer tensors than
+    stores has no part on some stores.
 
     Raises:
-        ValueError: a name occurs twice, or there are more fragments than tensors.
+        ValueError: a name occurs twice, there are more fragments than tensors, or there is no store.
     """
     sizes = {name: prod(shape) for name, shape in rows}
     if len(sizes) < len(rows):
@@ -60,13 +61,13 @@ def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
 
 
 def due(step: int, period: int, fragments: int, index: int) -> bool:
-    """Returns True if fragment ``index`` is pushed after ``step`` steps.
+    """Returns True if fragment ``index`` of ``fragments`` is pushed after ``step`` steps.
 
-    Each fragment is pushed once in ``period`` steps, and the fragments follow each other at even distances. Fragment f
-    begins after ``f * period // fragments`` steps, and fragment 0 after ``period`` steps.
+    Each fragment is pushed every ``period`` steps, and the fragments are spread evenly over the period. The first push
+    of fragment f > 0 follows step ``f * period // fragments``; the first push of fragment 0 follows step ``period``.
 
     Raises:
-        ValueError: the period is shorter than the number of fragments, or there is no such fragment.
+        ValueError: ``period`` is smaller than ``fragments``, or ``index`` is out of range.
     """
     if not 0 <= index < fragments:
         raise ValueError(f"there is no fragment {index} among {fragments}; count them from 0 to {fragments - 1}.")

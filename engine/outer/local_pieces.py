@@ -29,7 +29,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """Elements of one logical tensor that this rank updates."""
+    """Range of elements of one logical tensor that this rank updates and exchanges, with its place in a flat bucket."""
 
     name: str
     fragment: int
@@ -52,11 +52,11 @@ class LocalPiece:
         return update_gradient(self.flat, self.part)
 
     def within(self, owned: Tensor) -> Tensor:
-        """Returns the view of this piece's elements in a tensor [owned] of its bucket."""
+        """Returns the view of this piece's elements in ``owned``, a tensor with this rank's shard of the bucket."""
         return owned[self.part.start - self.flat.owned.start : self.part.stop - self.flat.owned.start]
 
     def chosen(self, values: Tensor) -> Tensor:
-        """Returns the pushed elements of ``values`` [elements], a view if they are all of them."""
+        """Returns the elements of ``values`` [elements] that this rank pushes; ``values`` itself if it pushes all."""
         assert self.pushed is not None, "this rank pushes none of them"
         if self.pushed == self.pulled:
             return values
@@ -65,14 +65,14 @@ class LocalPiece:
         return found
 
     def put(self, values: Tensor, chosen: Tensor) -> None:
-        """Copies pushed elements into ``values`` [elements]; the others stay as they are."""
+        """Copies ``chosen``, values of the elements that this rank pushes, into ``values`` [elements] of the piece."""
         assert self.pushed is not None, "this rank pushes none of them"
         copy_shared(chosen, self.pushed, values, self.pulled)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPieces:
-    """All pieces of one rank, in the order of its bodies, and the fragments of the model."""
+    """All tensor pieces that one rank updates and exchanges with the stores, and the fragments of the model."""
 
     fragments: tuple[Fragment, ...]
     """Fragments, one for each store among which their tensors are divided; messages number them in this order."""
@@ -82,23 +82,26 @@ class LocalPieces:
 
     @property
     def layout(self) -> RankLayout:
-        """Layout that this rank registers."""
+        """Elements that this rank pushes and pulls, as it registers them with the stores."""
         pushed = tuple(NamedPiece(each.name, each.pushed) for each in self.pieces if each.pushed is not None)
         return RankLayout(pushed, tuple(NamedPiece(each.name, each.pulled) for each in self.pieces))
 
     def of(self, fragment: int) -> tuple[LocalPiece, ...]:
-        """Returns the pieces of a fragment."""
+        """Returns the pieces of tensors in fragment number ``fragment``."""
         return tuple(each for each in self.pieces if each.fragment == fragment)
 
     def pulled(self, fragment: int, body: Tensor) -> Iterator[tuple[LocalPiece, Tensor]]:
-        """Yields the pieces of a fragment with their values in a pulled body, fp32 [elements of all pieces]."""
+        """Yields each piece of ``fragment`` with its values in ``body``, the merged values of all pieces, fp32
+        [elements].
+        """
         own = self.of(fragment)
         sizes = [each.pulled.elements for each in own]
         yield from zip(own, torch.split(body, sizes) if sizes else (), strict=True)
 
     def buckets(self, fragment: int) -> list[FlatBucket]:
-        """Returns the buckets with tensors of a fragment; the same on all data ranks, also if this one owns none of
-        their elements.
+        """Returns the buckets that contain a tensor of ``fragment``.
+
+        All data ranks get the same buckets, also a rank that owns none of the elements.
         """
         names = set(self.fragments[fragment].names)
         return [flat for flat in self.flats if any(slot.name in names for slot in flat.bucket.slots)]
@@ -107,7 +110,10 @@ class LocalPieces:
 def find_pieces(
     plan: Plan, coord: Coord, buckets: Sequence[FlatBucket], fragments: int = 1, stores: int = 1
 ) -> LocalPieces:
-    """Returns the pieces of the rank at ``coord``; the fragments are equal on all ranks, and on all grids."""
+    """Returns the pieces of the rank at ``coord``, with the model divided into ``fragments`` over ``stores``.
+
+    The fragments depend on the model only: they are equal on all ranks and on all grids.
+    """
     ownership, rows = SaveOwnership(plan), [row for row in plan.table if row.trainable]
     made = divide([(row.name, row.shape) for row in rows], fragments, stores)
     fragment_of = {name: number for number, each in enumerate(made) for name in each.names}
@@ -125,10 +131,11 @@ def find_pieces(
 
 @dataclass(frozen=True, slots=True)
 class UntrainedState:
-    """Frozen parameters and persistent buffers of one rank; sites never exchange them, so they start with equal ones.
+    """Frozen parameters and persistent buffers of one rank, for a check that all sites start with equal values.
 
-    The digest of a tensor does not depend on the grid: it is the sum of its words, each times an odd factor by its
-    place in the full tensor, modulo 2^64. Quantized weights, whose codes depend on the grid, have none.
+    Sites never exchange these tensors. The digest of a tensor does not depend on the grid: it is the sum, modulo 2^64,
+    of its elements' bits as integers, each times an odd factor from its position in the full tensor. Quantized weights
+    have no digest, since their codes depend on the grid.
     """
 
     plan: Plan
@@ -136,7 +143,10 @@ class UntrainedState:
 
     @torch.no_grad()
     def digests(self, comm: Comm, device: torch.device, with_buffers: bool) -> dict[str, str]:
-        """Returns "dtype digest" by name on rank 0; parameters alone on other ranks. One all-reduce over the world."""
+        """Returns "dtype digest" of each frozen parameter by name; on rank 0, ``with_buffers`` adds persistent buffers.
+
+        One all-reduce over the world, label "outer", if there are frozen parameters.
+        """
         ownership, coord = SaveOwnership(self.plan), comm.grid.coord()
         rows = [row for row in self.plan.table if not row.trainable and row.quantized is None]
         found = dict.fromkeys((row.name for row in rows), torch.zeros((), dtype=torch.int64))

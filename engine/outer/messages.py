@@ -24,7 +24,7 @@ from engine.checkpoint.format.pieces import Piece
 
 
 class Content(Enum):
-    """Values that sites push."""
+    """Kind of values that training sites push to the store: gradients or weight differences."""
 
     SUMS = "sums"
     """Summed gradients; sites pull their sum and update weights themselves: synchronous training."""
@@ -36,7 +36,7 @@ class Content(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NamedPiece:
-    """Elements of one logical tensor."""
+    """Range of elements of one logical tensor, with the tensor's name."""
 
     name: str
     piece: Piece
@@ -44,7 +44,7 @@ class NamedPiece:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Elements that one rank of a site pushes and pulls, in the order of its bodies."""
+    """Elements that one rank of a training site pushes and pulls; the payloads that it exchanges have this order."""
 
     pushed: tuple[NamedPiece, ...]
     """Elements that this rank sends; over all ranks of a site each element of every tensor is sent once."""
@@ -54,7 +54,7 @@ class RankLayout:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """Request of a site to take part, from its rank 0."""
+    """Request of a training site, sent by its rank 0, to join the other sites that train the same model."""
 
     site: int
     """Number of the site, from 0."""
@@ -74,7 +74,7 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """Reply to a join."""
+    """Reply of the store to a training site that joins."""
 
     life: int
     """Number of this run of the site; no other run has it."""
@@ -88,7 +88,11 @@ class JoinReply:
 
 @dataclass(frozen=True, slots=True)
 class PushKey:
-    """Identity of a push: repeating it is harmless, and ``seq`` has no gaps within a life and fragment."""
+    """Identity of a push of a training site: its life (run), the fragment, and the push's number ``seq`` within both,
+    from 0.
+
+    Sending a push with the same key again has no effect.
+    """
 
     life: int
     fragment: int
@@ -100,7 +104,7 @@ class PushKey:
 
 @dataclass(frozen=True, slots=True)
 class PushMeta:
-    """Description of a push, equal on all ranks of the site."""
+    """Description of a push of one fragment, equal on all ranks of the training site that makes it."""
 
     key: PushKey
     base: int
@@ -121,7 +125,7 @@ class PushMeta:
 
 @dataclass(frozen=True, slots=True)
 class PushShare:
-    """Summands of one rank in a push; the store adds them over the ranks of the site."""
+    """Loss and loss weight that one rank adds to a push; the store sums them over the ranks of the training site."""
 
     weight: float = 0.0
     """Loss weight of the gradients; 0 on ranks that do not count it, and for differences."""
@@ -131,7 +135,7 @@ class PushShare:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Newest version of a fragment that a life may take over."""
+    """Newest version of a fragment that a training site may take over, and facts about the merge that made it."""
 
     version: int
     merged: int
@@ -147,7 +151,7 @@ class Offer:
 
 
 class PushState(Enum):
-    """State of a push after a body of one rank has come."""
+    """State of a push after the store has received a body from one rank."""
 
     PARTIAL = "partial"
     """Bodies of other ranks are missing."""
@@ -159,7 +163,7 @@ class PushState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """State of a store for ``trine watch`` and tests."""
+    """State of a store for displays, such as ``trine watch``; ``received_bytes`` and ``sent_bytes`` count bodies."""
 
     versions: tuple[int, ...]
     """Version of each fragment."""
@@ -176,11 +180,11 @@ class StoreStatus:
 
 
 class StoreRefusedError(Exception):
-    """Refusal of a request by a store; its state is unchanged.
+    """Error of a request that a store refuses; the state of the store is unchanged.
 
     Args:
-        message: one sentence: the given value, the rule, the remedy.
-        status: HTTP status, such as 409 for a wrong sequence and 410 for a life that has ended.
+        message: one sentence with the given value, the rule and the remedy.
+        status: HTTP status, such as 409 for a push out of sequence and 410 for a life that has ended.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -189,44 +193,49 @@ class StoreRefusedError(Exception):
 
 
 class StoreLink(Protocol):
-    """Interface of a store to one rank of a site: the store itself in this process, or a connection to it.
+    """Interface of the outer store for one rank of a site: a store in this process, or a connection to stores.
 
-    No method waits for a merge. Every method but ``join`` renews the lease of the life.
+    ``life`` numbers one run of the site's processes, and ``fragment`` a group of tensors by its position in the result
+    of ``divide``. No method waits for a merge. Every method with a ``life`` renews its lease.
     """
 
     @property
     def outage(self) -> str:
-        """Sentence about a store that does not answer; empty if all do."""
+        """Sentence about a store that does not answer; empty if all answer."""
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life of a site; its earlier life ends, and its unmerged complete pushes remain. Rank 0 only."""
+        """Starts a new life of a site; only its rank 0 calls it.
+
+        An earlier life of the site ends; its complete pushes remain and are merged later.
+        """
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers the pieces of one rank, before any push or pull of this life."""
+        """Registers the elements that ``rank`` pushes and pulls; precedes every push and pull of this life."""
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends the initial fp32 weights of the ``pushed`` pieces of a fragment, uint8 [bytes]."""
+        """Sends initial weights: the elements that ``rank`` pushes of ``fragment``, fp32 as uint8 [bytes]."""
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Stores one rank's encoded body, uint8 [bytes]; on return it survives a crash of the store."""
+        """Stores ``rank``'s encoded values ``body``, uint8 [bytes]; on return they survive a crash of the store."""
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version that this life may take over, and retains it for ``pull``; None before the
-        initial weights have come or while the rule forbids a take-over.
+        """Returns the newest version of ``fragment`` that this life may take over, and retains it for ``pull``.
+
+        Returns None before the initial weights have come, and while the merge rule forbids a take-over.
         """
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns the offered version of the ``pulled`` pieces of a fragment, concatenated, fp32 [elements]."""
+        """Returns the elements of ``fragment`` that ``rank`` updates, from the offered ``version``, fp32 [elements]."""
 
     def renew(self, life: int) -> None:
-        """Renews the lease.
+        """Renews the lease of the life, after which the store would count the site as lost.
 
         Raises:
-            GridError: describes a store that does not answer now.
+            GridError: a store does not answer now.
         """
 
     def leave(self, life: int) -> None:
-        """Ends the life; merges and clocks do not wait for this site any more."""
+        """Ends the life, so that merges no longer wait for this site."""
 
     def status(self) -> StoreStatus:
-        """Returns the state of the store."""
+        """Returns the versions, live sites and traffic of the store."""

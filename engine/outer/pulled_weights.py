@@ -11,14 +11,22 @@ from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
 
 class PulledWeights(FlatOptimizer):
-    """Optimizer that replaces weights by the values of the store; without new values, it leaves them."""
+    """Optimizer of a site for which the store computes the updates: ``step`` copies pulled weights over its parameters.
+
+    A parameter without pulled weights does not change.
+    """
 
     def __init__(self, params: ParamsT, lr: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self._pulled: dict[Tensor, Tensor] = {}
 
     def give(self, places: Sequence[OptimizerTensor], owned: dict[int, Tensor]) -> None:
-        """Stores the next weights of every bucket, fp32 [owned] by bucket number, for the next update."""
+        """Stores the weights that the next ``step`` copies.
+
+        Args:
+            places: tensors that the optimizer updates, with their positions in the buckets.
+            owned: new weights of this rank's shard of each bucket, fp32 [owned], by bucket number.
+        """
         for place in places:
             start = place.flat.owned.start
             values = owned[place.flat.bucket.index][place.part.start - start : place.part.stop - start]

@@ -49,7 +49,7 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class OuterState:
-    """State of the outer loop of a site, equal on all its ranks."""
+    """Progress of a training site's outer loop, equal on all ranks except for byte counts and ``waited``."""
 
     life: int
     """Number of this run of the site's processes on the store."""
@@ -79,7 +79,7 @@ class OuterState:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Numbers for the step report, by name."""
+        """Values for the step report, by names such as "outer/clock"."""
         return {
             "outer/clock": self.clock, "outer/version": max(self.versions, default=0),
             "outer/staleness": self.staleness, "outer/members": self.members, "outer/rows": self.rows,
@@ -93,12 +93,12 @@ OpenLink = Callable[[OuterConfig, Sequence[Fragment]], StoreLink]
 
 
 class OuterLoop(StepPart):
-    """Step part that trains this engine as one site of several.
+    """Step part that trains this engine as one of several sites, which exchange gradients or weights through stores.
 
     Args:
-        weights: weights and gradients of this rank.
-        rates: schedule of this site, whose rates an optimizer on the store takes.
-        open_link: opens the connection of this rank to the stores.
+        weights: conversion between this rank's weights or gradients and the bodies that it pushes and pulls.
+        rates: learning-rate schedule of this site; each push has its rates for an optimizer on the store.
+        open_link: function that opens the connection of this rank to the stores.
     """
 
     order = PartOrder.OUTER
@@ -153,12 +153,16 @@ class OuterLoop(StepPart):
     # ------------------------------------------------------------------ phases of a step
 
     def begin_step(self) -> None:
-        """Joins the stores before the first step. Collective."""
+        """Joins the stores if this engine has not joined yet. Collective over the world."""
         if self._exchange is None:
             self._join()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Exchanges gradients at period 1; returns the error of the step. Collective."""
+        """If sites push gradients, replaces the step's gradients by merged gradients or weights from the stores.
+
+        Does nothing if sites push weight differences. Returns the error of the step, from this rank or the exchange, or
+        None. Collective over the world.
+        """
         if self._content is Content.DELTAS:
             return step.problem
         # no rank pushes for a step that has failed on another: the store would wait for the rest of the push
@@ -171,11 +175,18 @@ class OuterLoop(StepPart):
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Counts the tokens of the step."""
+        """Adds the tokens of the step, which ``totals`` counts over all ranks, to the tokens of the next push."""
         self._tokens += totals.tokens
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Pushes fragments that are due, and takes over merges that have come. Collective."""
+        """Counts the step. If sites push weight differences, pushes fragments that are due and takes over merged
+        versions.
+
+        Adds the outer loop's values to ``step.figures``. Collective over the world.
+
+        Args:
+            made: updates of the engine so far.
+        """
         self._steps, self._made = self._steps + 1, made
         self._rows = (self._rows or 0) + (self._plan.config.train_batch_size or 0)
         if self._content is Content.DELTAS:
@@ -187,19 +198,22 @@ class OuterLoop(StepPart):
             self._comm.recorder.note(f"outer loop of site {self._outer.site}: {now}")
 
     def restarted(self, made: int) -> None:
-        """Joins again if weights were loaded. Collective."""
+        """Starts a new life (run) of this site on the stores, after weights were loaded. Collective over the world.
+
+        Does nothing before the first join. ``made`` is the number of updates so far.
+        """
         self._made = made
         if self._exchange is not None:
             self._leave(leave=False)
             self._join()
 
     def close(self) -> None:
-        """Leaves the stores."""
+        """Ends the life of this site on the stores, so that the other sites do not wait for it."""
         if self._exchange is not None:
             self._leave(leave=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counters of the outer loop for a checkpoint, as JSON values."""
+        """Returns the counters and versions of the outer loop for a checkpoint, as JSON values by name."""
         return {
             "steps": self._steps, "rows": self._rows or 0, "pushed_rows": self._pushed_rows, "tokens": self._tokens,
             "versions": self._versions, "since": [list(each) for each in self._since],
@@ -207,7 +221,7 @@ class OuterLoop(StepPart):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the counters; the next step joins the stores with them."""
+        """Restores the result of ``state_dict``; the next join starts from these counters."""
         self._steps, self._rows, self._tokens = int(state["steps"]), int(state["rows"]), float(state["tokens"])
         self._pushed_rows = int(state["pushed_rows"])
         if len(state["versions"]) == len(self._versions):

@@ -27,11 +27,15 @@ ANCHOR, FEEDBACK = "outer_anchor", "outer_feedback"
 
 
 class Anchors:
-    """Anchors of the weights that this rank updates, fp32, in host memory.
+    """Anchors of the weights that this rank updates, fp32 in host memory.
+
+    The anchor of a weight is its value after the last push or take-over. A site pushes anchor minus weight.
 
     Args:
-        places: tensors that the optimizer updates; checkpoints store anchors by them, so that any grid loads them.
-        feedback: True if encoding errors are stored too.
+        buckets: flat buckets of the weights.
+        places: tensors that the optimizer updates; checkpoints store anchors under their names, so that any grid loads
+            them.
+        feedback: True to store the encoding error of the last push for each element, too.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], places: Sequence[OptimizerTensor], feedback: bool) -> None:
@@ -41,17 +45,25 @@ class Anchors:
         """True once the anchors have values, from the store or from a checkpoint."""
 
     def of(self, piece: LocalPiece, kind: str = ANCHOR) -> Tensor:
-        """Returns the view of a piece's anchor or encoding error [elements]."""
+        """Returns a view of the anchor of ``piece``, fp32 [elements]; with ``kind`` = ``FEEDBACK``, of its encoding
+        error.
+        """
         return piece.within(self._owned[kind][piece.flat.bucket.index])
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns all anchors by updated tensor and kind; empty before the first merge."""
+        """Returns the anchors and encoding errors by updated tensor and then by kind; empty before the first join."""
         if not self.filled:
             return {}
         return {place.parameter: {kind: self._view(place, kind) for kind in self._owned} for place in self._places}
 
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the tensors that a load fills, for the parameters that the checkpoint has."""
+        """Returns the tensors that a load fills, by updated tensor and kind, for the kinds that the checkpoint has.
+
+        Sets encoding errors to zero first.
+
+        Args:
+            stored: mapping with the names in the checkpoint as keys, such as "outer_anchor/" and a parameter's name.
+        """
         self.filled = all(f"{ANCHOR}/{name}" in stored for place in self._places for name in place.names())
         for owned in self._owned.get(FEEDBACK, {}).values():
             owned.zero_()
@@ -59,7 +71,9 @@ class Anchors:
         return {place.parameter: {kind: self._view(place, kind) for kind in kinds} for place in self._places}
 
     def forget(self) -> None:
-        """Keeps the anchors: weights that the user has replaced count as progress of this site."""
+        """Does nothing: if the user replaces weights, the difference from their anchors counts as progress of this
+        site.
+        """
 
     def _view(self, place: OptimizerTensor, kind: str) -> Tensor:
         start = place.flat.owned.start
@@ -68,11 +82,14 @@ class Anchors:
 
 
 class SiteWeights:
-    """Bodies of this rank: encoded gradients and differences of weights to push, and weights or sums to use.
+    """Conversion between this rank's weights or gradients and the payloads that it exchanges with the stores.
 
     Args:
-        gatherer: gathers of sharded parameters, which a take-over makes stale; None below ZeRO 3.
-        untrained: frozen parameters and buffers.
+        local: tensor pieces that this rank updates.
+        outer: section of the configuration.
+        optimizer: optimizer of this rank.
+        gatherer: gatherer of sharded parameters, which drops its gathered copies at a take-over; None below ZeRO 3.
+        untrained: frozen parameters and buffers, for a check that all sites have equal ones.
     """
 
     def __init__(
@@ -91,16 +108,19 @@ class SiteWeights:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Learning rate of each parameter group."""
+        """Current learning rate of each parameter group of the optimizer."""
         return tuple(float(group["lr"]) for group in self._optimizer.inner.param_groups)
 
     def seed(self, fragment: int) -> Tensor:
-        """Returns the weights that this rank pushes, fp32 as bytes."""
+        """Returns the current weights that this rank pushes of ``fragment``, fp32 as uint8 [bytes]."""
         parts = [piece.chosen(piece.weights.detach()).float().cpu() for piece in self._pushed(fragment)]
         return torch.cat(parts).view(torch.uint8) if parts else torch.empty(0, dtype=torch.uint8)
 
     def gradients(self, fragment: int, scale: float) -> Tensor:
-        """Returns the summed gradients that this rank pushes, divided by ``scale`` and encoded."""
+        """Returns the summed gradients that this rank pushes of ``fragment``, divided by ``scale`` and encoded.
+
+        The result is uint8 [bytes].
+        """
         own = self._pushed(fragment)
         for flat in {id(piece.flat): piece.flat for piece in own if piece.flat.host_sums is not None}.values():
             self._optimizer.copies.wait(flat)
@@ -109,7 +129,10 @@ class SiteWeights:
 
     @torch.no_grad()
     def differences(self, fragment: int) -> Tensor:
-        """Returns the encoded differences from the anchors that this rank pushes, and moves the anchors."""
+        """Returns anchor minus weight for the elements that this rank pushes of ``fragment``, encoded, uint8 [bytes].
+
+        Then sets the anchors of the fragment to the current weights.
+        """
         for flat in self.local.buckets(fragment):
             sync_masters(flat)
         body = list[Tensor]()
@@ -122,9 +145,13 @@ class SiteWeights:
 
     @torch.no_grad()
     def write(self, fragment: int, body: Tensor, alone: bool = False) -> None:
-        """Writes merged weights with this site's progress or mixed with its weights; ``alone``: merged weights.
+        """Takes over ``body``, merged weights of ``fragment``, fp32 [elements].
 
-        Gathers parameters over dp, label "parameters".
+        The new weights are the merged weights plus this site's progress since the anchor. With ``mixing`` configured,
+        they are the average mixing * own + (1 - mixing) * merged. With ``alone``, they are the merged weights. If sites
+        push weight differences, the merged weights become the new anchors.
+
+        All-gathers parameters over dp, label "parameters".
         """
         mixing = self._outer.mixing
         for flat in self.local.buckets(fragment):
@@ -145,7 +172,9 @@ class SiteWeights:
             self._gatherer.forget()
 
     def use_weights(self, bodies: Mapping[int, Tensor]) -> None:
-        """Passes the store's weights, by fragment, to the next update."""
+        """Passes ``bodies``, updated weights from the store by fragment, to the optimizer, which copies them at its
+        next step.
+        """
         inner = self._optimizer.inner
         assert isinstance(inner, PulledWeights), "a site of a server has no optimizer of its own"
         owned = {index: torch.empty(length) for index, length in self._lengths.items()}
@@ -156,8 +185,9 @@ class SiteWeights:
 
     @torch.no_grad()
     def use_sums(self, bodies: Mapping[int, Tensor]) -> frozenset[str]:
-        """Replaces the gradients of this site by their sums over all sites, by fragment; returns the names of tensors
-        that a site has used: one of their sums is not zero.
+        """Replaces this rank's gradients by ``bodies``, their sums over all sites by fragment, fp32 [elements].
+
+        Returns the names of this rank's tensors with a sum that is not zero: some site has used them.
         """
         used = set[str]()
         for fragment, body in bodies.items():

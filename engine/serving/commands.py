@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """Sequence of a client's training data: token ids and the inputs of its loss."""
+    """Training sequence of a client: token ids and the inputs of its loss."""
 
     tokens: Array
     """Token ids, int64 [n]."""
@@ -30,7 +30,10 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """Loss of a forward_backward: a built-in name, or "custom" with the id of an uploaded graph in ``options``."""
+    """Choice of the loss of a forward_backward.
+
+    ``name`` is a built-in loss, or "custom" for an uploaded graph with its id in ``options["loss_id"]``.
+    """
 
     name: str
     options: Mapping[str, float | str] = field(default_factory=dict)
@@ -38,7 +41,7 @@ class LossCall:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Low-rank adapter (LoRA) of a tenant."""
+    """Configuration of a model's LoRA adapter: its rank, the seed of its initial values, and the layers that get it."""
 
     rank: int
     seed: int = 0
@@ -49,7 +52,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdamParameters:
-    """Parameters of one AdamW update."""
+    """Hyperparameters of one AdamW update."""
 
     lr: float = 1e-4
     beta1: float = 0.9
@@ -62,7 +65,7 @@ class AdamParameters:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """Parameters of the sequences that one request samples."""
+    """Parameters of all sequences that one request samples."""
 
     samples: int = 1
     max_tokens: int = 0
@@ -80,7 +83,9 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class CreateModel:
-    """Creates a tenant: an adapter over the frozen base model, or a full copy that is trained."""
+    """Command that creates a model of a client: a LoRA adapter over the frozen base model, or a full copy that is
+    trained.
+    """
 
     model: str
     base: str
@@ -90,7 +95,7 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """Computes the loss of each datum, and accumulates its gradient unless ``forward_only``."""
+    """Command that computes the loss of each datum and, unless ``forward_only``, accumulates its gradient."""
 
     model: str
     data: tuple[Datum, ...]
@@ -100,7 +105,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
-    """Updates a tenant's weights with the accumulated gradient, and drops the gradient."""
+    """Command that updates a model's weights with the accumulated gradient, and clears the gradient."""
 
     model: str
     adam: AdamParameters
@@ -108,7 +113,7 @@ class OptimStep:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeights:
-    """Saves a tenant's weights, and its optimizer state if asked, under a name of the service."""
+    """Command that saves a model's weights under a name; with ``optimizer``, its optimizer state, too."""
 
     model: str
     name: str
@@ -118,7 +123,7 @@ class SaveWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Loads saved weights, and the optimizer state if asked, into a tenant."""
+    """Command that loads saved weights into a model; with ``optimizer``, the optimizer state, too."""
 
     model: str
     name: str
@@ -127,21 +132,21 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class DropWeights:
-    """Removes saved weights; names that do not exist are no error."""
+    """Command that removes saved weights; it succeeds if there are none of this name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadModel:
-    """Removes a tenant."""
+    """Command that removes a model and frees its memory."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class DefineLoss:
-    """Defines a loss by an uploaded graph of allowed operations."""
+    """Command that defines a custom loss by an uploaded graph of allowed torch operations."""
 
     loss: str
     inputs: tuple[str, ...]
@@ -151,7 +156,7 @@ class DefineLoss:
 
 @dataclass(frozen=True, slots=True)
 class SampleTokens:
-    """Samples from a tenant's weights, from saved weights or from the base model."""
+    """Command that samples token sequences from a model, from saved weights, or from the base model."""
 
     source: str
     """Id of a tenant, name of saved weights, or empty: the base model."""
@@ -162,7 +167,10 @@ class SampleTokens:
 
 @dataclass(frozen=True, slots=True)
 class ForwardTensors:
-    """Runs a model on a client's tensors, and retains the graph under ``ticket`` unless it is empty."""
+    """Command that runs a model's forward on a client's tensors.
+
+    Unless ``ticket`` is empty, the ranks retain the autograd graph under this name for a later backward.
+    """
 
     model: str
     tensors: Mapping[str, Array]
@@ -171,7 +179,7 @@ class ForwardTensors:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTensors:
-    """Continues a backward with the gradients of a retained forward's outputs."""
+    """Command that runs the backward of a retained forward, from the client's gradients of its outputs."""
 
     model: str
     ticket: str
@@ -182,7 +190,7 @@ class BackwardTensors:
 
 @dataclass(frozen=True, slots=True)
 class DropTicket:
-    """Drops a retained graph."""
+    """Command that drops the retained forward called ``ticket``."""
 
     model: str
     ticket: str
@@ -190,7 +198,7 @@ class DropTicket:
 
 @dataclass(frozen=True, slots=True)
 class CallFunction:
-    """Calls a function of the server by name."""
+    """Command that calls a function which the server has registered under a name."""
 
     name: str
     tensors: Mapping[str, Array]
@@ -198,7 +206,7 @@ class CallFunction:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ends the command loop of every rank."""
+    """Command that ends the command loop of every rank."""
 
 
 Command = (
@@ -209,7 +217,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class TrainedOutput:
-    """Result of :class:`ForwardBackward`."""
+    """Result of :class:`ForwardBackward`: outputs of each datum, and metrics."""
 
     outputs: tuple[Mapping[str, Array], ...]
     """Outputs of each datum by name: logprobs fp32 of the shape of its target_tokens."""
@@ -219,7 +227,7 @@ class TrainedOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """Sampled sequence: drawn tokens and their log-probabilities."""
+    """One sampled sequence: new tokens and their log-probabilities."""
 
     tokens: Array
     """int32 [n]."""
@@ -234,7 +242,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SampledOutput:
-    """Result of :class:`SampleTokens`."""
+    """Result of :class:`SampleTokens`: sampled sequences and, if requested, log-probabilities of the prompt."""
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: Array | None = None
@@ -254,14 +262,14 @@ class TensorOutput:
 
 @dataclass(frozen=True, slots=True)
 class PlainOutput:
-    """Result of other commands: values by name."""
+    """Result of a command without tensors: JSON values by name."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failed command: one sentence, and who is at fault."""
+    """Result of a command that has failed: an error sentence, and a category that says who is at fault."""
 
     error: str
     category: str = "user"
@@ -290,7 +298,7 @@ def encode_message(value: Command | Result) -> bytes:
 
 
 def decode_message(data: bytes) -> Any:
-    """Decodes the bytes of ``encode_message``.
+    """Returns the command or result that ``encode_message`` has encoded.
 
     Raises:
         ValueError: the bytes are no encoded command or result.
@@ -304,7 +312,7 @@ def decode_message(data: bytes) -> Any:
 
 
 def array_bytes(value: Any) -> int:
-    """Returns the bytes of all arrays in a command or result."""
+    """Returns the total size in bytes of all NumPy arrays in a command or result."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, Mapping):

@@ -56,34 +56,36 @@ _LOSSES = 1024
 
 
 class EnginePool(Protocol):
-    """Engines of tenants by id; all calls are collective."""
+    """Interface of a pool of engines, one for each client's model (tenant); all ranks call its methods in the same
+    order.
+    """
 
     @property
     def base(self) -> Engine:
         """Engine of the base model."""
 
     def create(self, model_id: str, adapter: Adapter | None) -> Engine:
-        """Creates a tenant."""
+        """Creates a model with this id and returns its engine; ``adapter`` None: all parameters are trained."""
 
     def get(self, model_id: str) -> Engine:
-        """Returns a tenant's engine, with its state on the device."""
+        """Returns the engine of a model, after moving its state to the device if it was offloaded."""
 
     def drop(self, model_id: str) -> None:
-        """Removes a tenant."""
+        """Removes a model and frees its memory."""
 
     def close(self) -> None:
-        """Closes all tenants."""
+        """Closes the engines of all models and of the base."""
 
 
 class CommandExecutor:
-    """Tenants of the service on this rank.
+    """Executor that runs the service's commands on this rank, and has the models of all clients.
 
     Args:
-        pool: engines of the tenants and of their base.
-        folder: folder of saved weights, equal on all ranks.
+        pool: engines of the clients' models and of their base model.
+        folder: folder of saved weights, shared by all ranks.
         functions: functions that clients call by name, each from tensors to tensors.
-        staleness: updates after which a client's forward still serves a backward.
-        vllm: address of the vLLM server that samples from full-parameter models; None: the ranks do.
+        staleness: maximum number of weight updates between a forward and its backward.
+        vllm: address of the vLLM server that samples from full-parameter models; None: the ranks sample.
     """
 
     def __init__(
@@ -121,19 +123,21 @@ class CommandExecutor:
 
     @property
     def grid(self) -> Grid:
-        """Grid of the ranks."""
+        """Grid of the base model's ranks."""
         return self._pool.base.grid
 
     def retained_bytes(self) -> int:
-        """Returns the bytes of retained forwards on this rank."""
+        """Returns the bytes of forwards that this rank retains for later backwards."""
         return self._tensors.retained_bytes
 
     def adopt(self, model: str, engine: Engine) -> None:
-        """Serves ``engine``, which the caller has made, under the model id ``model``."""
+        """Adds ``engine``, which the caller has made, as the model with id ``model``."""
         self._trainers[model], self._adapters[model] = TenantTrainer(engine, self._graphs), None
 
     def run(self, command: Command) -> Result:
-        """Runs a command; returns its result, or a failure."""
+        """Runs a command on this rank and returns its result; an error becomes a ``Failure``. All ranks run the same
+        commands.
+        """
         try:
             return self._runs[type(command)](command)
         except GoneError as error:
@@ -145,14 +149,14 @@ class CommandExecutor:
             return Failure(f"{type(command).__name__} failed: {first_line(error)}", "server")
 
     def spoil(self, command: Command) -> None:
-        """Marks the model of a command that ended differently on different ranks as unusable until weights are
+        """Marks the model of ``command``, which ended differently on different ranks, as unusable until weights are
         loaded.
         """
         if (model := getattr(command, "model", None)) is not None:
             self._spoilt.add(model)
 
     def close(self) -> None:
-        """Closes all tenants."""
+        """Closes all models and the base."""
         self._trainers.clear()
         self._pool.close()
 

@@ -26,25 +26,25 @@ Run = Callable[[Command], Result]
 
 
 class CommandSource(Protocol):
-    """Rank 0's source of commands, such as the queue of its HTTP server."""
+    """Interface of rank 0's source of commands, such as the queue of its HTTP server."""
 
     def take(self, seconds: float) -> tuple[str, Command] | None:
-        """Returns the next command with its key; None if none has come within ``seconds``."""
+        """Returns the next command with its key; None if none arrives within ``seconds``."""
 
     def finish(self, key: str, result: Result, retained: int) -> None:
-        """Stores the result of a command; ``retained``: bytes of retained forwards on the rank with most of them."""
+        """Stores the result of the command ``key``; ``retained``: bytes of retained forwards, maximum over ranks."""
 
 
 class CommandLoop:
-    """Command loop of this rank.
+    """Command loop of this rank: all ranks run the commands of rank 0's source in one order.
 
     Args:
-        host: messages between the ranks' host memories.
-        run: runs a command on this rank, with the engine's own collectives, and returns errors as :class:`Failure`.
-        spoil: called on every rank with a command that ended differently on different ranks, whose model is unusable.
-        source: commands, on rank 0.
-        beat: called on every rank after each beat and command, for the watchdog.
-        retained: returns the bytes of this rank's retained forwards.
+        host: messages between the ranks' processes, in host memory.
+        run: function that runs a command on this rank and returns its result, or a :class:`Failure`.
+        spoil: function called on every rank with a command that ended differently on different ranks.
+        source: source of commands; on rank 0 only.
+        beat: function called on every rank about once a second when idle, and after each command, for a watchdog.
+        retained: function that returns the bytes of forwards that this rank retains for later backwards.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CommandLoop:
         """Number of commands run."""
 
     def run(self) -> None:
-        """Runs commands until a :class:`Stop`. Every rank calls it.
+        """Runs commands until :class:`Stop`. Every rank calls it.
 
         Raises:
             EngineError: a rank is lost.

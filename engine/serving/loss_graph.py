@@ -64,7 +64,7 @@ Values = dict[str, Any]
 
 
 class LossGraph:
-    """Uploaded loss of the form ``loss, metrics = graph(logprobs, *inputs)``."""
+    """Custom loss that a client uploads as a graph of torch calls: ``loss, metrics = graph(logprobs, *inputs)``."""
 
     def __init__(self, text: str, inputs: Sequence[str]) -> None:
         """Checks the graph.
@@ -92,10 +92,15 @@ class LossGraph:
             _check_node(op, target, kwargs)
 
     def run(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, float]]:
-        """Returns the 0-dim loss of a datum with its graph, and the metrics that the client's function returned.
+        """Computes the loss of one datum; returns the 0-dim loss with its autograd graph, and the client's metrics by
+        name.
+
+        Args:
+            logprobs: log-probabilities of the datum's target tokens.
+            inputs: further inputs of the datum by name.
 
         Raises:
-            ServedError: an input is missing, a call fails, or a result is too large or no loss.
+            ServedError: an input is missing, a call fails, a result is too large, or the output is no scalar loss.
         """
         values: Values = {}
         given = iter([logprobs, *(self._input(name, inputs) for name in self._inputs[1:])])

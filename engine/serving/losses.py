@@ -29,11 +29,11 @@ TARGETS = "target_tokens"
 
 
 class ServedError(EngineError):
-    """Error in a client's request; the client receives its sentence as a failed result."""
+    """Error in a client's request; the client receives its text as the failed result of the request."""
 
 
 class GoneError(ServedError):
-    """Error about a forward or result that the service no longer has."""
+    """Error of a request for a retained forward that the service has no more."""
 
 
 def _cross_entropy(p: Tensor, inputs: Inputs, options: Options) -> Tensor:
@@ -98,10 +98,10 @@ _OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 
 def served_loss(name: str) -> Loss:
-    """Returns the built-in loss ``name``.
+    """Returns the function of the built-in loss ``name``: from log-probabilities, inputs and options to a 0-dim sum.
 
     Raises:
-        ServedError: there is none of that name.
+        ServedError: there is no built-in loss of this name.
     """
     if name not in LOSSES:
         raise ServedError(f"loss_fn is {name!r}, which this server does not have; use {', '.join(LOSSES)} or custom.")
@@ -109,7 +109,7 @@ def served_loss(name: str) -> Loss:
 
 
 def check_inputs(name: str, inputs: Inputs, targets: Tensor, options: Options) -> None:
-    """Checks inputs and options of a built-in loss.
+    """Checks one datum's inputs and the options of the built-in loss ``name``.
 
     Raises:
         ServedError: an input is missing or has another shape than ``targets``, or an option is unknown.

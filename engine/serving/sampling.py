@@ -15,9 +15,9 @@ ABSENT = (0, -99999.0)
 
 
 def sample(engine: Engine, command: SampleTokens) -> SampledOutput:
-    """Draws the sequences of a request. Collective; every data rank draws all of them.
+    """Samples the sequences of one request with the engine's weights; all ranks get the same result.
 
-    Communicates the tokens over the replica, as ``Engine.generate_requests`` does.
+    Collective. Communicates tokens as ``Engine.generate_requests`` does.
 
     Raises:
         ServedError: the prompt is empty or has a token that the model lacks.

@@ -57,10 +57,13 @@ class _Retained:
 
 
 class TensorCalls:
-    """Retained forwards of all models on this rank, and functions by name.
+    """Forwards, backwards and functions that clients call with tensors, on this rank.
+
+    It retains the autograd graphs of forwards, for all models, until the clients send gradients.
 
     Args:
-        staleness: updates after which a forward still serves a backward.
+        functions: functions by the names under which clients call them.
+        staleness: maximum number of weight updates between a forward and its backward.
     """
 
     def __init__(self, functions: Mapping[str, ServedFunction], staleness: int = 0) -> None:
@@ -74,15 +77,18 @@ class TensorCalls:
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes of live storages of retained graphs, and of earlier weights that these need, on this rank."""
+        """Bytes that retained graphs, and earlier weights that they need, take on this rank."""
         weights = {id(one.weights): one.weights.bytes for one in self._retained.values()}
         return self._graphs + sum(weights.values())
 
     def forward(self, trainer: TenantTrainer, command: ForwardTensors) -> TensorOutput:
-        """Runs the model's forward; positional arguments are named "0", "1" etc. Collective over the grid.
+        """Runs the model's forward on the tensors of ``command``; tensors named "0", "1" etc. are positional arguments.
+
+        Returns the outputs by name, with the rows of all data ranks. Collective over the grid.
 
         Raises:
-            ServedError: the outputs have no rows to join over data ranks, or the model fails on the tensors.
+            ServedError: the tensors or outputs have no rows to split over data ranks, or the model fails on the
+                tensors.
         """
         engine = trainer.engine
         given = {name: client_tensor(value, engine.device) for name, value in command.tensors.items()}
@@ -106,8 +112,10 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in joined.items()}, trainer.version)
 
     def backward(self, trainer: TenantTrainer, command: BackwardTensors) -> TensorOutput:
-        """Continues the backward of a retained forward on that forward's weights, and drops it. Collective over the
-        grid.
+        """Runs the backward of a retained forward with the weights of that forward, and drops its graph.
+
+        Weight gradients accumulate. With ``command.step``, updates the weights, too. Returns the gradients of the
+        floating-point inputs by name. Collective over the grid.
 
         Raises:
             GoneError: there is no such forward, or too many updates have followed it.
@@ -132,8 +140,9 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in gradients.items()}, trainer.version)
 
     def update(self, trainer: TenantTrainer, command: OptimStep) -> PlainOutput:
-        """Updates a model's weights, and drops retained forwards that are then too old for a backward. Collective over
-        the grid.
+        """Updates a model's weights by AdamW, after dropping retained forwards that the update makes too old.
+
+        Collective over the grid.
         """
         trainer.complete_gradient()  # before forwards are dropped: it may refuse the update
         self._drop_early(command.model, trainer.version + 1)
@@ -152,14 +161,14 @@ class TensorCalls:
                 )
 
     def drop(self, command: DropTicket) -> PlainOutput:
-        """Drops a retained forward, if it is there."""
+        """Drops the retained forward ``command.ticket``; the result has "dropped", False if there was none."""
         there = command.ticket in self._retained
         if there:
             self._release(command.ticket)
         return PlainOutput({"dropped": there})
 
     def forget(self, model: str) -> None:
-        """Drops all retained forwards of a model that is unloaded, or that gets other weights."""
+        """Drops all retained forwards of ``model``, before the model is unloaded or gets other weights."""
         for ticket in [ticket for ticket, one in self._retained.items() if one.model == model]:
             self._end(ticket, f"forward {ticket!r} came before its model was loaded or unloaded")
 
@@ -183,10 +192,10 @@ class TensorCalls:
             self._ended.popitem(last=False)
 
     def call(self, command: CallFunction) -> TensorOutput:
-        """Calls a function by name; every rank calls it.
+        """Calls the function ``command.name`` with the command's tensors, and returns its tensors; every rank calls it.
 
         Raises:
-            ServedError: there is none of that name.
+            ServedError: there is no function of this name.
         """
         if command.name not in self._functions:
             known = ", ".join(sorted(self._functions)) or "none"

@@ -115,7 +115,7 @@ class _Retained:
 
 
 class TenantTrainer:
-    """Training of one tenant: its engine, its place in an update, and a retained forward."""
+    """Training of a client's model on this rank: an engine, the data since its last update, and a retained forward."""
 
     def __init__(self, engine: Engine, graphs: Mapping[str, LossGraph]) -> None:
         self.engine = engine
@@ -131,12 +131,13 @@ class TenantTrainer:
             engine.open_pipeline()
 
     def forward_backward(self, command: ForwardBackward) -> TrainedOutput:
-        """Computes losses and, unless ``forward_only``, accumulates gradients. Collective over the grid.
+        """Computes the losses of the data and, unless ``forward_only``, accumulates their gradients.
 
-        Communicates as the engine's forwards and backwards, and sums the results over the data axis.
+        Returns log-probabilities of the targets, and metrics. Collective over the grid: communicates as the engine's
+        forwards and backwards, all-reduces the log-probabilities over data, and gathers the metrics over the world.
 
         Raises:
-            ServedError: the data do not fit the loss; raised on all ranks before any forward.
+            ServedError: the data do not fit the loss; on all ranks, before any forward.
         """
         data = [_prepare(datum, self.engine.device) for datum in command.data]
         for one in data:
@@ -164,10 +165,12 @@ class TenantTrainer:
         return self._output(data, results, sums)
 
     def optim_step(self, command: OptimStep) -> PlainOutput:
-        """Updates the weights with the accumulated gradient by AdamW. Collective over the grid.
+        """Updates the weights by AdamW with the accumulated gradient; returns "grad_norm" and "version".
+
+        Collective over the grid.
 
         Raises:
-            ServedError: as in ``complete_gradient``.
+            ServedError: there is no accumulated gradient, and the model takes no token ids.
         """
         engine = self.engine
         self._retained = None
@@ -181,32 +184,36 @@ class TenantTrainer:
         return PlainOutput({"grad_norm": norm, "version": self.version})
 
     def complete_gradient(self) -> None:
-        """Adds a gradient of zero if there is none, since AdamW moves weights by its moments too. Collective over the
-        grid.
+        """Accumulates a zero gradient if there is none, since AdamW then still moves weights by its moments.
+
+        Collective over the grid.
 
         Raises:
-            ServedError: the model is no language model.
+            ServedError: the model takes no token ids, from which a zero gradient is computed.
         """
         if not self._seen:
             self._backward(self._filler(), 0)
             self._seen = 1
 
     def accumulate(self, loss: Tensor) -> None:
-        """Adds the gradient of a 0-dim loss of this rank to the next update. Collective over the grid."""
+        """Runs the backward of ``loss``, this rank's 0-dim loss, and accumulates its gradient. Collective over the
+        grid.
+        """
         self._backward(loss, 0 if self.engine.grid.row_rank == 0 else None)
         self._seen += 1
 
     def save(self, folder: Path) -> int:
-        """Saves weights and optimizer state below ``folder``; returns their bytes. Collective over the grid."""
+        """Saves weights and optimizer state in ``folder``; returns the bytes of its files. Collective over the grid."""
         state = {"version": self.version}
         self.engine.save_checkpoint(folder, state, without_frozen=True).wait()
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
     def load(self, folder: Path, optimizer: bool) -> None:
-        """Loads weights, and the optimizer state if asked, and drops accumulated gradients. Collective over the grid.
+        """Loads weights and, with ``optimizer``, the optimizer state; drops accumulated gradients. Collective over the
+        grid.
 
-        Without ``optimizer``, the engine's optimizer must be fresh: its state does not change. The version becomes the
-        next one, or the saved one if that is higher, so that a restart goes on with the same versions.
+        Without ``optimizer``, the optimizer state does not change, so it should be fresh. ``version`` grows by 1, or
+        becomes the saved version if that is higher, so that versions never decrease.
         """
         if self._seen:
             self.engine.zero_grad()
@@ -308,7 +315,7 @@ def _gathered(own: dict[str, float], engine: Engine) -> list[dict[str, float]]:
 
 
 def client_tensor(value: Array, device: torch.device) -> Tensor:
-    """Returns a copy of a client's array on the device."""
+    """Returns a copy of a client's array as a tensor on ``device``."""
     return torch.from_numpy(np.array(value)).to(device)
 
 

@@ -22,11 +22,11 @@ RAW = "raw_logprobs"
 
 
 class VllmSamples:
-    """Sampler of one service. All ranks call the same methods in the same order.
+    """Sampler that asks a vLLM server for samples from saved weights. All ranks call its methods in the same order.
 
     Args:
-        url: address of the server.
-        base: engine by which ranks communicate.
+        url: address of the vLLM server.
+        base: engine through which the ranks communicate.
     """
 
     def __init__(self, url: str, base: Engine) -> None:
@@ -41,10 +41,10 @@ class VllmSamples:
         self._is_raw = False
 
     def push(self, name: str, engine: Engine) -> None:
-        """Publishes an engine's weights, which were saved as ``name``, and waits for the server. Collective.
+        """Publishes the weights of ``engine``, saved as ``name``, and waits until the server has them. Collective.
 
         Raises:
-            EngineError: the server has not taken them over.
+            EngineError: the server does not take them over.
         """
         self._name = ""
         pending = engine.publish_weights()
@@ -52,10 +52,12 @@ class VllmSamples:
         self._name, self._number = name, pending.number
 
     def sample(self, command: SampleTokens) -> SampledOutput:
-        """Samples from saved weights. Collective: broadcasts the sequences over the world, label "start".
+        """Samples from the weights that were published last; all ranks get the same result.
+
+        Collective: rank 0 asks the server, and broadcasts the sequences over the world, label "start".
 
         Raises:
-            ServedError: the server has other weights, or does not serve a parameter.
+            ServedError: the server has other weights than ``command`` names, or does not support a sampling parameter.
             EngineError: the server does not answer, or has sampled from another version.
         """
         if command.source != self._name:

@@ -26,7 +26,7 @@ _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """Values among which the trials of a sweep differ, under one key of the configuration."""
+    """One key of the configuration that a sweep varies, with its possible values."""
 
     path: str
     """Dotted key, such as ``optimizer.params.lr``."""
@@ -43,13 +43,13 @@ class Dimension:
         return tuple(range(self.values[0], self.values[1] + 1)) if self.form == "int" else None
 
     def decode(self, stored: Any) -> Any:
-        """Returns the JSON value of a value that Optuna stores."""
+        """Returns the configuration's JSON value for ``stored``, a value as Optuna stores it."""
         return json.loads(stored) if self.form == "choices" else stored
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Pruner or sampler of Optuna: its name, such as "median", and the arguments of its class."""
+    """Choice of an Optuna pruner or sampler: its name, such as "median", and the arguments of its class."""
 
     type: str
     params: Mapping[str, Any]
@@ -57,7 +57,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space(Rule):
-    """Rule for an object of dotted keys, each with a form of its values."""
+    """Parsing rule for the section "space": an object from dotted configuration keys to ranges or lists of values."""
 
     def read(self, value: object, at: str, problems: Problems) -> object:
         if not isinstance(value, Mapping) or not value:
@@ -76,7 +76,7 @@ class Space(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentRule(Rule):
-    """Rule for a pruner or a sampler: its name, or an object with ``type`` and ``params``."""
+    """Parsing rule for a pruner or sampler: its name, or an object with "type" and "params"."""
 
     def accept(self, value: object) -> object:
         given = {"type": value} if isinstance(value, str) else value
@@ -93,7 +93,7 @@ class ComponentRule(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """Settings of a sweep."""
+    """Settings of a sweep, from ``sweep.json``."""
 
     space: tuple[Dimension, ...] = setting((), Space(), required=True)
     """Keys of the configuration that trials set, and their values."""
@@ -118,19 +118,19 @@ class SweepConfig:
 
     @property
     def folder(self) -> Path:
-        """Folder of all trials, next to the journal."""
+        """Folder with the subfolders of all trials, next to the journal."""
         return Path(f"{self.journal}.trials").absolute()
 
     @property
     def count(self) -> int:
-        """Number of trials."""
+        """Number of trials: ``trials``, or all combinations of values with ``grid``."""
         if self.trials is not None:
             return self.trials
         return prod(len(each.listed or ()) for each in self.space)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings that all processes of one journal share, as JSON values."""
+        """Settings, as JSON values, that must be equal in all processes that share a journal."""
         space = {each.path: {each.form: list(each.values)} for each in self.space}
         return {"space": space, "metric": self.metric, "direction": self.direction, "grid": self.grid}
 
@@ -139,10 +139,10 @@ SweepSource = Mapping[str, Any] | str | os.PathLike[str] | SweepConfig
 
 
 def read_sweep(source: SweepSource) -> SweepConfig:
-    """Returns the settings in a file or a dict. Communicates nothing.
+    """Returns the settings of a sweep from a JSON file, a dict, or an existing ``SweepConfig``. No communication.
 
     Raises:
-        ConfigError: lists all mistakes; the same on every rank.
+        ConfigError: the settings have mistakes; the message lists all of them, the same on every rank.
     """
     if isinstance(source, SweepConfig):
         return source

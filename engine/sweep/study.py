@@ -38,7 +38,7 @@ _WITHOUT = {"pruners": ("Base", "Patient"), "samplers": ("Base", "BaseGA", "Grid
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Trial that a process has to run."""
+    """Trial that this process has to run, with its values and folder."""
 
     number: int
     values: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """Row of a sweep's table."""
+    """One trial in the table of a sweep's results."""
 
     number: int
     values: Mapping[str, Any]
@@ -65,11 +65,12 @@ class TrialRow:
 
 
 def make_component(kind: str, given: Component, seed: int = 0) -> Any:
-    """Returns the pruner or sampler of Optuna that the settings name.
+    """Returns an instance of the Optuna pruner or sampler that ``given`` names.
 
     Args:
         kind: "pruners" or "samplers".
-        seed: added to the ``seed`` of a sampler, so that a process that starts later draws other values.
+        given: name of the component, and the arguments of its class.
+        seed: number added to a ``seed`` argument, so that the samplers of later trials draw other values.
 
     Raises:
         ConfigError: Optuna is not installed, or has no such class or argument; the same on every rank.
@@ -99,13 +100,13 @@ def _snake(name: str) -> str:
 
 
 class FileLock:
-    """Lock between processes by ``flock`` on a file, which the kernel releases when its holder ends."""
+    """Lock between processes by ``flock`` on a file; the kernel releases it if its process ends."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, -1
 
     def acquire(self) -> bool:
-        """Waits for the lock."""
+        """Waits for the lock and takes it; returns True, as Optuna expects."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         return True
@@ -116,7 +117,9 @@ class FileLock:
 
 
 class SweepStudy:
-    """Journal of a sweep, with the trial that this process runs; only rank 0 has one.
+    """Optuna study of a sweep in a journal file, which several processes may share, with this process's current trial.
+
+    Only rank 0 has one.
 
     Raises:
         ConfigError: the journal cannot be written, or belongs to another sweep.
@@ -184,7 +187,10 @@ class SweepStudy:
     # ------------------------------------------------------------------ trials
 
     def next(self) -> Assignment | None:
-        """Returns a trial for this process: one that a dead process has left, else a new one; None: all are made."""
+        """Starts a trial in this process and returns it: an unfinished one of a dead process, else a new one.
+
+        Returns None if all trials of the sweep have been started.
+        """
         with _held(self._ask):
             for frozen in self._study.get_trials(deepcopy=False, states=(self._states.RUNNING,)):
                 if (found := self._take_up(frozen)) is not None:
@@ -241,14 +247,14 @@ class SweepStudy:
     # ------------------------------------------------------------------ the trial that runs
 
     def report(self, value: float, update: int) -> bool:
-        """Reports a value of the running trial; returns True if the pruner stops it."""
+        """Stores ``value`` of the running trial after ``update`` updates; returns True if the pruner stops it."""
         self._trial.report(value, update)
         return _PROMOTED not in self._trial.user_attrs and bool(self._trial.should_prune())
 
     def finish(self, updates: int, state: str) -> TrialRow:
-        """Ends the running trial as "complete", "pruned" or "fail"; returns its row.
+        """Ends the running trial with ``state`` "complete", "pruned" or "fail"; returns its row.
 
-        A trial is complete with its last report.
+        The last reported value becomes the value of a complete trial. ``updates`` is the number of updates it has made.
         """
         trial = self._trial
         trial.set_user_attr(_UPDATES, updates)
@@ -277,7 +283,10 @@ class SweepStudy:
                 return
 
     def promote(self, count: int) -> None:
-        """Queues the ``count`` best pruned trials again, each once: they go on from their checkpoints, unpruned."""
+        """Queues the ``count`` best pruned trials to continue from their checkpoints, without pruning.
+
+        Skips a trial that was queued so before.
+        """
         with _held(self._ask):
             trials = self._study.get_trials(deepcopy=False)
             again = {each.user_attrs.get(_PROMOTED) for each in trials}
@@ -295,7 +304,7 @@ class SweepStudy:
     # ------------------------------------------------------------------ results
 
     def rows(self) -> list[TrialRow]:
-        """Returns the rows of all trials, in order."""
+        """Returns the rows of all trials in the journal, in order of their numbers."""
         return [self._row(each) for each in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> TrialRow | None:

@@ -23,13 +23,14 @@ from engine.sweep.trial import SweepTrial
 
 
 class Sweep:
-    """Trials of a model's settings, chosen and pruned by Optuna; iteration yields one :class:`SweepTrial` each.
+    """Sweep over values of configuration keys, which Optuna chooses; iteration yields each :class:`SweepTrial`.
 
-    Processes and jobs with the same journal share the trials. A trial that a killed process has left is taken up.
+    Optuna also prunes trials. Processes and jobs with the same journal share the trials. If a process is killed,
+    another one, or a later start, continues its trial.
 
     Args:
         settings: path of ``sweep.json``, or a dict with its keys.
-        promote: number of pruned trials, the best first, that go on from their checkpoints and are not pruned again.
+        promote: number of pruned trials, the best first, that continue from their checkpoints without pruning.
 
     Raises:
         ConfigError: the settings have mistakes, Optuna is not installed, or the journal belongs to another sweep.
@@ -49,16 +50,17 @@ class Sweep:
         self._promote = promote
 
     def ask(self, leaves: bool = False) -> SweepTrial | None:
-        """Returns the next trial, equal on all ranks, or None at the end of the sweep. Collective.
+        """Returns the next trial, the same on all ranks; None at the end of the sweep. Collective.
 
-        Rank 0 sends it through the store of the job, so that no process group is needed. An earlier trial must have
-        been told.
+        Rank 0 sends the trial through the key-value store of the job, so no process group is needed. ``tell`` must have
+        ended the previous trial.
 
         Args:
-            leaves: the trial ends by ``TrialEnd``, which leaves a script.
+            leaves: True if the end of the trial raises ``TrialEnd``, to leave a script.
 
         Raises:
-            ConfigError: the journal cannot be used; raised on all ranks.
+            ConfigError: the journal cannot be used; on all ranks.
+            EngineError: ``tell`` has not ended the previous trial.
         """
         if self.trial is not None:
             raise EngineError(f"ask() inside trial {self.trial.number}; call tell() first, or iterate over the sweep.")
@@ -71,10 +73,12 @@ class Sweep:
         return self.trial
 
     def tell(self, failed: bool = False) -> TrialRow | None:
-        """Ends the trial as pruned, complete or failed; returns its row on rank 0, None on other ranks.
+        """Ends the current trial as pruned, complete or, with ``failed``, failed.
+
+        Returns its row on rank 0, and None on other ranks.
 
         Raises:
-            ConfigError: the trial is complete and has reported nothing; on all ranks.
+            ConfigError: the trial has ended without a report; on all ranks.
         """
         if self.trial is None:
             raise EngineError("tell() before ask(): there is no trial; call ask() first.")
@@ -96,7 +100,7 @@ class Sweep:
             self.tell()
 
     def rows(self) -> list[TrialRow]:
-        """Returns the rows of all trials in the journal on rank 0; an empty list on other ranks."""
+        """Returns all trials in the journal on rank 0; an empty list on other ranks."""
         return self._study.rows() if self._study is not None else []
 
     def best(self) -> TrialRow | None:

@@ -29,18 +29,22 @@ _FILES = ("jsonl", "csv", "tensorboard", "report")
 
 
 class TrialEnd(SystemExit):
-    """Exception by which a pruned trial leaves a script that ``trine sweep`` runs, on all ranks after the same step.
+    """Exception that ends a script under ``trine sweep`` when its trial is pruned; on all ranks after the same step.
 
-    It is a ``SystemExit`` with status 0: ``finally`` and ``with`` run, and ``except Exception`` does not catch it.
+    As a ``SystemExit`` with status 0, it runs ``finally`` and ``with`` blocks, and ``except Exception`` does not catch
+    it.
     """
 
 
 class SweepTrial:
-    """Trial of a sweep, made by :meth:`engine.Sweep.ask`; equal on all ranks.
+    """One trial of a sweep, from :meth:`engine.Sweep.ask`: values for the configuration, reports and pruning.
 
     Args:
-        report: on rank 0, passes a value and its update to the journal; returns True if the pruner stops the trial.
-        leaves: the end of the trial raises ``TrialEnd``, as in a script; otherwise ``should_prune`` becomes True.
+        settings: settings of the sweep.
+        assignment: number, values and folder of the trial.
+        report: on rank 0, function that stores (value, update) in the journal and returns True if the pruner stops the
+            trial; None on other ranks.
+        leaves: True if pruning raises ``TrialEnd``; False if it makes ``should_prune`` return True.
     """
 
     def __init__(
@@ -65,21 +69,24 @@ class SweepTrial:
 
     @property
     def updates(self) -> int:
-        """Updates that the trial's engine has made, over all starts."""
+        """Number of updates that the trial's engine has made, including updates before a restart."""
         return self.engine.step_count if self.engine is not None else self._updates
 
     def release(self) -> None:
-        """Closes the trial's engine, and drops it, so that the next trial has its memory."""
+        """Closes the trial's engine and frees its memory for the next trial."""
         self._updates = self.updates
         if self.engine is not None:
             self.engine.close()
         self.engine = None
 
     def configuration(self, config: Mapping[str, Any] | str | Any) -> Mapping[str, Any]:
-        """Returns a configuration with the values of this trial, and its own folder for checkpoints and logs.
+        """Returns ``config`` with the values of this trial, and with the trial's folder for checkpoints and logs.
+
+        Args:
+            config: path of a configuration file, a dict or a ``Config``.
 
         Raises:
-            ConfigError: the configuration cannot be read, or its metrics lack the one of the sweep.
+            ConfigError: the configuration cannot be read, or lacks the metric of the sweep in ``monitor.metrics``.
         """
         words = [f"{path}={json.dumps(value)}" for path, value in self.values.items()]
         raw = load_raw(config.to_json() if isinstance(config, Config) else config, words)
@@ -96,9 +103,10 @@ class SweepTrial:
         return load_raw(raw, [f"checkpoint.folder={json.dumps(str(self.folder / CHECKPOINTS))}", *own])
 
     def initialize(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Engine:
-        """Returns ``engine.initialize`` of the model with the trial's configuration; its steps report. Collective.
+        """Calls ``engine.initialize`` with the trial's configuration; the engine then reports the sweep's metric by
+        itself.
 
-        The arguments are those of :func:`engine.initialize`.
+        Takes the arguments of :func:`engine.initialize`, and returns the engine. Collective.
 
         Raises:
             EngineError: the trial has an engine already.
@@ -123,9 +131,10 @@ class SweepTrial:
         return eng
 
     def report(self, value: float, update: int) -> None:
-        """Reports a value to the pruner, for loops with their own metric; all ranks call it, and rank 0's value counts.
+        """Reports ``value`` after ``update`` updates to the pruner, for training loops with a metric of their own.
 
-        A report of an update that an earlier start has reported is left out. A value that is not finite prunes.
+        All ranks call it, and the value of rank 0 counts. Ignores an update that was reported before a restart. A value
+        that is not finite prunes the trial.
         """
         if update <= self.reported:
             return
@@ -134,28 +143,32 @@ class SweepTrial:
             self.asked = True
 
     def should_prune(self) -> bool:
-        """Returns True once the pruner has stopped the trial: on all ranks after the same step."""
+        """Returns True once the trial is pruned; it changes on all ranks after the same step."""
         return self._pruned
 
     def end(self) -> None:
-        """Ends the trial, whose checkpoint is written.
+        """Marks the trial as pruned, after its checkpoint was written.
 
         Raises:
-            TrialEnd: the trial runs in a script.
+            TrialEnd: the trial runs in a script (``leaves``).
         """
         self.asked, self._pruned = False, True
         if self._leaves:
             raise TrialEnd(0)
 
     def save_folder(self, folder: Path) -> Path:
-        """Returns the folder of the same name in the trial's, in place of one into which all trials would save."""
+        """Returns ``folder`` if it is inside the trial's folder, else the folder of the same name inside the trial's.
+
+        Thus trials do not overwrite each other's checkpoints.
+        """
         return folder if folder.is_relative_to(self.folder) else self.folder / folder.name
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the trial's own folder in place of ``folder``, if it has checkpoints.
+        """Returns the trial's folder that replaces ``folder`` for loading; ``folder`` itself if the trial has no
+        checkpoint.
 
-        Before the first update, that is where the trial continues: the newest of all that it has saved. Later it is the
-        folder of the same name.
+        Before the first update, this is the folder with the trial's newest checkpoint, so that the trial continues.
+        Later it is the folder of the same name.
         """
         if folder.is_relative_to(self.folder) and self.updates:
             return folder

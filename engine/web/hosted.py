@@ -14,13 +14,13 @@ _GRACE_SECONDS, _IDLE_SECONDS = 3, 60
 
 
 class HostedApplication:
-    """HTTP server of an application on a socket.
+    """Uvicorn server that serves an ASGI application on a listening socket.
 
     Args:
         application: ASGI application.
-        listening: the socket; the caller closes it.
-        before_stop: function that ends the waits of requests when the server stops.
-        options: options of uvicorn, such as ``ssl_certfile``.
+        listening: listening socket; the caller closes it.
+        before_stop: function that answers requests which wait for events; called when the server stops.
+        options: options of ``uvicorn.Config``, such as ``ssl_certfile``.
     """
 
     def __init__(
@@ -40,11 +40,13 @@ class HostedApplication:
         )
 
     async def run(self) -> None:
-        """Serves until ``stop``; answers the requests that have arrived."""
+        """Serves until ``stop``, and answers all requests that have arrived before."""
         await self._server.serve([self._listening])
 
     def stop(self) -> None:
-        """Ends the server; call it in the thread of its event loop."""
+        """Stops the server after it has answered the requests that have arrived; call it in the thread of its event
+        loop.
+        """
         self._before_stop()
         self._server.should_exit = True
 
@@ -59,7 +61,7 @@ class _Server(uvicorn.Server):
 
 
 def run_until_signal(hosted: HostedApplication, ready: Callable[[], None]) -> None:
-    """Serves until SIGTERM or SIGINT."""
+    """Runs the server in this thread until SIGTERM or SIGINT; calls ``ready`` just before it begins to serve."""
 
     async def run() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -72,10 +74,10 @@ def run_until_signal(hosted: HostedApplication, ready: Callable[[], None]) -> No
 
 @contextmanager
 def run_in_thread(hosted: HostedApplication, name: str) -> Iterator[None]:
-    """Serves in a thread of this process until the block ends.
+    """Runs the server in a thread called ``name`` for the duration of the ``with`` block.
 
     Raises:
-        Exception: the error that has ended the server.
+        Exception: the error that has ended the server, at the end of the block.
     """
     loop = asyncio.new_event_loop()
     failures: list[BaseException] = []

@@ -11,15 +11,18 @@ from engine.checkpoint.format.strict_json import decode_json
 
 
 def dump_json(value: Any) -> bytes:
-    """Returns a message as JSON text."""
+    """Returns ``value``, built from dataclasses, enums, mappings and sequences, as JSON bytes.
+
+    Floats that are not finite become strings.
+    """
     return json.dumps(_to_json(value), separators=(",", ":"), allow_nan=False).encode()
 
 
 def parse_json(data: bytes | bytearray) -> dict[str, Any]:
-    """Returns the JSON object in ``data``.
+    """Returns the JSON object in ``data`` as a dict.
 
     Raises:
-        ValueError: it is not one, or a key occurs twice in it.
+        ValueError: ``data`` is no JSON object, or one of its objects has a key twice.
     """
     try:
         value = decode_json(data)

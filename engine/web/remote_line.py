@@ -33,30 +33,32 @@ Tensors = Mapping[str, Tensor]
 
 
 class RemoteError(EngineError):
-    """Error of a request to a server: its sentence, or that it does not answer."""
+    """Error of a request that a server refuses, or does not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Reply of a server: tensors by name, and the version of the model's weights."""
+    """Reply of a server to a request with tensors: result tensors by name, and the version of the model's weights."""
 
     tensors: dict[str, Tensor]
     version: int
 
 
 class RemoteLine:
-    """Requests of one session.
+    """HTTP connection of one client session to a training service.
+
+    Requests are numbered and repeated until the server answers; the server runs a repeated request once.
 
     Args:
         url: address of the server.
-        token: its secret; empty: none.
-        patience: seconds for which a request repeats.
-        transport: replaces the network.
-        certificate: file (PEM) of the certificate, or of the authority that has signed it; empty: an authority that
-            this host knows.
+        token: secret of the server; empty: none.
+        patience: seconds for which a request is repeated, once the server has answered a request.
+        transport: httpx transport that replaces the network, for tests.
+        certificate: PEM file with the server's certificate or its authority's; empty: an authority that this host
+            trusts.
 
     Raises:
-        RemoteError: the address is none, or the certificate cannot be read.
+        RemoteError: ``url`` is no HTTP address, or the certificate cannot be read.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class RemoteLine:
         """The server has answered a request."""
 
     def post(self, path: str, tensors: Tensors, options: Mapping[str, str] | None = None) -> Reply:
-        """Sends tensors and returns the tensors of the reply.
+        """Posts ``tensors`` to ``path``, with ``options`` as query parameters, and returns the tensors of the reply.
 
         Raises:
             RemoteError: the server refuses the request, or does not answer in time.
@@ -94,21 +96,29 @@ class RemoteLine:
         return _reply(response)
 
     def ask(self, path: str, value: object = None, method: str = "POST") -> Any:
-        """Sends a JSON value and returns that of the reply; errors as in ``post``."""
+        """Sends ``value`` as JSON to ``path``, or a GET request without a body; returns the JSON of the reply.
+
+        Raises:
+            RemoteError: the server refuses the request, or does not answer in time.
+        """
         response = self._numbered(method, path, None, json=value) if method == "POST" else self._repeat(
             lambda: self._client.request(method, path)
         )  # fmt: skip
         return response.json()
 
     def fetch(self, path: str, tensor: Tensor | None = None) -> Tensor | None:
-        """Sends one tensor, or none, and returns that of the reply, if it has one; errors as in ``post``."""
+        """Posts ``tensor``, or no tensor, to ``path``; returns the tensor of the reply, or None if it has none.
+
+        Raises:
+            RemoteError: the server refuses, does not answer in time, or replies with several tensors.
+        """
         reply = self.post(path, {} if tensor is None else {"0": tensor})
         if len(reply.tensors) > 1:
             raise RemoteError(f"{self.url}{path} replied with {len(reply.tensors)} tensors; call post for several.")
         return next(iter(reply.tensors.values()), None)
 
     def new_ticket(self) -> str:
-        """Returns a name for a retained graph that no other client uses."""
+        """Returns a unique name, under which the server retains the autograd graph of one forward."""
         with self._lock:
             return f"{self._client.headers[SESSION]}-{next(self._tickets)}"
 

@@ -20,16 +20,16 @@ from engine.web.remote_line import RemoteError, RemoteLine
 
 
 class RemoteModel:
-    """Model of a server.
+    """Model on a training service, called as a function of tensors; gradients flow through the call over the network.
 
     Args:
         url: address of the server.
         model: id of the model; by default the one that all clients share.
         token: secret of the server; empty: none.
-        optimize: options of AdamW (lr, beta1, beta2, eps, weight_decay, max_norm), with which each backward updates the
-            server's weights; None: gradients accumulate until ``step``.
-        certificate: file (PEM) of the server's certificate, unless an authority that this host knows has signed it.
-        line: existing line to the server, instead of a new one.
+        optimize: AdamW options (lr, beta1, beta2, eps, weight_decay, max_norm) of an update after each backward; None:
+            gradients accumulate until ``step``.
+        certificate: PEM file with the server's certificate; empty: an authority that this host trusts has signed it.
+        line: existing connection to use; ``url``, ``token`` and ``certificate`` are then ignored.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class RemoteModel:
         return self._outputs(call.outputs, list(found), call.version)
 
     async def call(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """Awaitable :meth:`__call__`: other calls run while this one waits for its server."""
+        """Returns the result of :meth:`__call__` as a coroutine, so that other calls run while this one waits for its
+        server.
+        """
         graded = torch.is_grad_enabled()
 
         def run() -> Any:
@@ -74,24 +76,28 @@ class RemoteModel:
         return self
 
     def step(self, **adam: float) -> int:
-        """Updates the server's weights with the accumulated gradient; returns their new version.
+        """Updates the weights on the server by AdamW with the accumulated gradient; returns their new version.
 
         Args:
-            adam: lr, beta1, beta2, eps, weight_decay and max_norm of AdamW.
+            adam: AdamW options: lr, beta1, beta2, eps, weight_decay and max_norm.
         """
         self.version = int(self.line.ask(f"/v1/step/{self.model}", adam)["version"])
         return self.version
 
     def function(self, name: str, tensor: Tensor | None = None) -> Tensor | None:
-        """Calls a function of the server by name with one tensor, or none; it has no gradient."""
+        """Calls the function ``name`` that the server has registered, with one tensor or none; returns its tensor, if
+        any.
+
+        No gradient flows through the call.
+        """
         return self.line.fetch(f"/v1/call/{name}", tensor)
 
     def statistics(self) -> Any:
-        """Returns calls and seconds of each route of the server."""
+        """Returns the server's number of requests, their seconds and refusals for each route, as JSON values."""
         return self.line.ask("/v1/statistics", method="GET")
 
     def close(self) -> None:
-        """Closes the connection; the server drops retained graphs of this session after a while."""
+        """Closes the connection; later, the server drops the retained graphs of this session."""
         self.line.close()
 
     def _outputs(self, names: list[str], values: list[Tensor], version: int) -> Any:
@@ -100,7 +106,7 @@ class RemoteModel:
 
     @property
     def options(self) -> Mapping[str, str]:
-        """Options of each backward."""
+        """Query parameters of each backward: "step" with the AdamW options as JSON, or none."""
         return self._optimize
 
 
@@ -158,5 +164,5 @@ class _Remote(torch.autograd.Function):
 
 
 def remote(url: str, model: str = "shared", **options: Any) -> RemoteModel:
-    """Returns a served model as a function of tensors; ``options`` as in :class:`RemoteModel`."""
+    """Returns a :class:`RemoteModel` for ``model`` of the service at ``url``; ``options`` are its other arguments."""
     return RemoteModel(url, model, **options)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class TroubleError(Exception):
-    """Failure of one request that may succeed later."""
+    """Failure of an HTTP request that may succeed if it is repeated."""
 
     def __init__(self, why: str, described: bool = False, pause: float = 0.0) -> None:
         super().__init__(why)
@@ -33,10 +33,10 @@ class TroubleError(Exception):
 
 
 def refuse_trouble(response: httpx.Response) -> None:
-    """Raises if a reply tells that the request may succeed later.
+    """Raises if the status of ``response`` means that a repeated request may succeed.
 
     Raises:
-        TroubleError: its status is 408, 429 or 5xx.
+        TroubleError: the status is 408, 429 or 5xx, and the JSON of the reply does not have "final": true.
     """
     status = response.status_code
     if (status in _LATER or status >= _TROUBLE) and field_of(response, "final") is not True:
@@ -50,13 +50,13 @@ def repeat_request(
     describe: Callable[[Exception], Exception],
     pause: Callable[[float], object] = sleep,
 ) -> T:
-    """Returns the result of the first attempt that succeeds; repeats it after :class:`TroubleError` and errors of the
-    connection.
+    """Calls ``attempt`` until it succeeds, and returns its result; repeats it after TroubleError and connection errors.
 
     Args:
-        until: returns the time of ``monotonic`` after which no attempt begins.
-        describe: returns the error to raise then; called after each failed attempt.
-        pause: waits for some seconds.
+        until: function that returns the time (``monotonic``) after which no attempt begins.
+        describe: function from the error of a failed attempt to the error that is raised if none follows; called each
+            time.
+        pause: function that waits for the given seconds.
     """
     seconds = _FIRST_PAUSE
     while True:
@@ -72,7 +72,7 @@ def repeat_request(
 
 
 def field_of(response: httpx.Response, name: str) -> object:
-    """Returns a field of a reply's JSON; None if it has none."""
+    """Returns the field ``name`` of a reply's JSON object; None if it has none, or is no JSON object."""
     try:
         return parse_json(response.content).get(name)
     except ValueError:
@@ -80,7 +80,7 @@ def field_of(response: httpx.Response, name: str) -> object:
 
 
 def sentence_of(response: httpx.Response) -> str:
-    """Returns the sentence of a refusal; empty if it has none."""
+    """Returns the error sentence in a reply's JSON, its field "error" or "detail"; empty if it has none."""
     return str(field_of(response, "error") or field_of(response, "detail") or "")
 
 

@@ -7,7 +7,7 @@ from engine.errors import LaunchError, first_line
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True if only this host reaches the address."""
+    """Returns True if ``host`` is a loopback address or "localhost", which only this host can reach."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -15,10 +15,13 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, server: str) -> socket.socket:
-    """Returns a socket at an address; port 0 is any free one, ``server`` a noun for errors.
+    """Returns a TCP socket that listens at ``host`` and ``port``; port 0 takes a free port.
+
+    Args:
+        server: name of the server for errors, such as "the store".
 
     Raises:
-        LaunchError: the address is in use, or not one of this host.
+        LaunchError: the address is in use, or does not belong to this host.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -34,7 +37,7 @@ def listen(host: str, port: int, server: str) -> socket.socket:
 
 
 def reachable(host: str) -> str:
-    """Returns an address of this host, or its name if the address stands for all of them."""
+    """Returns ``host``, or this host's name if ``host`` is the unspecified address, such as 0.0.0.0."""
     try:
         return socket.gethostname() if ip_address(host).is_unspecified else host
     except ValueError:
@@ -42,7 +45,7 @@ def reachable(host: str) -> str:
 
 
 def address_of(listening: socket.socket, scheme: str = "http") -> str:
-    """Returns the address at which clients reach a socket."""
+    """Returns the URL at which clients reach a listening socket."""
     host, port = listening.getsockname()[:2]
     host = reachable(host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -22,31 +22,37 @@ Memory = Callable[[], Mapping[str, Tensor]]
 
 
 class WeightConsumer(Protocol):
-    """Interface of a consumer: it takes versions over in two phases, ``commit`` after all that can fail."""
+    """Interface of a consumer of published versions of the weights, such as a folder or inference servers.
+
+    It takes a version over in three phases: ``prepare`` gets the version, ``hold`` ends the use of the current one, and
+    ``commit`` makes the new one current.
+    """
 
     @property
     def last(self) -> int:
-        """Number of the last version that it has; 0 before the first one."""
+        """Number of the last version that this consumer has taken over; 0 before the first."""
 
     def prepare(self, blocks: "WeightBlocks") -> None:
-        """Gets all that a version needs before the last one is given up; raises if it cannot."""
+        """Gets ready for the new version without a change of the current one; raises if this fails."""
 
     def hold(self) -> None:
-        """Stops the use of the last version, once all consumers are prepared."""
+        """Stops the use of the current version, after ``prepare`` of all consumers."""
 
     def commit(self, blocks: "WeightBlocks") -> None:
-        """Takes the prepared version over."""
+        """Makes the prepared version the current one."""
 
     def drop(self) -> None:
-        """Drops the version that is prepared, or partly; keeps the last one."""
+        """Drops the version that is prepared or partly prepared, and continues with the current one."""
 
 
 def deliver(blocks: "WeightBlocks", consumers: Sequence[WeightConsumer]) -> None:
-    """Passes a version to all consumers, or to none: all are prepared before the first one takes it over.
+    """Passes the version of ``blocks`` to all consumers: all prepare it before the first commits it.
+
+    If a consumer fails before the first commit, none takes the version over.
 
     Raises:
-        EngineError: names the consumer that fails. One that fails while it takes the version over is left without a
-            version; earlier ones have the new one.
+        EngineError: a consumer has failed. If it failed in its commit, consumers that have committed have the new
+            version; the failed one may have none.
     """
     left = list(consumers)
     try:
@@ -70,7 +76,10 @@ def _on_each(consumers: Sequence[WeightConsumer], phase: Callable[[WeightConsume
 
 
 def published(values: Mapping[str, Tensor], tensors: Mapping[str, PublishedTensor]) -> dict[str, Tensor]:
-    """Returns whole tensors under the keys of published folders, which inference servers know; views of ``values``."""
+    """Returns ``values``, whole tensors by key of the state dict, under the Hugging Face names of a checkpoint.
+
+    One value may become several tensors, such as single experts. All are views of ``values``.
+    """
     return {
         part.key: whole.view(-1)[part.start : part.start + part.elements].view(part.shape)
         for key, whole in values.items()
@@ -79,11 +88,12 @@ def published(values: Mapping[str, Tensor], tensors: Mapping[str, PublishedTenso
 
 
 class WeightBlocks:
-    """Whole tensors of one version.
+    """Access to the whole tensors of one published version, a bucket of tensors at a time.
 
     Args:
-        reader: connections to the owner ranks.
-        until: time (``monotonic``) after which the version counts as lost.
+        reader: connections to the ranks that serve the version.
+        version: the version to read.
+        until: time (``monotonic``) after which reading fails.
         bucket: bytes of a bucket; a larger tensor is a bucket of its own.
     """
 
@@ -92,15 +102,15 @@ class WeightBlocks:
         self.geometry: Geometry = reader.geometry(version.run, until)
 
     def groups(self) -> list[list[str]]:
-        """Returns the keys of each bucket."""
+        """Returns the tensor keys of each bucket."""
         served = self.geometry.served
         return list(in_batches(served, lambda key: served[key].kind.bytes, self._bucket))
 
     def iter_groups(self) -> Iterator[dict[str, Tensor]]:
-        """Yields the tensors of one bucket after the other, all blocks with the right hashes.
+        """Yields the tensors of each bucket by key, new host tensors with checked hashes.
 
         Raises:
-            EngineError: the version is lost.
+            EngineError: the version has not arrived in time, or the training has dropped it.
         """
         for keys in self.groups():
             made = {key: torch.empty(t.shape, dtype=torch_dtype(t.kind)) for key, t in self._of(keys)}
@@ -113,17 +123,25 @@ class WeightBlocks:
             yield from group.items()
 
     def bucket(self, keys: Sequence[str], memory: Memory, old: bool = False) -> Shadows:
-        """Returns the destination of a bucket; ``old``: its memory begins with values of an earlier version."""
+        """Returns the destination for reading the tensors ``keys``.
+
+        Args:
+            memory: function that returns a host tensor for each key; it is called once.
+            old: True if this memory has values of an earlier version, so that only changed blocks are read.
+        """
         opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]
         return Shadows(wanted, values=lambda key: opened()[key] if old else None, make=lambda key: opened()[key])
 
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:
-        """Reads the blocks that ``into`` lacks; returns the hashes of all blocks. See ``WeightReader.fetch``."""
+        """Reads all blocks that differ from the values of ``into``; returns the hashes of all blocks by owner.
+
+        See ``WeightReader.fetch``.
+        """
         return self._reader.fetch(self.version, into, known, self.until)
 
     @property
     def lacked(self) -> int:
-        """Bytes of blocks that were read so far, of all versions."""
+        """Bytes of blocks that differed and were requested, over all versions that the reader has read."""
         return self._reader.traffic.lacked
 
     def _of(self, keys: Sequence[str]) -> Iterator[tuple[str, PublishedTensor]]:

@@ -23,10 +23,12 @@ _POLL_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class CommitGroup:
-    """Group of receivers that take versions over together.
+    """Group of receivers that either all take a version over, or none of them.
+
+    They agree through files in a shared folder.
 
     Args:
-        folder: folder that all of them share; it is made.
+        folder: shared folder; it is created.
         member: number of this receiver, from 0.
         members: number of receivers.
     """
@@ -41,11 +43,12 @@ class CommitGroup:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def settle(self, version: str, until: float) -> bool:
-        """Announces that this receiver is prepared; returns True if all take the version over.
+        """Announces that this receiver is prepared, and waits for the others; returns True if all take the version
+        over.
 
         Args:
             version: name of the version.
-            until: time (``monotonic``) after which this receiver decides against it.
+            until: time (``monotonic``) at which this receiver decides to drop the version, if there is no decision yet.
         """
         attempt = self._attempt(version)
         self._write(f"{attempt}.prepared-{self.member}", "")

@@ -32,7 +32,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class BlockReply:
-    """Blocks, each copied from the image when it is sent."""
+    """Reply with the bytes of blocks; each block is copied from the image when it is sent."""
 
     size: int
     """Bytes of all of them."""
@@ -40,12 +40,13 @@ class BlockReply:
 
 
 class WeightImage:
-    """Elements of one rank or receiver, for all threads that serve them.
+    """Host memory with the elements of one version that a rank or receiver serves to others. Threads may share it.
 
     Args:
-        owned: piece of each tensor that is served.
-        tensors: descriptions of all tensors.
-        filled: the image has memory of its own, which ``put`` fills; False: tensors of a receiver, by ``share``.
+        owned: piece of each tensor that is served, by key.
+        tensors: descriptions of all tensors, by key.
+        filled: True if the image has memory of its own, which ``put`` fills; False if it serves a receiver's tensors,
+            which ``share`` adds.
     """
 
     def __init__(self, owned: Mapping[str, Piece], tensors: Mapping[str, PublishedTensor], filled: bool = True) -> None:
@@ -66,42 +67,48 @@ class WeightImage:
         return sum(values.nbytes for values in self._values.values())
 
     def begin(self, number: int) -> None:
-        """Ends the version that is served; each tensor of ``number`` is served once it is there."""
+        """Ends the version that is served, and begins version ``number``, of which no tensor is served yet."""
         with self._lock:
             self._number, self._ready = number, set()
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Begins a version; serves all of it once the block has put the tensors that change."""
+        """Begins version ``number``; serves all its tensors after the block, which calls ``put`` for changed ones."""
         self.begin(number)
         yield
         with self._lock:
             self._ready = set(self.owned)
 
     def put(self, key: str, values: Tensor, held: Piece) -> None:
-        """Copies the elements of a tensor from ``values`` [elements of ``held`` ], of any device."""
+        """Copies the served elements of tensor ``key`` from ``values``, the elements of another piece on any device."""
         copy_shared(values, held, self._values[key], self.owned[key])
         with self._lock:
             self._written[key] = self._number
 
     def share(self, key: str, values: Tensor) -> None:
-        """Serves the tensor ``values`` [elements] itself; it must not change before the next version begins."""
+        """Serves ``values`` itself as the piece of tensor ``key``; it must not change until the next version begins."""
         with self._lock:
             self._values[key] = values.reshape(-1)
             self._written[key] = self._number
             self._ready.add(key)
 
     def lacks(self, key: str) -> bool:
-        """Returns True if no version has written a tensor yet."""
+        """Returns True if no version has written tensor ``key`` yet."""
         return key not in self._written
 
     def hashes(self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True) -> tuple[str, list[Hashes]]:
-        """Returns a name for the wanted pieces, and the hashes of each flow; computes those of rewritten tensors only.
+        """Returns a name for the list ``wanted``, by which ``read`` finds it, and the block hashes of each flow.
 
-        ``hashed``: False: only the name.
+        A flow contains the elements of one wanted piece that this image has. Only hashes of rewritten tensors are
+        computed.
+
+        Args:
+            number: number of the version.
+            wanted: pieces that a receiver wants.
+            hashed: False to return the name only.
 
         Raises:
-            StoreRefusedError: another version is served, or a piece is not of this model.
+            StoreRefusedError: another version is served, or the model has no such piece.
         """
         name = digest(dump_json(wanted))
         with self._lock:
@@ -144,10 +151,17 @@ class WeightImage:
         return hashes
 
     def read(self, number: int, layout: str, blocks: Sequence[tuple[int, int, int]], limit: int) -> "BlockReply":
-        """Returns blocks, at most ``limit`` bytes of them.
+        """Returns the bytes of the requested blocks.
+
+        Args:
+            number: number of the version.
+            layout: name of the wanted pieces, from ``hashes``.
+            blocks: ranges of blocks, each (flow, first block, block after the last).
+            limit: maximum bytes of all blocks.
 
         Raises:
-            StoreRefusedError: another version is served, or the blocks do not exist; also while they are read.
+            StoreRefusedError: the version is not served any more, also while the reply is sent, or the blocks do not
+                exist.
         """
         with self._lock:
             known = self._layouts.get(layout)

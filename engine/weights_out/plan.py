@@ -26,14 +26,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def elements_of(tensor: Tensor) -> Elements:
-    """Returns the elements of a contiguous tensor on the host as integers [elements], without a copy."""
+    """Returns the elements of a contiguous host tensor as NumPy integers of their width, [elements], without a copy."""
     found: Elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()
     return found
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Elements that one owner serves of one wanted piece."""
+    """Elements of one wanted piece that one owner serves, in the order of the full tensor, in blocks of 256 KiB."""
 
     wanted: int
     """Index of the wanted piece."""
@@ -49,20 +49,22 @@ class Flow:
 
     @property
     def size(self) -> int:
-        """Bytes of the flow."""
+        """Size of all elements in bytes."""
         return int(self._ends[-1]) * self.width
 
     @property
     def blocks(self) -> int:
-        """Number of its blocks."""
+        """Number of blocks."""
         return block_count(self.size)
 
     def block_bytes(self, block: int) -> int:
-        """Returns the bytes of a block; only the last one is shorter than 256 KiB."""
+        """Returns the size of block ``block`` in bytes: 256 KiB, or less for the last one."""
         return min(BLOCK, self.size - block * BLOCK)
 
     def places(self, block: int, side: Side) -> slice | Numbers:
-        """Returns the positions of a block's elements in the owner's or in the wanted piece."""
+        """Returns the positions of a block's elements in the owner's piece (``side`` "source") or in the wanted one
+        ("target").
+        """
         ends, starts = self._ends, self.runs.source if side == "source" else self.runs.target
         first = block * (BLOCK // self.width)
         stop = first + self.block_bytes(block) // self.width
@@ -78,23 +80,31 @@ class Flow:
         return np.repeat(offsets - (np.cumsum(counts) - counts), counts) + np.arange(stop - first)
 
     def hash(self, values: Elements, block: int, side: Side) -> int:
-        """Returns the hash of a block, read from the owner's or from the wanted piece [elements]."""
+        """Returns the xxh3-64 hash of block ``block`` of ``values``, the elements of the owner's or of the wanted
+        piece.
+        """
         return digest_of(values[self.places(block, side)].data)
 
     def hashes(self, values: Elements, side: Side) -> Hashes:
-        """Returns the hashes of all blocks, uint64 [blocks]."""
+        """Returns the hashes of all blocks of ``values``, uint64 [blocks]; ``side`` as in ``places``."""
         return np.fromiter((self.hash(values, i, side) for i in range(self.blocks)), np.uint64, self.blocks)
 
 
 def digest_of(data: memoryview) -> int:
-    """Returns the xxh3-64 hash of contiguous bytes."""
+    """Returns the xxh3-64 hash of contiguous bytes as an integer."""
     return int(xxhash.xxh3_64_intdigest(data))
 
 
 def find_flows(
     owned: Mapping[str, Piece], wanted: Sequence[WantedPiece], tensors: Mapping[str, PublishedTensor]
 ) -> list[Flow]:
-    """Returns the flows from an owner to the wanted pieces, in their order; none is empty."""
+    """Returns the flows from one owner to a receiver, in the order of the wanted pieces, without empty ones.
+
+    Args:
+        owned: pieces that the owner serves, by tensor key.
+        wanted: pieces that the receiver wants.
+        tensors: descriptions of all tensors, by key.
+    """
     found = []
     for index, each in enumerate(wanted):
         if each.name in owned and len((shared := each.overlap(owned[each.name])).length):
@@ -103,9 +113,10 @@ def find_flows(
 
 
 def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list[tuple[WantedPiece, OwnerRank | None]]:
-    """Divides wanted pieces by source: the last of the peers that has an element, or None for its owner.
+    """Divides wanted pieces by their source: for each element, the last of ``peers`` that has it, else its owner rank
+    (None).
 
-    ``peers``: receivers that read the version earlier, so every owner sends an element once.
+    ``peers`` are receivers that began to read the version earlier. Thus an owner sends each element once.
     """
     found = list[tuple[WantedPiece, OwnerRank | None]]()
     for each in wanted:
@@ -125,7 +136,10 @@ def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list
 
 
 def share_of(shape: tuple[int, ...], index: int, parts: int, dim: int = 0) -> Piece:
-    """Returns part ``index`` of ``parts`` of a tensor, cut into even rows along ``dim``; scalars are not cut."""
+    """Returns part ``index`` of ``parts`` of a tensor, cut into nearly equal ranges of rows along ``dim``.
+
+    Scalars are not cut.
+    """
     if parts == 1 or not shape:
         return Part(shape).whole()
     bounds = shape[dim] * index // parts, shape[dim] * (index + 1) // parts
@@ -133,7 +147,12 @@ def share_of(shape: tuple[int, ...], index: int, parts: int, dim: int = 0) -> Pi
 
 
 def batches(flows: Sequence[Flow], lacked: Sequence[Numbers], limit: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields (flow, block) of all lacking blocks, in lists of at most ``limit`` bytes."""
+    """Yields lists of (flow number, block) with at most ``limit`` bytes each, for all lacking blocks.
+
+    Args:
+        flows: all flows.
+        lacked: numbers of the lacking blocks of each flow.
+    """
     batch: list[tuple[int, int]] = []
     size = 0
     for number, blocks in enumerate(lacked):

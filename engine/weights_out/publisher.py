@@ -50,7 +50,7 @@ Together = Callable[[str], AbstractContextManager[None]]
 
 
 class PendingVersion:
-    """Handle of a published version; receivers read it, and ``folder`` is written, while training goes on."""
+    """Handle of a published version, while its consumers on rank 0, such as a folder, take it over in a thread."""
 
     def __init__(self, number: int, url: str, together: Together, consume: Callable[[], None] | None) -> None:
         self.number, self.url = number, url
@@ -63,15 +63,16 @@ class PendingVersion:
 
     @property
     def done(self) -> bool:
-        """True once the consumers of this rank have the version; only rank 0 has any."""
+        """True once the consumers on this rank have ended with the version; always True on ranks other than 0."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until the consumers of rank 0, such as the folder, have the version; receivers are not among them.
+        """Waits until the consumers on rank 0 have the version; does not wait for receivers.
+
         Collective: 8 bytes over the world, label "start".
 
         Raises:
-            EngineError: a consumer has not got the version.
+            EngineError: a consumer has failed to take the version over; on all ranks.
         """
         with self._together(f"could not pass version {self.number} on"):
             if self._thread is not None:
@@ -88,15 +89,17 @@ class PendingVersion:
 
 
 class WeightPublisher:
-    """Publisher of one engine's weights; each rank has one, and all call the same methods in the same order.
+    """Publisher of the weights of one engine as numbered versions. Each rank has one and serves its part by HTTP.
+
+    All ranks call the same methods in the same order.
 
     Args:
-        run: state of this rank.
-        settings: section "weights_out".
-        consumers: consumers of whole tensors; only on rank 0.
+        run: state of this rank's engine.
+        settings: section "weights_out" of the configuration.
+        consumers: consumers of whole tensors, such as folders and inference servers; on rank 0 only.
 
     Raises:
-        ConfigError: an address that other hosts reach has no token.
+        ConfigError: other hosts can reach the address, but there is no token; or the address cannot be used.
         EngineError: another rank cannot serve.
     """
 
@@ -146,33 +149,38 @@ class WeightPublisher:
 
     @property
     def url(self) -> str:
-        """Address of rank 0, for receivers."""
+        """Address of rank 0, which receivers need."""
         return self._geometry.owners[0].url
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of this rank's images."""
+        """Bytes of host memory that this rank uses for copies of the published weights."""
         return sum(image.size for image in self._images)
 
     def close(self) -> None:
-        """Ends the server of this rank; receivers keep the last version that they have taken over."""
+        """Stops this rank's server; receivers retain the last version that they have taken over."""
         self._reads.wait()
         self._served.close()
         self._reader.close()
 
     def after_step(self, made: bool) -> None:
-        """Publishes if a version is due and nobody reads the last one. Collective."""
+        """Publishes every ``settings.every`` updates, unless the last version is still being read. Collective.
+
+        Args:
+            made: True if the step has made an update.
+        """
         every, done = self._settings.every, self._run.trainer_state.update.made
         if made and every and done % every == 0:
             self.publish(waits=False)
 
     @torch.no_grad()
     def publish(self, waits: bool = True) -> PendingVersion | None:
-        """Copies this rank's elements and offers them as the next version. Collective.
+        """Copies this rank's part of the weights to host memory, and offers it as the next version. Collective.
 
-        ``waits``: waits for readers of the last version, until its deadline, and then drops it; the weights are copied
-        when the call returns. False: returns None while there are readers; a thread copies weights of the host until
-        the next update.
+        Args:
+            waits: True to wait for readers of the last version, at most until its deadline; the weights are copied on
+                return. False to return None while the last version is read; a thread may copy host weights until the
+                next update.
         """
         told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
         if not told:
@@ -284,7 +292,7 @@ class WeightPublisher:
 
 
 def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[str, Piece]:
-    """Returns the elements that a rank serves, by key: those that it saves in checkpoints."""
+    """Returns the elements that ``rank`` serves, by tensor key: the elements that it saves in checkpoints."""
     ownership, found = run.ownership, dict[str, Piece]()
     grid, coord = ownership.grid, ownership.grid.coord(rank)
     for tensor in run.tensors:
@@ -305,7 +313,7 @@ def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[s
 
 
 def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
-    """Returns the next rank with the same values of a tensor; None if there is none, as at ZeRO 3."""
+    """Returns the next rank that has the same values of ``tensor`` as ``rank``; None if no other has, as at ZeRO 3."""
     row, grid = tensor.row, run.ownership.grid
     if row is None or row.quantized is not None or run.runtime.gatherer is not None:
         return None
@@ -317,9 +325,13 @@ def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
 def make_owners(
     run: RunState, settings: WeightsOutConfig, urls: Sequence[str]
 ) -> Iterator[tuple[list[int], OwnerRank]]:
-    """Yields the owners with the ranks that serve them; rank 0 has the first one.
+    """Yields owners, each with the ranks that serve it: the rank itself and, with ``copies`` > 1, a rank with equal
+    values.
 
-    A rank is the owner of the elements that it saves, once for each rank that has copies of some of them.
+    An owner is a rank with a set of elements that it saves in checkpoints. The first one belongs to rank 0.
+
+    Args:
+        urls: address of each rank.
     """
     tensors = {tensor.key: tensor for tensor in run.tensors}
     for rank, url in enumerate(urls):
@@ -335,8 +347,12 @@ def make_owners(
 
 
 def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> tuple[list[list[int]], Geometry]:
-    """Returns the ranks that serve each owner, and the geometry, equal on all ranks. All-gathers the addresses over the
-    world, label "start".
+    """Returns the ranks that serve each owner, and the geometry: descriptions of all tensors, and their owners.
+
+    Equal on all ranks. All-gathers the addresses of the ranks over the world, label "start".
+
+    Args:
+        url: address of this rank.
     """
     comm = run.comm
     urls = torch.zeros(comm.grid.world_size, _URL_BYTES, dtype=torch.uint8)

@@ -29,20 +29,20 @@ Known = dict[int, list[Hashes]]
 
 
 class SenderConnection(BoundedConnection):
-    """Connection to one owner rank."""
+    """HTTP connection to one rank that serves weights."""
 
     noun = "trainer"
     remedy = "read the newest version once it trains again, or check address and network."
 
 
 class WeightReader:
-    """Connections of one receiver.
+    """Connections of one receiver to a training that publishes its weights.
 
     Args:
         url: address of rank 0 of the training.
-        token: secret of trainer and receivers; empty: none.
-        deadline: seconds for one version; the trainer retains it no longer than its own deadline.
-        connect: replaces the network: (address, token) -> connection.
+        token: secret that the training and its receivers share; empty: none.
+        deadline: seconds for reading one version; the training retains a version no longer than its own deadline.
+        connect: function from address and token to a connection, which replaces the network in tests.
     """
 
     def __init__(
@@ -73,10 +73,14 @@ class WeightReader:
         return self._connections[url, owner]
 
     def geometry(self, run: str | None = None, until: float | None = None) -> Geometry:
-        """Returns the geometry; ``run``: of this run, read again if the known one is of another.
+        """Returns the geometry: descriptions of all published tensors, and the ranks that serve them.
+
+        Args:
+            run: name of the run that it must belong to; another known geometry is read again. None: any.
+            until: time (``monotonic``) at which waiting ends; None: after the deadline.
 
         Raises:
-            EngineError: the trainer does not answer until then (``monotonic``), or within the deadline, or refuses.
+            EngineError: the training does not answer in time, refuses, or is another run.
         """
         if self._geometry is None or (run is not None and self._geometry.run != run):
             with as_engine_errors():
@@ -86,7 +90,14 @@ class WeightReader:
         return self._geometry
 
     def newest(self, until: float | None = None) -> WeightVersion | None:
-        """Returns the newest version; None while there is none. Errors as in ``geometry``."""
+        """Returns the newest published version; None before the first.
+
+        Args:
+            until: time (``monotonic``) at which waiting ends; None: after the deadline.
+
+        Raises:
+            EngineError: the training does not answer in time, or refuses.
+        """
         with as_engine_errors():
             return self._open(self.url, until).get(wire.NEWEST, wire.NewestReply).version
 
@@ -94,11 +105,16 @@ class WeightReader:
     def leased(
         self, known: WeightVersion | None, until: float, peer: OwnerRank | None = None
     ) -> Iterator[WeightVersion | None]:
-        """Yields the newest version, which the trainer retains until the block ends; None: there is none after
-        ``known``. ``peer``: elements that this receiver serves to later ones.
+        """Yields the newest version, which the training retains until the block ends; None if there is none after
+        ``known``.
+
+        Args:
+            known: version that the receiver has.
+            until: time (``monotonic``) at which the lease ends.
+            peer: elements that this receiver serves to later receivers; None: it serves none.
 
         Raises:
-            EngineError: the trainer does not answer until then (``monotonic``), or refuses.
+            EngineError: the training does not answer in time, or refuses.
         """
         while (version := self.newest(until)) is not None and version != known:
             left, whole = max(0.0, until - monotonic()), False
@@ -122,14 +138,17 @@ class WeightReader:
         yield None
 
     def fetch(self, version: WeightVersion, into: Shadows, known: Known | None, until: float) -> Known:
-        """Reads the blocks that ``into`` lacks into its shadow; returns the hashes of all blocks.
+        """Reads all blocks of ``version`` that differ from the values of ``into``; returns the hashes of all blocks.
+
+        The result maps the number of an owner to the hashes of each of its flows.
 
         Args:
-            known: hashes of the own values, of the same ``peers``; None: they are computed from the values.
-            until: time (``monotonic``) after which the version counts as lost.
+            into: destination, with the wanted pieces and the receiver's current values.
+            known: hashes of the current values, from an earlier call with the same ``peers``; None: they are computed.
+            until: time (``monotonic``) after which reading fails.
 
         Raises:
-            EngineError: an owner has ended, does not answer until then, or sends other bytes than their hashes.
+            EngineError: an owner has ended or does not answer in time, or blocks arrive damaged again and again.
         """
         geometry, found = self.geometry(version.run, until), Known()
         divided = by_source(into.wanted, self.peers)
@@ -175,7 +194,7 @@ class WeightReader:
 
 @contextmanager
 def as_engine_errors() -> Iterator[None]:
-    """Raises refusals of the trainer as errors of the engine."""
+    """Turns a refusal by the training, raised in the block, into an EngineError."""
     try:
         yield
     except StoreRefusedError as refusal:

@@ -32,7 +32,7 @@ from engine.weights_out.version import Geometry, OwnerRank, WantedPiece, WeightV
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Live tensor of a receiver."""
+    """Tensor of a receiver that gets published values."""
 
     piece: Piece
     """Elements of the full tensor that it contains."""
@@ -41,9 +41,9 @@ class Target:
 
 
 def targets_of(model: nn.Module) -> dict[str, Target]:
-    """Returns the parameters and persistent buffers of a model as whole tensors, by their keys in its state dict.
+    """Returns the parameters and persistent buffers of ``model`` as targets, by their keys in its state dict.
 
-    Tied tensors occur once, under the first key.
+    Tied tensors occur once, under their first key.
     """
     found: dict[str, Target] = {}
     seen: set[int] = set()
@@ -57,9 +57,10 @@ def targets_of(model: nn.Module) -> dict[str, Target]:
 def empty_targets(
     geometry: Geometry, part: int, parts: int, dims: Mapping[str, int] | None = None
 ) -> dict[str, Target]:
-    """Returns new tensors for part ``part`` of ``parts`` of all published tensors, cut into even rows.
+    """Returns new host tensors for part ``part`` of ``parts`` of every published tensor, cut into rows.
 
-    ``dims``: dim along which a tensor is cut, by key; 0 for the others.
+    Args:
+        dims: dim along which a tensor is cut, by key; 0 for other tensors.
     """
     found = {}
     for key, tensor in geometry.served.items():
@@ -72,12 +73,13 @@ def empty_targets(
 
 
 class PeerServer:
-    """Server of a receiver, from which later receivers of a version read what it has received.
+    """HTTP server of a receiver, from which later receivers read the parts of a version that it has received.
 
     Args:
-        url: address of the server for other receivers.
-        targets: live tensors of the receiver.
-        token: secret of trainer and receivers; empty: none.
+        url: address of this server for other receivers.
+        geometry: descriptions of the published tensors.
+        targets: tensors of this receiver, by key.
+        token: secret that the training and its receivers share; empty: none.
     """
 
     def __init__(self, url: str, geometry: Geometry, targets: Mapping[str, Target], token: str = "") -> None:
@@ -88,11 +90,11 @@ class PeerServer:
 
     @classmethod
     def start(cls, host: str, geometry: Geometry, targets: Mapping[str, Target], token: str = "") -> "PeerServer":
-        """Returns a server in a thread, at a free port of ``host``.
+        """Starts a server in a thread at a free port of ``host``, and returns it.
 
         Raises:
-            EngineError: other hosts reach ``host``, and there is no token.
-            LaunchError: ``host`` is not an address of this host.
+            EngineError: other hosts can reach ``host``, but there is no token.
+            LaunchError: ``host`` is no address of this host.
         """
         if not token and not is_loopback(host):
             raise EngineError(
@@ -108,26 +110,26 @@ class PeerServer:
         return made
 
     def begin(self, version: WeightVersion) -> None:
-        """Ends the version that is served; ``version`` is served as it arrives."""
+        """Ends the version that is served, and begins ``version``; each tensor is served once it has arrived."""
         self.server.run = version.run
         self.image.begin(version.number)
 
     def close(self) -> None:
-        """Ends the server."""
+        """Stops the server."""
         self._running.close()
 
 
 class WeightReceiver:
-    """Receiver of all published tensors in the live tensors ``targets``.
+    """Receiver that updates tensors of this process, ``targets``, to published versions of a training's weights.
 
     Args:
         reader: connections to the training.
-        targets: live tensors, by key; every published tensor has one.
-        architecture: class of the model; empty: any.
+        targets: tensors to update, by key; every published tensor must have one.
+        architecture: class name of the model, which is checked; empty: not checked.
         group: receivers that take versions over together; None: this one alone.
 
     Raises:
-        EngineError: another architecture, an unknown or a missing key, another dtype or shape; names the first one.
+        EngineError: architecture, keys, dtypes or shapes differ from the published model; names the first difference.
     """
 
     def __init__(
@@ -148,24 +150,25 @@ class WeightReceiver:
         """Version in the live tensors; None before the first one."""
 
     def serve(self, peer: PeerServer) -> None:
-        """Serves received tensors to later receivers, until ``close``."""
+        """Makes ``peer`` serve received tensors to later receivers, until ``close``."""
         self._peer = peer
 
     def close(self) -> None:
-        """Ends connections and the server; the live tensors stay."""
+        """Closes the connections and stops the server of ``serve``; the targets do not change."""
         self._reader.close()
         if self._peer is not None:
             self._peer.close()
 
     def update(self) -> WeightVersion | None:
-        """Takes over the newest version; returns it, or None if there is no newer one.
+        """Copies the newest version into the targets and returns it; returns None if the targets have it, or there is
+        none.
 
-        Call it between two uses of the live tensors, in every receiver of the group. It returns or raises within the
-        deadline of the reader.
+        Call it while nothing uses the targets; all receivers of the group must call it. It returns or raises within the
+        reader's deadline.
 
         Raises:
-            EngineError: the version has not arrived in time, was damaged, or a receiver of the group has not got it.
-                The live tensors have the old version.
+            EngineError: the version has not arrived in time or was damaged, or another receiver of the group lacks it.
+                The targets then have the old version.
         """
         until = monotonic() + self._reader.deadline
         peer = self._peer.rank if self._peer is not None else None
@@ -208,17 +211,17 @@ class WeightReceiver:
 
 
 def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0, serve: str = "") -> WeightReceiver:
-    """Returns a receiver that keeps a whole model of this process at the versions of a training.
+    """Returns a receiver that updates ``model``, a whole model in this process, to the versions of a training.
 
     Args:
         model: the model that is trained, such as a transformers model, in the dtypes of the training's forward.
         url: address of rank 0, as ``eng.publish_weights().url`` gives it.
-        token: secret of trainer and receivers; empty: none.
-        deadline: seconds for one version.
-        serve: address of this host for other receivers, which then read from this one what it has; empty: none.
+        token: secret that the training and its receivers share; empty: none.
+        deadline: seconds for reading one version.
+        serve: address of this host at which later receivers can read the received parts; empty: they cannot.
 
     Raises:
-        EngineError: the model is another one, or the trainer does not answer.
+        EngineError: the model differs from the published one, or the training does not answer.
     """
     reader, targets = WeightReader(url, token, deadline), targets_of(model)
     made = WeightReceiver(reader, targets, type(model).__name__)
@@ -228,7 +231,7 @@ def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0, 
 
 
 def check_targets(geometry: Geometry, targets: Mapping[str, Target], architecture: str) -> None:
-    """Compares a receiver with the published model.
+    """Checks that a receiver's targets fit the published model: architecture, keys, dtypes and shapes.
 
     Raises:
         EngineError: names the first difference.

@@ -50,7 +50,13 @@ T = TypeVar("T")
 
 
 class NoticeBoard:
-    """Newest version on rank 0, and its readers: a version that nobody reads is replaced without waiting."""
+    """State of rank 0: the newest published version, and the receivers that read it at present.
+
+    A version that nobody reads can be replaced at once.
+
+    Args:
+        geometry: descriptions of all tensors, and the ranks that serve them.
+    """
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = dump_json(geometry)
@@ -62,7 +68,10 @@ class NoticeBoard:
         self._lock = Lock()
 
     def begin(self) -> bool:
-        """Withdraws the newest version before the next one fills the images; False while a receiver reads it."""
+        """Withdraws the newest version, so that the next one may overwrite its memory.
+
+        Returns False, without change, while a receiver reads it.
+        """
         with self._lock:
             if any(until > monotonic() for until in self._readers.values()):
                 return False
@@ -70,7 +79,7 @@ class NoticeBoard:
             return True
 
     def withdraw(self) -> None:
-        """Withdraws the newest version, also from its readers."""
+        """Withdraws the newest version, even if receivers read it."""
         with self._lock:
             self._forget()
 
@@ -78,12 +87,12 @@ class NoticeBoard:
         self._newest, self._readers, self._peers = None, {}, {}
 
     def announce(self, version: wire.WeightVersion) -> None:
-        """Offers a version to receivers."""
+        """Makes ``version`` the newest version, which receivers may read."""
         with self._lock:
             self._newest, self._peers = version, {}
 
     def answer(self, path: str, data: bytes) -> bytes | None:
-        """Returns the reply to a request; None if rank 0 does not answer this path."""
+        """Returns the JSON reply to the request ``data`` at ``path``; None if this class does not serve the path."""
         if path == wire.GEOMETRY:
             return self._geometry
         if path == wire.NEWEST:
@@ -117,13 +126,13 @@ class NoticeBoard:
 
 
 class WeightServer:
-    """HTTP application of one rank or receiver.
+    """ASGI application by which one rank of a training, or a receiver, serves weights.
 
     Args:
-        images: elements that it serves, by number of their owner in the geometry.
+        images: served elements, by number of their owner in the geometry.
         run: name of the run.
-        token: secret that every request carries; empty: none.
-        board: newest version; only on rank 0.
+        token: secret that every request must carry; empty: none.
+        board: newest version and its readers; on rank 0 only.
     """
 
     def __init__(
@@ -134,10 +143,10 @@ class WeightServer:
         self._thread = ThreadPoolExecutor(1, "weights-out")  # one core at most besides the training
 
     def answer(self, path: str, data: bytes) -> BlockReply:
-        """Returns the reply to a request.
+        """Returns the reply to the request ``data`` at ``path``: hashes, blocks, or a reply of ``board``.
 
         Raises:
-            StoreRefusedError: the request is refused; its status is the reply's.
+            StoreRefusedError: the request is refused; the error has the HTTP status.
         """
         if path == wire.BLOCKS:
             asked = read_call(BlocksCall, data)
@@ -205,20 +214,20 @@ async def _parts(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
 
 
 def check_run(call: HashesCall | LeaseCall, run: str) -> None:
-    """Refuses a request about a version of another run.
+    """Refuses a request ``call`` for a version of another run than ``run``.
 
     Raises:
-        StoreRefusedError: the trainer has started again.
+        StoreRefusedError: the training has started again since.
     """
     if call.run != run:
         raise StoreRefusedError(f"version {call.number} is of an earlier run; read the newest version.", GONE)
 
 
 def read_call(kind: type[T], data: bytes) -> T:
-    """Returns the message in a request.
+    """Returns the JSON request ``data`` as an instance of the message class ``kind``.
 
     Raises:
-        StoreRefusedError: it is no such message.
+        StoreRefusedError: the request has another form.
     """
     try:
         return from_json(kind, parse_json(data), "request")

@@ -41,7 +41,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Shadows:
-    """Destination of a transfer: memory for the tensors of which blocks are read."""
+    """Destination of a transfer: host memory for each tensor with changed blocks, while the live tensors remain
+    unchanged.
+    """
 
     wanted: Sequence[WantedPiece]
     values: Callable[[str], Tensor | None]
@@ -57,12 +59,17 @@ class Shadows:
     _lock: Lock = field(default_factory=Lock)
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Counts, before the first block is read, the flows that each tensor in ``keys`` will receive."""
+        """Counts the flows (elements from one owner) of each tensor: one for each occurrence of its key in ``keys``.
+
+        Call it before the first block is read.
+        """
         for key in keys:
             self._left[key] = self._left.get(key, 0) + 1
 
     def arrived(self, key: str) -> None:
-        """Records that a flow of the tensor ``key`` has arrived; calls ``ready`` after its last one."""
+        """Notes that one flow (the elements from one owner) of tensor ``key`` has arrived; calls ``ready`` after the
+        last one.
+        """
         with self._lock:
             self._left[key] -= 1
             last = not self._left[key]
@@ -70,13 +77,15 @@ class Shadows:
             self.ready(key)
 
     def current(self, key: str) -> Elements | None:
-        """Returns the own values of a tensor as integers [elements]."""
+        """Returns the receiver's current values of tensor ``key`` as integers [elements]; None if it has none."""
         with self._lock:
             found = self.values(key)
         return elements_of(found) if found is not None else None
 
     def shadow(self, key: str) -> Elements:
-        """Returns the memory of a tensor as integers [elements]."""
+        """Returns the memory for tensor ``key`` as integers [elements]; the first call allocates it with the current
+        values.
+        """
         with self._lock:
             if key not in self.made:
                 self.made[key] = self.make(key)
@@ -85,7 +94,7 @@ class Shadows:
 
 @dataclass(slots=True)
 class WeightTraffic:
-    """Bytes of blocks that a receiver has read."""
+    """Counts of the bytes of blocks that a receiver has read."""
 
     lacked: int = 0
     """Bytes of the blocks that it lacked; a complete version has received all of them."""
@@ -98,7 +107,7 @@ class WeightTraffic:
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, lacked: int = 0, received: int = 0, repeated: int = 0, from_peers: int = 0) -> None:
-        """Adds bytes, from any thread."""
+        """Adds to the counts; any thread may call it."""
         with self._lock:
             self.lacked += lacked
             self.received += received
@@ -108,7 +117,7 @@ class WeightTraffic:
 
 @dataclass(slots=True)
 class Transfer:
-    """Transfer of the flows of one owner."""
+    """Transfer of all elements that one owner serves to a receiver."""
 
     version: WeightVersion
     number: int
@@ -136,7 +145,11 @@ class Transfer:
     """Receivers from which nothing more is read."""
 
     def run(self, known: Sequence[Hashes] | None) -> list[Hashes]:
-        """Reads all lacking blocks; returns the hashes of all blocks of each flow."""
+        """Reads all blocks that differ from the receiver's values; returns the hashes of all blocks of each flow.
+
+        Args:
+            known: hashes of the receiver's values for each flow; None: they are computed.
+        """
         self._ask(self._read_hashes)
         lacked = []
         for index, (flow, theirs) in enumerate(zip(self.flows, self._hashes, strict=True)):

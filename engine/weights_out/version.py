@@ -17,7 +17,7 @@ TOKEN_VARIABLE = "TRINE_WEIGHTS_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """Description of one tensor of the model, under its key in ``model.state_dict()``."""
+    """Description of one tensor of the published model; its key is the one in ``model.state_dict()``."""
 
     dtype: str
     """Dtype as safetensors names it, such as "BF16"."""
@@ -35,13 +35,18 @@ class PublishedTensor:
         return TensorKind(self.dtype, self.shape)
 
     def entries(self, key: str) -> Sequence[FilePart]:
-        """Returns the tensors of a published folder that have the elements of this one, whose key is ``key``."""
+        """Returns the tensors of a Hugging Face checkpoint that have the elements of this tensor, which has the key
+        ``key``.
+        """
         return file_parts(key, self.shape, self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class WantedPiece:
-    """Elements of one tensor that a receiver reads from one source."""
+    """Elements of one tensor that a receiver reads from one source.
+
+    They are the elements of ``piece`` that every piece in ``inside`` has and no piece in ``outside`` has.
+    """
 
     name: str
     piece: Piece
@@ -52,13 +57,16 @@ class WantedPiece:
     """Pieces that contain none of them, because other sources have these."""
 
     def overlap(self, owned: Piece) -> Runs:
-        """Returns the elements that ``owned`` has, as ranges in the order of the full tensor."""
+        """Returns the wanted elements that the piece ``owned`` has, as ranges in the order of the full tensor."""
         return runs(owned, self.piece, self.inside, self.outside)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerRank:
-    """Address of a rank or receiver, and elements that it serves; no element has two owners in a geometry."""
+    """Address of a rank or receiver, with the pieces of tensors that it serves, by key.
+
+    In a geometry, no element has two owners.
+    """
 
     url: str
     pieces: Mapping[str, Piece]
@@ -68,7 +76,7 @@ class OwnerRank:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Constant part of all versions of one run: tensors, and the ranks that serve them."""
+    """Facts about a run that are equal for all its versions: all tensors, and the ranks that serve them."""
 
     run: str
     """Random name of the run; a trainer that starts again has another one."""
@@ -83,17 +91,17 @@ class Geometry:
 
     @property
     def served(self) -> dict[str, PublishedTensor]:
-        """Tensors that are published, by key."""
+        """Descriptions of the published tensors, by key."""
         return {key: tensor for key, tensor in self.tensors.items() if tensor.served}
 
     def whole(self, key: str) -> WantedPiece:
-        """Returns all elements of a tensor."""
+        """Returns all elements of tensor ``key`` as a wanted piece."""
         return WantedPiece(key, Part(self.tensors[key].shape).whole())
 
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """Version of the weights; its manifest are the hashes that owner ranks return for the pieces of a receiver."""
+    """Identity of one published version of the weights: its run, its number, and the update after which it was made."""
 
     run: str
     number: int
@@ -104,20 +112,20 @@ class WeightVersion:
 
     @property
     def name(self) -> str:
-        """Name that no other version has."""
+        """Unique name, from the run and the number."""
         return f"{self.run}-{self.number:06d}"
 
 
 @dataclass(frozen=True, slots=True)
 class NewestReply:
-    """Newest version; None before the first one."""
+    """Reply with the newest version; None before the first."""
 
     version: WeightVersion | None
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseCall:
-    """Begin or end of reading a version; the trainer retains it for ``seconds`` unless the reader ends earlier."""
+    """Request by which a receiver begins or ends reading a version; the training retains it for at most ``seconds``."""
 
     run: str
     number: int
@@ -131,14 +139,16 @@ class LeaseCall:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """Receivers that read the version earlier, in this order; each serves what it has received."""
+    """Reply with the receivers that began to read the version earlier, in this order; each serves the parts it has
+    received.
+    """
 
     peers: tuple[OwnerRank, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HashesCall:
-    """Request for the block hashes of the elements that one owner has of the wanted pieces."""
+    """Request for the block hashes of the wanted pieces, as far as one owner has them."""
 
     run: str
     """Run of the version: a trainer that has started again must not complete a version of the one before it."""
@@ -152,7 +162,7 @@ class HashesCall:
 
 @dataclass(frozen=True, slots=True)
 class HashesReply:
-    """Hashes of each flow, xxh3-64 of every 256 KiB, 16 hexadecimal digits a block, little-endian."""
+    """Reply with the xxh3-64 hashes of each flow's blocks of 256 KiB: 16 hexadecimal digits for each, little-endian."""
 
     layout: str
     """Name of the wanted pieces in ``BlocksCall``."""
@@ -161,7 +171,7 @@ class HashesReply:
 
 @dataclass(frozen=True, slots=True)
 class BlocksCall:
-    """Request for blocks: (flow, first block, block after the last) each; the reply has their bytes, in order."""
+    """Request for the bytes of blocks, in order; ``blocks`` has entries (flow, first block, block after the last)."""
 
     number: int
     owner: int

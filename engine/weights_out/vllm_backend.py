@@ -31,7 +31,7 @@ BACKEND = "trine_http"
 
 @dataclass(frozen=True, slots=True)
 class BackendInit:
-    """Training that a vLLM server follows, as the body of its request."""
+    """Request that makes a vLLM server follow a training."""
 
     url: str
     """Address of rank 0 of the training."""
@@ -41,7 +41,7 @@ class BackendInit:
 
 @dataclass(frozen=True, slots=True)
 class BackendUpdate:
-    """Bucket of a version, as the body of a request; without keys, the version is dropped."""
+    """Request that makes vLLM's workers read one bucket of a version; empty ``keys`` drop the version."""
 
     number: int
     keys: Sequence[str]
@@ -52,7 +52,7 @@ class BackendUpdate:
 
 @dataclass(frozen=True, slots=True)
 class VllmModel:
-    """Model in vLLM, as transformers describes it."""
+    """Description of the model in vLLM, from its transformers configuration."""
 
     architecture: str
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class VllmModel:
     """Full shapes by key; empty if transformers does not have the model."""
 
     def compare(self, geometry: Geometry) -> None:
-        """Compares this model with the published one.
+        """Checks that this model is the published one: architecture, keys, shapes and dtype.
 
         Raises:
             EngineError: names the first difference.
@@ -93,10 +93,10 @@ class VllmModel:
 
 
 class StagedVersion:
-    """Host memory of one worker for all tensors of a model, in which a version arrives.
+    """Host memory of one vLLM worker, in which all tensors of a version arrive before they replace the live weights.
 
     Args:
-        connect: replaces the network: address of rank 0 -> reader.
+        connect: function from the address of rank 0 to a reader, which replaces the network in tests.
     """
 
     def __init__(self, connect: Callable[[str], WeightReader] | None = None) -> None:
@@ -109,7 +109,10 @@ class StagedVersion:
         self._arrived: set[str] = set()
 
     def open(self, init: BackendInit, model: Callable[[], VllmModel]) -> None:
-        """Connects to a training, unless it is the one that is followed.
+        """Connects to the training of ``init``, unless the connection exists.
+
+        Args:
+            model: function that returns the description of vLLM's model, for a comparison with the published one.
 
         Raises:
             EngineError: the training has another model, or does not answer.
@@ -122,10 +125,12 @@ class StagedVersion:
         self._init = init
 
     def read(self, update: BackendUpdate) -> None:
-        """Reads the blocks of a bucket that differ from the ones in memory; ``keys`` is empty: drops the version.
+        """Reads the tensors ``update.keys`` of a version; only blocks that differ from the memory are transferred.
+
+        Empty keys drop the version.
 
         Raises:
-            EngineError: the version is lost.
+            EngineError: the version has not arrived in time, or the training has dropped it.
         """
         if not update.keys:
             return self.drop()
@@ -144,10 +149,10 @@ class StagedVersion:
         self._arrived.update(keys)
 
     def whole(self) -> Mapping[str, Tensor] | None:
-        """Returns all tensors of the version that has arrived, by published keys; None if it was dropped.
+        """Returns all tensors of the arrived version by their Hugging Face names; None if the version was dropped.
 
         Raises:
-            EngineError: a tensor is lacking.
+            EngineError: a tensor has not arrived.
         """
         if self._number is None or self._reader is None:
             return None
@@ -158,11 +163,11 @@ class StagedVersion:
         return published(self._values, geometry.tensors)
 
     def drop(self) -> None:
-        """Drops the version; its values remain, for comparison with the next one."""
+        """Drops the version; the memory remains, so that the next version transfers changed blocks only."""
         self._number, self._arrived = None, set()
 
     def close(self) -> None:
-        """Ends the connection and frees the memory."""
+        """Closes the connection and frees the memory."""
         if self._reader is not None:
             self._reader.close()
         self._reader = self._init = None
@@ -171,7 +176,7 @@ class StagedVersion:
 
 
 def vllm_model(config: Any, dtype: torch.dtype) -> VllmModel:
-    """Returns the description of a model with a configuration of transformers; allocates nothing."""
+    """Returns the description of the model with the transformers configuration ``config``; allocates no weights."""
     import transformers
 
     architecture = (config.architectures or [type(config).__name__])[0]
@@ -183,7 +188,7 @@ def vllm_model(config: Any, dtype: torch.dtype) -> VllmModel:
 
 
 def register() -> None:
-    """Registers the backend in this process of vLLM; vLLM calls it as a plugin."""
+    """Registers the weight-transfer backend "trine_http" in this process; vLLM calls it as a plugin."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     with suppress(ValueError):  # registered already

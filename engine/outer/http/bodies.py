@@ -31,7 +31,7 @@ _IDLE_SECONDS = 600.0
 
 
 class DamagedBodyError(StoreRefusedError):
-    """Refusal of bytes that were damaged on their way; the sender repeats them."""
+    """Refusal (status 422) of bytes that were damaged on their way; the sender sends them again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 422)
@@ -39,7 +39,10 @@ class DamagedBodyError(StoreRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class BodyKey:
-    """Body of one rank: its place, and the number of the body there; a new number replaces the earlier body."""
+    """Identity of one body: the payload of a push or of initial weights, which one rank sends for one fragment.
+
+    A body with a new ``seq`` replaces an unfinished body of the same life, rank and fragment.
+    """
 
     life: int
     rank: int
@@ -49,13 +52,13 @@ class BodyKey:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Life, rank and fragment."""
+        """Life (run of a site), rank and fragment of the body; at most one body at each place is under way."""
         return self.life, self.rank, self.fragment
 
 
 @dataclass(frozen=True, slots=True)
 class BodyRange:
-    """Position of a range in its body."""
+    """Position of a range in its body; a range is the part of a body that one request carries."""
 
     offset: int
     total: int
@@ -68,7 +71,7 @@ class BodyRange:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Reply to a range: the next one begins at ``arrived``, and ``state`` ends the body."""
+    """Reply of the store to a range: bytes of the body that have arrived without a gap, and the state of the push."""
 
     arrived: int
     state: PushState | None
@@ -90,23 +93,26 @@ def tensor_from(data: bytearray) -> Tensor:
 
 
 def frame(head: object, data: bytes | memoryview = b"") -> bytes:
-    """Returns the frame of one request: ``head`` as JSON, then ``data``."""
+    """Returns the content of one request: the length of the JSON, ``head`` as JSON, then the bytes ``data``."""
     text = dump_json(head)
     return b"".join((_LENGTH.pack(len(text)), text, data))
 
 
 class FrameReader:
-    """Reader of a frame that arrives in pieces; it never stores more than its bounds."""
+    """Reader of the content of one request, as ``frame`` makes it, while it arrives in pieces.
+
+    It refuses content with more than 1 MiB of JSON or more than one range of 4 MiB, before it stores all of it.
+    """
 
     def __init__(self) -> None:
         self._data = bytearray()
         self._head = -1
 
     def add(self, data: bytes) -> None:
-        """Adds the next bytes.
+        """Appends the next bytes of the request.
 
         Raises:
-            StoreRefusedError: the frame is longer than one range and its JSON may be.
+            StoreRefusedError: the JSON or the range is longer than its maximum.
         """
         self._data += data
         if self._head < 0 and len(self._data) >= _LENGTH.size:
@@ -126,17 +132,17 @@ class FrameReader:
 
     @property
     def has_head(self) -> bool:
-        """True once all of the JSON is there."""
+        """True once all bytes of the JSON have arrived."""
         return 0 <= self._head <= len(self._data) - _LENGTH.size
 
     @property
     def head(self) -> bytes:
-        """Text of the JSON."""
+        """Bytes of the JSON."""
         return bytes(self._data[_LENGTH.size : _LENGTH.size + self._head])
 
     @property
     def data(self) -> memoryview:
-        """Bytes of the range."""
+        """View of the bytes of the range that have arrived."""
         return memoryview(self._data)[_LENGTH.size + max(self._head, 0) :]
 
 
@@ -151,13 +157,18 @@ class _Upload:
 
 @dataclass(slots=True)
 class Uploads:
-    """Bodies that arrive: at each place one under way, and the result of the last one that is complete."""
+    """Bodies, the payloads of pushes and initial weights, that a store receives range by range.
+
+    For each life, rank and fragment, it has the body that is under way, and the reply to the last complete body.
+    """
 
     under_way: dict[tuple[int, int, int], _Upload] = field(default_factory=dict)
     finished: dict[tuple[int, int, int], tuple[BodyKey, str, Arrived]] = field(default_factory=dict)
 
     def arrived(self, key: BodyKey, whole: str) -> Arrived:
-        """Returns the bytes of the body with hash ``whole`` that have arrived, and its state if it is complete."""
+        """Returns how many bytes of body ``key`` with hash ``whole`` have arrived; if it is complete, also its push
+        state.
+        """
         last, upload = self.finished.get(key.place), self.under_way.get(key.place)
         if last is not None and last[:2] == (key, whole):
             return last[2]
@@ -165,12 +176,14 @@ class Uploads:
         return Arrived(upload.arrived if upload is not None and is_known else 0, None)
 
     def add(self, key: BodyKey, part: BodyRange, data: memoryview, now: float) -> bytearray | None:
-        """Adds a range, unless it is there or an earlier one is missing; returns the body once it is complete.
+        """Adds the range ``part`` with bytes ``data`` to body ``key``; returns the whole body if it is now complete.
 
-        A complete body stays here until ``finish`` or ``drop``: a store with a full disk receives it later.
+        Ignores a range that has arrived already, and one that does not follow the bytes that have arrived. A complete
+        body stays here until ``finish`` or ``drop``, so that a store with a full disk can store it later.
 
         Raises:
-            StoreRefusedError: a hash does not fit.
+            DamagedBodyError: the hash of the range or of the whole body differs.
+            StoreRefusedError: the range ends after the end of the body.
         """
         if digest(data) != part.hash:
             raise DamagedBodyError(
@@ -201,21 +214,21 @@ class Uploads:
         return upload.data
 
     def finish(self, key: BodyKey, whole: str, result: Arrived) -> None:
-        """Stores the result of a complete body, which repeated requests receive, in its place."""
+        """Replaces the complete body ``key`` by ``result``, the reply that repeated requests for this body receive."""
         self.drop(key)
         self.finished[key.place] = key, whole, result
 
     def drop(self, key: BodyKey) -> None:
-        """Drops the body under way."""
+        """Drops the body under way at the life, rank and fragment of ``key``."""
         self.under_way.pop(key.place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Drops all bodies except of ``lives``."""
+        """Drops all bodies and replies except for the lives in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
         self.finished = {place: one for place, one in self.finished.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:
-        """Drops bodies of which nothing has arrived for ten minutes."""
+        """Drops bodies of which no range has arrived in the ten minutes before ``now`` (seconds)."""
         for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
             del self.under_way[place]
 
@@ -230,12 +243,15 @@ class _Download:
 
 @dataclass(slots=True)
 class Downloads:
-    """Bodies that are sent in several ranges: at each place the one under way."""
+    """Bodies with merged weights that a store sends range by range.
+
+    For each place (life, rank, fragment), it has the body that is under way.
+    """
 
     under_way: dict[tuple[int, int, int], _Download] = field(default_factory=dict)
 
     def find(self, place: tuple[int, int, int], version: int, now: float) -> tuple[memoryview, str] | None:
-        """Returns the body of a version and its hash, if ranges of it have been sent."""
+        """Returns bytes and hash of the body under way at ``place``; None if there is none of this ``version``."""
         found = self.under_way.get(place)
         if found is None or found.version != version:
             return None
@@ -243,18 +259,18 @@ class Downloads:
         return found.data, found.hash
 
     def keep(self, place: tuple[int, int, int], version: int, body: tuple[memoryview, str], now: float) -> None:
-        """Stores a body until its last range has been sent."""
+        """Stores ``body``, its bytes and their hash, at ``place`` for requests of its further ranges."""
         self.under_way[place] = _Download(version, *body, now)
 
     def drop(self, place: tuple[int, int, int]) -> None:
-        """Drops a body; a range that is asked for again is read from the store."""
+        """Drops the body at ``place``; a later request for one of its ranges reads the store again."""
         self.under_way.pop(place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Drops all bodies except of ``lives``."""
+        """Drops all bodies except for the lives in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:
-        """Drops bodies of which nothing has been sent for ten minutes."""
+        """Drops bodies of which no range was asked for in the ten minutes before ``now`` (seconds)."""
         for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
             del self.under_way[place]

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class BodyTraffic:
-    """Bytes of bodies: each body once, however often a part of it was repeated."""
+    """Bytes of bodies that a connection has sent and received; a body counts once, also if ranges repeat."""
 
     sent: int = 0
     received: int = 0
@@ -52,12 +52,12 @@ class BodyTraffic:
 
 
 class StoreConnection:
-    """Connection to one store.
+    """HTTP connection to one store, which repeats requests until the store answers.
 
     Args:
         url: address of the store.
-        token: secret of sites and stores; empty: none.
-        transport: replaces the network.
+        token: secret that sites and stores share; empty: requests carry none.
+        transport: httpx transport that replaces the network, for tests.
     """
 
     noun = "store"
@@ -78,16 +78,18 @@ class StoreConnection:
         weakref.finalize(self, self._client.close)
 
     def close(self) -> None:
-        """Closes the connection; requests that wait end with an error."""
+        """Closes the connection; requests that wait in other threads raise an error."""
         self._closed.set()
         self._client.close()
 
     def limit(self, seconds: float) -> None:
-        """Lets no request wait for longer than ``seconds`` from now."""
+        """Sets a deadline ``seconds`` from now, after which no request is repeated."""
         self._until = monotonic() + seconds
 
     def ask(self, path: str, call: object, kind: type[T], patience: float = FOREVER) -> T:
-        """Sends one message and returns its reply of class ``kind``; repeats it for ``patience`` seconds.
+        """Posts ``call`` as JSON to ``path`` and returns the reply as an instance of ``kind``.
+
+        Repeats the request for at most ``patience`` seconds while the store does not answer.
 
         Raises:
             StoreRefusedError: the store refuses the message.
@@ -97,11 +99,23 @@ class StoreConnection:
         return self.repeat(lambda: _message(kind, self._reply("POST", path, content=content)), patience)
 
     def get(self, path: str, kind: type[T], patience: float = FOREVER) -> T:
-        """Reads a path and returns its reply of class ``kind``; errors as in ``ask``."""
+        """Sends a GET request to ``path`` and returns the reply as an instance of ``kind``.
+
+        Repeats it for at most ``patience`` seconds while the store does not answer.
+
+        Raises:
+            StoreRefusedError: the store refuses the request.
+            GridError: the store does not answer in time, or the connection is closed.
+        """
         return self.repeat(lambda: _message(kind, self._reply("GET", path)), patience)
 
     def repeat(self, request: Callable[[], T], patience: float = FOREVER) -> T:
-        """Repeats a request until it succeeds, is refused, or ``patience`` seconds are over."""
+        """Calls ``request`` until it succeeds, and returns its result.
+
+        Raises:
+            StoreRefusedError: the store refuses the request.
+            GridError: the store has not answered within ``patience`` seconds, or the connection is closed.
+        """
         began, own = monotonic(), object()
 
         def attempt() -> T:
@@ -167,11 +181,16 @@ class StoreConnection:
     def send(
         self, path: str, head: Callable[[BodyRange], object], where: Callable[[str], ArrivedCall], body: Tensor
     ) -> PushState:
-        """Sends a body in ranges, continues after interruptions where the store has it, and returns its state.
+        """Sends ``body`` to ``path`` range by range, and returns the state of the push once the store has all of it.
+
+        After an interruption, asks the store how many bytes have arrived, and continues there.
 
         Args:
-            head: returns the JSON of a range.
-            where: returns the question how many bytes of the body with a hash have arrived.
+            head: function from the position of a range to the JSON object that precedes its bytes.
+            where: function from the hash of the body to the question how many of its bytes have arrived.
+
+        Raises:
+            StoreRefusedError: the store refuses the body, or it has arrived damaged 4 times.
         """
         data = bytes_of(body)
         whole, arrived, is_known, sent = digest(data), Arrived(0, None), True, 0
@@ -203,7 +222,14 @@ class StoreConnection:
         return arrived.state
 
     def receive(self, where: Mapping[str, int]) -> Tensor:
-        """Reads a body in ranges, continues after interruptions, and returns its fp32 values."""
+        """Reads a body range by range, and returns its values, fp32 [elements]; continues after interruptions.
+
+        Args:
+            where: query of the pull request: life, rank, fragment and version.
+
+        Raises:
+            StoreRefusedError: the store refuses the request, or the body has arrived damaged 4 times.
+        """
         for _ in range(_DAMAGED_AT_MOST):
             data, first = bytearray(), cast(_Source | None, None)
             while first is None or len(data) < first.total:
@@ -227,8 +253,13 @@ class StoreConnection:
         return _source(response), part
 
     def read(self, path: str, call: object) -> bytearray:
-        """Sends one message and returns the bytes of its reply, or their beginning if the connection breaks within it;
-        errors as in ``ask``.
+        """Posts ``call`` as JSON to ``path`` and returns the bytes of the reply.
+
+        If the connection breaks during the reply, returns the bytes that have arrived.
+
+        Raises:
+            StoreRefusedError: the store refuses the request.
+            GridError: the store does not answer in time, or the connection is closed.
         """
         content = dump_json(call)
         return self.repeat(lambda: self._streamed("POST", path, content=content)[1])
@@ -282,9 +313,9 @@ LONGEST_SECONDS = 60.0
 
 
 class BoundedConnection(StoreConnection):
-    """Connection to a peer that may hang: a limit bounds each attempt, too."""
+    """Connection to a peer that may accept a request and never reply: a limit also bounds each single attempt."""
 
     def limit(self, seconds: float) -> None:
-        """Lets no request wait for longer than ``seconds`` from now, also not for a peer that hangs."""
+        """Sets a deadline for repeats, and a timeout of each attempt: both ``seconds``, the latter from 0.1 to 60 s."""
         super().limit(seconds)
         self._client.timeout = httpx.Timeout(min(LONGEST_SECONDS, max(0.1, seconds)))

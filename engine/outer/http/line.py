@@ -40,19 +40,20 @@ _GONE, _OTHER_SEEDS = (404, 410), 409
 
 
 class HttpLink:
-    """Connection of one rank to one or several stores; see ``StoreLink``.
+    """HTTP connection of one rank of a site to all stores; implements ``StoreLink``.
 
-    ``push``, ``pull`` and ``seed`` wait until the store answers, however long that lasts. While a store
-    does not answer, ``offer`` returns None, ``renew`` raises an error at once, and ``outage`` describes it.
+    ``push``, ``pull`` and ``seed`` wait until the store answers, however long that takes. While a store does not
+    answer, ``offer`` returns None, ``renew`` raises an error at once, and ``outage`` describes the store.
 
-    A site has a life on each store. With several stores, the number of its life has 20 bits for each of them.
+    A life, one run of the site's processes, has a number of its own on each store. With several stores, the ``life`` of
+    these methods packs the numbers into one integer, 20 bits for each store.
 
     Args:
         urls: addresses of the stores, in the order of their numbers.
-        fragments: all fragments, as ``divide`` returns them; messages number them by their position.
-        token: secret of sites and stores; empty: none.
-        transport: returns a replacement of the network for each store.
-        join_seconds: seconds that ``join`` and ``register`` wait for the stores.
+        fragments: all fragments, as ``divide`` returns them; ``fragment`` arguments are positions in this sequence.
+        token: secret that sites and stores share; empty: requests carry none.
+        transport: function from the number of a store to an httpx transport that replaces the network, for tests.
+        join_seconds: seconds that ``join`` and ``register`` wait for each store.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class HttpLink:
 
     @property
     def outage(self) -> str:
-        """Sentence about a store that does not answer; empty if all do."""
+        """Sentence about the first store that does not answer; empty if all answer."""
         return next((store.outage for store in self._stores if store.outage), "")
 
     @property
     def traffic(self) -> BodyTraffic:
-        """Bytes of the bodies of this rank."""
+        """Bytes of bodies that this rank has sent and received, summed over the stores."""
         each = [store.traffic for store in self._stores]
         return BodyTraffic(sum(t.sent for t in each), sum(t.received for t in each), sum(t.repeated for t in each))
 
@@ -86,15 +87,16 @@ class HttpLink:
             store.close()
 
     def limit(self, seconds: float) -> None:
-        """Ends calls that wait for a store in ``seconds``, with a GridError: at the end of a run nobody restarts it."""
+        """Makes calls that wait for a store raise a GridError in ``seconds``: the end of a run does not hang."""
         for store in self._stores:
             store.limit(seconds)
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life of the site on every store.
+        """Starts a new life (run) of the site on every store, and combines the replies.
 
         Raises:
-            GridError: a store does not answer within a minute.
+            GridError: a store does not answer within ``join_seconds``.
+            StoreRefusedError: a store refuses the site.
         """
         call = wire.JoinCall(request, token_hex(8))
         found = [store.ask(wire.JOIN, call, JoinReply, self._join_seconds) for store in self._stores]
@@ -106,13 +108,16 @@ class HttpLink:
         )
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers the pieces of this rank on every store."""
+        """Registers the elements that this rank pushes and pulls, ``layout``, on every store."""
         for number, store in enumerate(self._stores):
             call = wire.RegisterCall(self._life(life, number), rank, layout)
             store.ask(wire.REGISTER, call, wire.Done, self._join_seconds)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends the initial weights; several stores may have chosen different sites to send them."""
+        """Sends this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the store of the fragment.
+
+        With several stores, does nothing if this store has chosen another site to send them.
+        """
         number = self._number(fragment)
         own = self._life(life, number)
 
@@ -126,7 +131,7 @@ class HttpLink:
                 raise
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Sends the body of this rank, and returns its state once the store has it on its disk."""
+        """Sends this rank's ``body`` of a push to the fragment's store; returns once the store has it on its disk."""
         number = self._number(meta.key.fragment)
         key = replace(meta.key, life=self._life(meta.key.life, number))
         own = replace(meta, key=key)
@@ -138,7 +143,10 @@ class HttpLink:
         return self._stores[number].send(wire.PUSH, head, where, body)
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version that the store offers; None without one, and while the store does not answer."""
+        """Returns the newest version of ``fragment`` that the store offers to this life.
+
+        Returns None if the store offers none, and while it does not answer.
+        """
         with self._lock:
             self._asked += 1
             asked = self._asked
@@ -150,16 +158,16 @@ class HttpLink:
             return None  # ``outage`` has the sentence; the site asks again
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Reads the offered version of this rank's pieces."""
+        """Returns this rank's elements of ``fragment`` in the offered ``version``, fp32 [elements]."""
         number = self._number(fragment)
         where = {"life": self._life(life, number), "rank": rank, "fragment": fragment, "version": version}
         return self._stores[number].receive(where)
 
     def renew(self, life: int) -> None:
-        """Renews the lease on every store that answers.
+        """Renews the lease of the site's life on every store that answers.
 
         Raises:
-            GridError: describes a store that does not answer, or not every request.
+            GridError: a store does not answer this request or another one that is under way.
         """
         silent: GridError | None = None
         for number, store in enumerate(self._stores):
@@ -173,7 +181,7 @@ class HttpLink:
             raise silent
 
     def leave(self, life: int) -> None:
-        """Ends the life; a store that does not answer ends it with its lease."""
+        """Ends the site's life on every store; a store that does not answer in 2 seconds ends it after its lease."""
         for number, store in enumerate(self._stores):
             try:
                 store.ask(wire.LEAVE, wire.LifeCall(self._life(life, number)), wire.Done, _LEAVE_SECONDS)
@@ -184,7 +192,7 @@ class HttpLink:
                     raise
 
     def status(self) -> StoreStatus:
-        """Returns the state of the first store."""
+        """Returns the state of the first store, for displays."""
         return self._stores[0].get(wire.STATUS, StoreStatus, _STATUS_SECONDS)
 
     def _number(self, fragment: int) -> int:
@@ -196,10 +204,12 @@ class HttpLink:
 
 
 def joined_lives(lives: Sequence[int]) -> int:
-    """Returns one number for the lives of a site on all stores; for one store, its own.
+    """Packs the numbers that the stores gave to one run of a site (its lives) into one integer, 20 bits for each store.
+
+    A single number is unchanged.
 
     Raises:
-        StoreRefusedError: a store has started more lives than fit.
+        StoreRefusedError: one of several stores has started 2^20 lives or more.
     """
     if len(lives) > 1 and max(lives) >= 1 << LIFE_BITS:
         raise StoreRefusedError(
@@ -210,5 +220,5 @@ def joined_lives(lives: Sequence[int]) -> int:
 
 
 def life_on(number: int, life: int, stores: int) -> int:
-    """Returns the life of a site on one store."""
+    """Returns the number that store ``number`` gave to a site's run; ``life`` is a result of ``joined_lives``."""
     return life if stores == 1 else (life >> LIFE_BITS * number) & ((1 << LIFE_BITS) - 1)

@@ -14,7 +14,7 @@ TOKEN = "TRINE_OUTER_TOKEN"
 
 
 def read_token(outer: OuterConfig) -> str:
-    """Returns the token of sites and stores; empty without one.
+    """Returns the secret that sites and stores share: the content of the token file, or TRINE_OUTER_TOKEN, or "".
 
     Raises:
         ConfigError: the token file cannot be read.
@@ -23,7 +23,10 @@ def read_token(outer: OuterConfig) -> str:
 
 
 def read_secret(file: str | None, variable: str, key: str) -> str:
-    """Returns the text of ``file``, or of an environment variable without one; ``key``: the file's key, for errors.
+    """Returns the stripped text of ``file``; without a file, the value of the environment variable ``variable``, or "".
+
+    Args:
+        key: configuration key of ``file``, for the error.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -39,7 +42,10 @@ def read_secret(file: str | None, variable: str, key: str) -> str:
 
 
 def open_link(outer: OuterConfig, fragments: Sequence[Fragment]) -> StoreLink:
-    """Returns a connection to the stores, or to shared memory of this host; nothing is sent."""
+    """Returns this rank's connection to the configured stores, or for rule "hogwild" to shared memory of this host.
+
+    Sends nothing yet.
+    """
     if outer.rule == "hogwild":
         from engine.outer.store.shared_weights import SharedWeights
 

@@ -15,7 +15,7 @@ SEED_NUMBER = -1
 
 
 def authorization(token: str) -> str:
-    """Returns the header of a request with a token.
+    """Returns the value of the HTTP header "authorization" for ``token``.
 
     Raises:
         ConfigError: the token is not one word of printable ASCII.
@@ -30,7 +30,7 @@ def authorization(token: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JoinCall:
-    """Join of a site; repeating ``attempt`` starts no second life."""
+    """Request of a training site to join a store; repeats with the same ``attempt`` get the same reply."""
 
     request: JoinRequest
     attempt: str
@@ -38,7 +38,7 @@ class JoinCall:
 
 @dataclass(frozen=True, slots=True)
 class RegisterCall:
-    """Registration of one rank."""
+    """Request that registers the elements that one rank of a training site pushes and pulls."""
 
     life: int
     rank: int
@@ -47,7 +47,7 @@ class RegisterCall:
 
 @dataclass(frozen=True, slots=True)
 class PushHead:
-    """Description of one range of a push."""
+    """JSON before one range of a pushed body: the push, the rank, and the position of the range."""
 
     meta: PushMeta
     rank: int
@@ -56,13 +56,13 @@ class PushHead:
 
     @property
     def key(self) -> BodyKey:
-        """Place and number of the body."""
+        """Identity of the body to which the range belongs."""
         return BodyKey(self.meta.key.life, self.rank, self.meta.key.fragment, self.meta.key.seq)
 
 
 @dataclass(frozen=True, slots=True)
 class SeedHead:
-    """Description of one range of the initial weights."""
+    """JSON before one range of a rank's initial weights."""
 
     life: int
     rank: int
@@ -71,13 +71,16 @@ class SeedHead:
 
     @property
     def key(self) -> BodyKey:
-        """Place and number of the body."""
+        """Identity of the body to which the range belongs."""
         return BodyKey(self.life, self.rank, self.fragment, SEED_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivedCall:
-    """Question how many bytes of a body have arrived; ``seq`` is None for initial weights."""
+    """Request for the number of bytes of a body (push or initial weights) that have arrived.
+
+    ``seq`` is the number of the push; None: initial weights.
+    """
 
     life: int
     rank: int
@@ -88,20 +91,23 @@ class ArrivedCall:
 
     @property
     def key(self) -> BodyKey:
-        """Place and number of the body."""
+        """Identity of the body."""
         return BodyKey(self.life, self.rank, self.fragment, SEED_NUMBER if self.seq is None else self.seq)
 
 
 @dataclass(frozen=True, slots=True)
 class LifeCall:
-    """Renewal of a lease, or end of a life."""
+    """Request that renews the lease of a life, one run of a site (path /v1/renew), or ends the life (/v1/leave)."""
 
     life: int
 
 
 @dataclass(frozen=True, slots=True)
 class OfferCall:
-    """Request for an offer; repeating ``asked`` returns the same offer, so that its version remains available."""
+    """Request for the newest version of ``fragment`` that ``life`` may take over.
+
+    A repeat with the same ``asked`` receives the same offer, and the store retains that version for pulls.
+    """
 
     life: int
     fragment: int
@@ -111,11 +117,11 @@ class OfferCall:
 
 @dataclass(frozen=True, slots=True)
 class OfferReply:
-    """Offer of a store, if it has one."""
+    """Reply to a request for an offer; None if the life may not take over a version now."""
 
     offer: Offer | None
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Reply without values."""
+    """Reply that confirms a request and has no fields."""

@@ -53,11 +53,11 @@ T = TypeVar("T")
 
 
 class StoreServer:
-    """HTTP application over a store.
+    """ASGI application that serves a store over HTTP.
 
     Args:
-        store: the store; the end of the application closes it.
-        token: secret that every request but ``healthz`` carries; empty: none.
+        store: the store; the application closes it at its end.
+        token: secret that every request must carry, except for ``/v1/healthz``; empty: requests need none.
     """
 
     def __init__(self, store: Store, token: str = "") -> None:
@@ -97,7 +97,9 @@ class StoreServer:
 
     @asynccontextmanager
     async def ticking(self) -> AsyncIterator[None]:
-        """Lets the store tick four times a second, and waits for its last work."""
+        """Runs ``Store.tick`` four times a second until the ``with`` block ends; then closes the store after its
+        current work.
+        """
         ticks = asyncio.create_task(self._tick_forever())
         try:
             yield

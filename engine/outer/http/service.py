@@ -30,10 +30,10 @@ SERVER = "the store"
 
 
 def check_host(host: str, token: str) -> None:
-    """Refuses an address that other hosts reach if there is no token.
+    """Raises unless ``host`` is a loopback address or there is a token.
 
     Raises:
-        LaunchError: names the address.
+        LaunchError: ``host`` is open to other hosts, and ``token`` is empty.
     """
     if not token and not is_loopback(host):
         raise LaunchError(
@@ -43,7 +43,7 @@ def check_host(host: str, token: str) -> None:
 
 
 class StoreService(HostedApplication):
-    """HTTP server of a store on a socket."""
+    """HTTP server that serves one store on a listening socket."""
 
     def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
         self._application = StoreServer(store, token)
@@ -51,10 +51,10 @@ class StoreService(HostedApplication):
         self._application.on_failure = self.stop
 
     async def run(self) -> None:
-        """Serves until ``stop``; answers the requests that have arrived.
+        """Serves until ``stop``, and answers all requests that have arrived before.
 
         Raises:
-            Exception: the error that has ended the store's ticks.
+            Exception: the error that has stopped the store's periodic work.
         """
         await super().run()
         if self._application.failure is not None:
@@ -62,21 +62,21 @@ class StoreService(HostedApplication):
 
 
 def serve_store(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
-    """Serves a store until SIGTERM or SIGINT."""
+    """Serves ``store`` on the socket ``listening`` until SIGTERM or SIGINT; calls ``ready`` once it listens."""
     run_until_signal(StoreService(store, token, listening), ready)
 
 
 def serving(store: Store, token: str, listening: socket.socket) -> AbstractContextManager[None]:
-    """Serves a store in a thread of this process until the block ends.
+    """Serves ``store`` on the socket ``listening`` in a thread of this process, for the duration of a ``with`` block.
 
     Raises:
-        Exception: the error that has ended the store's ticks.
+        Exception: the error that has stopped the store's periodic work, at the end of the block.
     """
     return run_in_thread(StoreService(store, token, listening), "trine-outer-store")
 
 
 class HostedLink(HttpLink):
-    """Connection to a store of this process; the store ends when the site leaves.
+    """Connection of a site to a store that it starts in its own process; the store ends when the site leaves.
 
     Raises:
         LaunchError: the address cannot be served, or a store without a token would serve other hosts.
@@ -95,6 +95,6 @@ class HostedLink(HttpLink):
         super().__init__(outer.urls, fragments, token)
 
     def leave(self, life: int) -> None:
-        """Ends the life, and the store after the requests under way."""
+        """Ends the life on the store, then the store itself, after it has answered the requests under way."""
         super().leave(life)
         self._served.close()

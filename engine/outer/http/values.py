@@ -18,7 +18,11 @@ T = TypeVar("T")
 
 
 def from_json(kind: type[T], value: Any, at: str, least: int = 0) -> T:
-    """Returns ``value`` as the message class ``kind``; ``least`` is the smallest integer, ``at`` the field's name.
+    """Returns the JSON value ``value`` as an instance of the message class ``kind``; checks each field's type strictly.
+
+    Args:
+        at: name of ``value`` in errors, such as "reply".
+        least: smallest integer that a field may have.
 
     Raises:
         ValueError: a field is missing, unknown, or has another type or range.

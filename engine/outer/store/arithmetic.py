@@ -31,7 +31,7 @@ from engine.zero.optim.master_weights import clip_factor, gradient_norm
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Push of one site in a merge."""
+    """Push of one training site as an input of a merge, with its weight and learning rates."""
 
     finite: bool
     """True if every value is finite; other contributions have no effect, except on SUMS."""
@@ -46,20 +46,25 @@ class Contribution:
 
 
 class FragmentUpdate(Protocol):
-    """Interface of the store's optimizer for one fragment; its state changes with every update."""
+    """Interface of an optimizer that the store runs for one fragment; every update changes its state."""
 
     def update(self, weights: Flats, gradient: Flats, rates: Sequence[float]) -> Flats:
-        """Returns new weights, fp32; the passed ones do not change."""
+        """Returns new weights, fp32, one flat tensor for each parameter group; does not change ``weights``.
+
+        ``rates`` are the learning rates of the groups; empty: the optimizer's own.
+        """
 
     def state(self) -> dict[str, Tensor]:
-        """Returns all state as tensors, by name."""
+        """Returns the optimizer's state as tensors, by names such as "0.momentum" (group and tensor)."""
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the result of ``state``."""
+        """Restores the optimizer from a result of ``state``."""
 
 
 class MergeArithmetic:
-    """Weights of one fragment, with the optimizer of the store."""
+    """Computation of merges for one fragment: from the pushes of training sites to new weights, by the store's
+    optimizer.
+    """
 
     def __init__(
         self, content: Content, settings: Mapping[str, Any], tensors: FlatTensors, groups: Sequence[Mapping[str, Any]]
@@ -68,8 +73,9 @@ class MergeArithmetic:
         self._updates = None if content is Content.SUMS else _make_update(content, settings, tensors, groups)
 
     def merge(self, weights: Flats, contributions: Sequence[Contribution]) -> Flats:
-        """Returns the next version of the weights, from contributions in the order of their sites; the current ones do
-        not change.
+        """Returns the next version of ``weights``, or for summed gradients their sum; does not change ``weights``.
+
+        ``contributions`` are ordered by site, so that the order in which pushes arrive changes no bit.
         """
         if self._updates is None:
             return _sum(contributions)
@@ -81,11 +87,11 @@ class MergeArithmetic:
         return weights if gradient is None else self._updates.update(weights, gradient, used[0].rates)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state of the optimizer, by name."""
+        """Returns the state of the store's optimizer as tensors, by name; empty if there is none."""
         return {} if self._updates is None else self._updates.state()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the state of the optimizer."""
+        """Restores the store's optimizer from a result of ``state``."""
         if self._updates is not None:
             self._updates.load(state)
 

@@ -23,8 +23,9 @@ _LONGEST_BODY = 1 << 46
 
 
 def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, Event]]:
-    """Yields the events of a journal from byte ``start`` on, each with the offset of its end; a half-written last
-    line is ignored.
+    """Yields the events of the journal in ``folder`` from byte ``start`` on, as (offset of the event's end, event).
+
+    Ignores a half-written last line.
 
     Raises:
         CheckpointError: a line is damaged.
@@ -49,7 +50,7 @@ def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, Event]]:
 
 
 def read_body(folder: Path, name: str) -> Tensor:
-    """Returns a stored body, uint8 [bytes].
+    """Returns the stored body called ``name``, the bytes that one rank has sent, uint8 [bytes].
 
     Raises:
         CheckpointError: the body cannot be read.
@@ -59,11 +60,13 @@ def read_body(folder: Path, name: str) -> Tensor:
 
 
 class Journal:
-    """Journal of a store, which one process at a time writes: events in one file, and bodies, the payloads that sites
-    send, in a file each.
+    """Journal of a store in a folder. One file, the trace, has all events; each body, the bytes that a rank sends, has
+    a file.
+
+    One process at a time may open it.
 
     Raises:
-        CheckpointError: another process has the journal.
+        CheckpointError: another process has the journal open.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,14 +84,15 @@ class Journal:
         self._files.sync_folder(folder)
 
     def cut(self, position: int) -> None:
-        """Cuts the trace to ``position`` bytes: the end of its last whole line."""
+        """Shortens the trace, the file of events, to ``position`` bytes; does nothing if it is shorter."""
         if position < self.position:
             os.ftruncate(self._trace, position)
             self.position = position
 
     def write(self, event: Event, synced: bool = True) -> None:
-        """Appends an event; on return it is on disk. With ``synced`` = False it is there only after the next synced
-        event.
+        """Appends an event to the trace; with ``synced``, it is on disk on return.
+
+        Without ``synced``, it reaches the disk with the next synced event at the latest.
         """
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         with named(self.folder / TRACE):
@@ -115,5 +119,5 @@ class Journal:
             self._files.unlink(self.folder / BODIES / name)
 
     def close(self) -> None:
-        """Ends the use of the journal."""
+        """Closes the files and releases the lock of the folder."""
         self._open.close()

@@ -14,7 +14,9 @@ from engine.outer.messages import RankLayout, StoreRefusedError
 
 @dataclass(slots=True)
 class Progress:
-    """Pushes and versions of one life in one fragment."""
+    """Counters of one life (run of a training site) in one fragment: its pushes, its merges, and the versions that it
+    has.
+    """
 
     clock: int = 0
     """Merged pushes, plus those that the life has been credited with when it joined or came back."""
@@ -38,7 +40,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Life:
-    """One run of a site's processes."""
+    """One run of a training site's processes, with its lease and its progress in each fragment."""
 
     number: int
     site: int
@@ -56,52 +58,57 @@ class Life:
 
     @property
     def live(self) -> bool:
-        """True if merges and clocks wait for this life."""
+        """True if the life is neither lost nor ended, so that merges and clocks wait for it."""
         return not self.lost and not self.ended
 
     @property
     def registered(self) -> bool:
-        """True once all ranks have registered."""
+        """True once all ranks have registered the elements that they push and pull."""
         return len(self.layouts) == self.ranks
 
 
 @dataclass(slots=True)
 class Members:
-    """All lives, by number, with the rows of each site in merged pushes."""
+    """All lives (runs of training sites) by number, and the number of data rows in the merged pushes of each site."""
 
     lives: dict[int, Life] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
 
     def live(self) -> Iterator[Life]:
-        """Yields the live lives."""
+        """Yields the lives (runs of sites) that are neither lost nor ended."""
         return (life for life in self.lives.values() if life.live)
 
     def sites(self) -> int:
-        """Returns the number of sites that have joined at least once."""
+        """Returns the number of training sites that have joined at least once."""
         return len({life.site for life in self.lives.values()})
 
     def minimum_clock(self, fragment: int, apart: Life | None = None) -> int | None:
-        """Returns the clock of the slowest live site other than ``apart``; None without one."""
+        """Returns the lowest number of merged pushes (clock) in ``fragment`` among live sites other than ``apart``.
+
+        Returns None if there is no such site.
+        """
         clocks = (life.progress[fragment].clock for life in self.live() if life is not apart)
         return min(clocks, default=None)
 
     def credit(self, life: Life) -> None:
-        """Sets the clocks of a life that starts or comes back at least to those of the slowest live site, so that
-        nobody waits for pushes that it has missed.
+        """Raises the clocks (numbers of merged pushes) of ``life``, which starts or comes back.
+
+        They become at least the lowest clock of the other live sites, so that no site waits for pushes that it has
+        missed.
         """
         for fragment, own in enumerate(life.progress):
             slowest = self.minimum_clock(fragment, apart=life)
             own.clock = max(own.clock, own.clock if slowest is None else slowest)
 
     def of_site(self, site: int) -> Iterator[Life]:
-        """Yields all lives of a site."""
+        """Yields all lives (runs) of site number ``site``, also ended ones."""
         return (life for life in self.lives.values() if life.site == site)
 
     def find(self, number: int) -> Life:
-        """Returns a life that has not ended.
+        """Returns the life (run of a site) with this number, which has not ended.
 
         Raises:
-            StoreRefusedError: there is no such life (404), or it has ended (410).
+            StoreRefusedError: there is no such life (status 404), or it has ended (410).
         """
         life = self.lives.get(number)
         if life is None:

@@ -24,7 +24,7 @@ Flats = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class FlatPlace:
-    """Place of one tensor in the flat tensor of its group."""
+    """Position of one tensor, elements ``start`` to ``stop``, in the flat tensor of its parameter group."""
 
     shape: tuple[int, ...]
     group: int
@@ -34,7 +34,7 @@ class FlatPlace:
 
 @dataclass(frozen=True, slots=True)
 class FlatTensors:
-    """Places of all tensors of a fragment, in the order of the model within each group."""
+    """Positions of a fragment's tensors in flat tensors, one for each parameter group, in the order of the model."""
 
     places: Mapping[str, FlatPlace]
     sizes: tuple[int, ...]
@@ -42,7 +42,7 @@ class FlatTensors:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], int]], groups: int) -> "FlatTensors":
-        """Places tensors (name, shape, group) one after the other in their groups."""
+        """Returns the layout of ``tensors`` (name, shape, group), one after the other in ``groups`` flat tensors."""
         sizes, places = [0] * groups, {}
         for name, shape, group in tensors:
             start = sizes[group]
@@ -51,31 +51,31 @@ class FlatTensors:
         return cls(MappingProxyType(places), tuple(sizes))
 
     def empty(self, dtype: torch.dtype) -> Flats:
-        """Returns flat tensors without values."""
+        """Returns uninitialized flat tensors of this dtype, one for each parameter group."""
         return tuple(torch.empty(size, dtype=dtype) for size in self.sizes)
 
     def view(self, flats: Flats, name: str) -> Tensor:
-        """Returns one tensor in its shape, a view."""
+        """Returns a view of the tensor ``name`` in ``flats``, in its own shape."""
         place = self.places[name]
         return flats[place.group][place.start : place.stop].view(place.shape)
 
     def own(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
-        """Yields the pieces of this fragment's tensors."""
+        """Yields the pieces among ``pieces`` that belong to tensors of this fragment."""
         return (each for each in pieces if each.name in self.places)
 
     def message_bytes(self, layout: RankLayout, codec: DeltaCodec) -> int:
-        """Returns the exact bytes of one rank's push."""
+        """Returns the size in bytes of the body that a rank with this layout pushes for the fragment."""
         return sum(codec.message_bytes(each.piece.elements) for each in self.own(layout.pushed))
 
     def seed_bytes(self, layout: RankLayout) -> int:
-        """Returns the exact bytes of one rank's initial weights."""
+        """Returns the size in bytes of the initial weights that a rank with this layout sends for the fragment."""
         return 4 * sum(each.piece.elements for each in self.own(layout.pushed))
 
     def is_finite(self, layout: RankLayout, body: Tensor, codec: DeltaCodec) -> bool:
-        """Returns True if every value in one rank's push is finite in fp32.
+        """Returns True if every value of ``body``, which one rank has pushed, is finite in fp32.
 
         Raises:
-            ValueError: a message of the codec is malformed.
+            ValueError: the codec cannot decode the body.
         """
         decoded = [values for _, values in self._decoded(layout, body, codec)]
         return all(bool(values.float().isfinite().all()) for values in decoded)
@@ -83,12 +83,18 @@ class FlatTensors:
     def assemble(
         self, layouts: Mapping[int, RankLayout], bodies: Mapping[int, Tensor], codec: DeltaCodec, dtype: torch.dtype
     ) -> Flats:
-        """Returns the whole tensors that the ranks of a site have pushed."""
+        """Decodes the pushed bodies of all ranks of a training site, by rank, and joins them to whole tensors.
+
+        Returns flat tensors of ``dtype``, one for each parameter group.
+        """
         decoded = (entry for rank in sorted(bodies) for entry in self._decoded(layouts[rank], bodies[rank], codec))
         return self._placed(decoded, dtype)
 
     def assemble_seeds(self, layouts: Mapping[int, RankLayout], bodies: Mapping[int, Tensor]) -> Flats:
-        """Returns the whole initial weights that the ranks of a site have sent."""
+        """Joins the initial weights of all ranks of a training site, by rank, to whole tensors.
+
+        Returns flat tensors, fp32, one for each parameter group.
+        """
         found: list[tuple[NamedPiece, Tensor]] = []
         for rank in sorted(bodies):
             pieces = list(self.own(layouts[rank].pushed))
@@ -97,7 +103,7 @@ class FlatTensors:
         return self._placed(found, torch.float32)
 
     def cut(self, flats: Flats, layout: RankLayout) -> Tensor:
-        """Returns the ``pulled`` pieces of one rank, concatenated."""
+        """Returns the elements that a rank with this layout pulls, concatenated, [elements]."""
         parts: dict[tuple[str, Part], Tensor] = {}
         found = []
         for name, piece in ((each.name, each.piece) for each in self.own(layout.pulled)):
@@ -130,10 +136,10 @@ class FlatTensors:
 
 
 def check_layout(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses pieces of unknown tensors, and pieces outside their tensor.
+    """Refuses a layout with a piece of an unknown tensor, or with a piece that ends outside its tensor.
 
     Raises:
-        StoreRefusedError: names the piece.
+        StoreRefusedError: there is such a piece; the message names its tensor.
     """
     for each in (*layout.pushed, *layout.pulled):
         if each.name not in shapes:
@@ -149,10 +155,10 @@ def check_layout(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> N
 
 
 def check_body(body: Tensor, expected: int, subject: str) -> None:
-    """Refuses a body of another size or dtype.
+    """Refuses a body that is not uint8 [``expected``].
 
     Raises:
-        StoreRefusedError: names the ``subject``.
+        StoreRefusedError: size or dtype differ; the message begins with ``subject``.
     """
     if body.dtype != torch.uint8 or body.dim() != 1 or len(body) != expected:
         raise StoreRefusedError(
@@ -162,10 +168,11 @@ def check_body(body: Tensor, expected: int, subject: str) -> None:
 
 
 def check_coverage(layouts: Mapping[int, RankLayout], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses layouts of all ranks by which an element would be pushed twice, or never.
+    """Refuses the layouts of a training site's ranks, by rank, unless they push each element of ``shapes`` exactly
+    once.
 
     Raises:
-        StoreRefusedError: names the tensor.
+        StoreRefusedError: an element is pushed twice or never; the message names its tensor.
     """
     pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
     for layout in layouts.values():

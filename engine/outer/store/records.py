@@ -21,20 +21,20 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def hash_of(flats: Flats) -> str:
-    """Returns the hash of flat tensors: 16 hexadecimal digits for each."""
+    """Returns the hash of flat tensors: 16 hexadecimal digits for each tensor, concatenated."""
     function = hash_function(DEFAULT_ALGORITHM)
     arrays = (values.detach().flatten().view(torch.uint8).numpy() for values in flats)
     return "".join(f"{function(array.data):016x}" for array in arrays)
 
 
 def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values as they are after a message: tuples become lists."""
+    """Returns ``values`` as JSON would return them: tuples become lists, and keys become texts."""
     found: dict[str, Any] = json.loads(json.dumps(dict(values)))
     return found
 
 
 def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
-    """Refuses a site with other settings than those of the store.
+    """Refuses a training site with settings that differ from ``ours``, the store's settings.
 
     Raises:
         StoreRefusedError: names the first setting that differs.
@@ -49,12 +49,13 @@ def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
 
 
 def check_model(site: int, model: Event, known: Event) -> None:
-    """Refuses a site with another model, parameter groups or frozen values than the sites before it.
+    """Refuses a training site with other tensors, parameter groups or frozen values than the first site.
 
-    Values of different dtypes are not compared, since each site chooses its precision.
+    ``model`` and ``known``, that of the first site, are results of ``model_record``. Frozen values of different dtypes
+    are not compared, since each site chooses its precision.
 
     Raises:
-        StoreRefusedError: names the first tensor or group that differs.
+        StoreRefusedError: the records differ; the message names the first difference.
     """
     for name in ("tensors", "groups", "group_of"):
         if model[name] != known[name]:
@@ -93,7 +94,7 @@ def _first_difference(theirs: Sequence[Any], ours: Sequence[Any]) -> str:
 
 
 def model_record(request: JoinRequest) -> dict[str, Any]:
-    """Returns the tensors and groups of a training, and the digests of its other tensors."""
+    """Returns a join request's tensors, parameter groups, and digests of untrained tensors as JSON values."""
     groups, untrained = [dict(group) for group in request.groups], dict(request.untrained)
     return json_values(
         {"tensors": request.tensors, "groups": groups, "group_of": request.group_of, "untrained": untrained}
@@ -101,7 +102,7 @@ def model_record(request: JoinRequest) -> dict[str, Any]:
 
 
 def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, finite: bool) -> dict[str, Any]:
-    """Returns the event of one rank's body."""
+    """Returns the "push" event that records the body of one rank, as a JSON object."""
     return {
         "kind": "push", "life": meta.key.life, "fragment": meta.key.fragment, "seq": meta.key.seq, "base": meta.base,
         "steps": meta.steps, "tokens": meta.tokens, "rows": meta.rows, "step": meta.step, "rates": list(meta.rates),
@@ -111,7 +112,7 @@ def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, fin
 
 
 def read_meta(event: Event) -> PushMeta:
-    """Returns the description in the event of a push."""
+    """Returns the description of the push from its "push" event."""
     return PushMeta(
         key=read_key(event), base=event["base"], steps=event["steps"], tokens=event["tokens"], rows=event["rows"],
         step=event["step"], rates=tuple(event["rates"]), taken=tuple((at, version) for at, version in event["taken"]),
@@ -119,18 +120,18 @@ def read_meta(event: Event) -> PushMeta:
 
 
 def read_key(event: Event) -> PushKey:
-    """Returns the key in the event of a push."""
+    """Returns the identity of the push from its "push" event."""
     return PushKey(event["life"], event["fragment"], event["seq"])
 
 
 def layout_record(life: int, rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Returns the event of one rank's layout."""
+    """Returns the "layout" event that records the elements one rank pushes and pulls, as a JSON object."""
     pushed, pulled = _pieces(layout.pushed), _pieces(layout.pulled)
     return {"kind": "layout", "life": life, "rank": rank, "pushed": pushed, "pulled": pulled}
 
 
 def read_layout(event: Event, shapes: Shapes) -> RankLayout:
-    """Returns the layout in its event."""
+    """Returns the layout of one rank from its "layout" event; ``shapes`` are the shapes of all tensors by name."""
     return RankLayout(_read_pieces(event["pushed"], shapes), _read_pieces(event["pulled"], shapes))
 
 
@@ -157,7 +158,7 @@ def _read_pieces(rows: Sequence[Sequence[Any]], shapes: Shapes) -> tuple[NamedPi
 
 
 def differing_entry(theirs: list[Any], ours: list[Any]) -> str:
-    """Returns words for the first entry in which two lists differ."""
+    """Returns the position and both values of the first difference of two lists, in words for an error."""
     at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
     named = [repr(values[at]) if at < len(values) else "nothing" for values in (theirs, ours)]
     return f"at number {at} {named[0]} instead of {named[1]}"

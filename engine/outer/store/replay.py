@@ -18,7 +18,7 @@ _MAY_CHANGE = ("lease", "grace", "sites", "least", "staleness")
 
 
 def body_name(event: Event) -> str | None:
-    """Returns the name of an event's body; None for events without one."""
+    """Returns the file name of the body that a "seed" or "push" event records; None for other events."""
     match event["kind"]:
         case "seed":
             return seed_name(event["life"], event["fragment"], event["rank"])
@@ -28,11 +28,11 @@ def body_name(event: Event) -> str | None:
 
 
 def apply_stored(state: StoreState, folder: Path, event: Event) -> None:
-    """Applies an event of the journal, with its stored body.
+    """Applies one event of the journal in ``folder`` to ``state``, and reads its body if it has one.
 
     Raises:
-        CheckpointError: the body is missing or damaged.
-        DifferentMergeError: a merge has other bits than the journal says.
+        CheckpointError: the body is missing, or its hash differs.
+        DifferentMergeError: the event is a merge, and its new weights have another hash than the journal records.
     """
 
     def stored(name: str) -> Tensor:
@@ -46,7 +46,7 @@ def apply_stored(state: StoreState, folder: Path, event: Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Result of a replay."""
+    """Result of the replay of a store's journal: the number of equal merges, and the first different one."""
 
     merges: int
     """Merges with the bits that the journal says."""
@@ -57,9 +57,10 @@ class Replayed:
 
 
 def replay(folder: str | Path) -> Replayed:
-    """Recomputes every merge of a journal and compares the hash of its weights; stops at the first that differs.
+    """Recomputes every merge of the journal in ``folder`` and compares the hash of the new weights with the journal.
 
-    Needs the bodies since the first event: the store was started with ``keep``. Changes nothing in the folder.
+    Stops at the first difference. Needs all bodies since the first event, so the store must have run with ``keep``.
+    Changes nothing in the folder.
 
     Raises:
         CheckpointError: there is no journal, it is damaged, or a body is missing.
@@ -92,11 +93,12 @@ def _versions(state: StoreState) -> tuple[int, ...]:
 
 
 def recover(journal: Journal, state: StoreState, settings: Mapping[str, Any]) -> None:
-    """Restores the state from the journal's folder; cuts a half-written last line, and removes bodies that nothing
-    refers to.
+    """Restores ``state`` from the journal: the newest snapshot, then all later events.
+
+    Cuts a half-written last line, and removes bodies that nothing refers to.
 
     Raises:
-        CheckpointError: the folder is damaged, or a store with other settings has written it.
+        CheckpointError: the folder is damaged, or a store with other ``settings`` has written it.
     """
     first = next((event for _, event in read_events(journal.folder)), None)
     if first is not None:

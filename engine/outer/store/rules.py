@@ -27,7 +27,7 @@ _GRACE_OF_SPREAD = 1.5
 
 @dataclass(frozen=True, slots=True)
 class WaitingPush:
-    """Complete push that is in no merge yet."""
+    """Push that has arrived from all ranks of its training site and waits for a merge."""
 
     key: PushKey
     site: int
@@ -37,7 +37,7 @@ class WaitingPush:
 
 @dataclass(frozen=True, slots=True)
 class FragmentView:
-    """State of one fragment that rules read."""
+    """Read-only state of one fragment, from which a merge rule decides."""
 
     index: int
     version: int
@@ -49,7 +49,7 @@ class FragmentView:
     """Seconds between the first and the last push of each merge."""
 
     def oldest(self) -> dict[int, WaitingPush]:
-        """Returns the oldest waiting push of each site."""
+        """Returns the oldest waiting push of each training site, by number of the site."""
         found: dict[int, WaitingPush] = {}
         for push in self.waiting:
             found.setdefault(push.site, push)
@@ -57,17 +57,17 @@ class FragmentView:
 
 
 class MergeRule(Protocol):
-    """Interface of a merge rule, which decides when the pushes of several sites are merged."""
+    """Interface of a merge rule: it decides when pushes are merged, and when a training site takes the result."""
 
     def due(self, fragment: FragmentView, members: Members, now: float) -> tuple[PushKey, ...]:
-        """Returns the pushes of a merge that is due; none if no merge is due."""
+        """Returns the keys of the pushes to merge at time ``now`` (seconds); empty if no merge is due."""
 
     def answerable(self, fragment: FragmentView, members: Members, life: Life) -> bool:
-        """Returns True if ``life`` may take over the newest version of the fragment now."""
+        """Returns True if ``life`` may take over the newest version of ``fragment`` now."""
 
 
 def make_merge_rule(settings: Mapping[str, Any]) -> MergeRule:
-    """Returns the merge rule that ``settings`` choose."""
+    """Returns the merge rule that ``settings["rule"]`` names: average, diloco, bsp, ssp, async or quorum."""
     least = int(settings["least"])
     match settings["rule"]:
         case "quorum":

@@ -35,7 +35,13 @@ from engine.outer.store.placement import FlatTensors
 
 
 class SharedWeights:
-    """Weights of all sites of one host in a file of its memory, as a :class:`StoreLink` of one rank."""
+    """Weights that all sites of one host update in a shared memory-mapped file, without locks (Hogwild).
+
+    Implements :class:`StoreLink` for one rank.
+
+    Raises:
+        ConfigError: the configuration names no folder.
+    """
 
     outage = ""
     """Empty: memory answers."""
@@ -53,7 +59,10 @@ class SharedWeights:
         self._moved = [0, 0]
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Creates the shared weights, or finds those of the first site."""
+        """Starts a new life (run) of a site. The first site creates the folder's description of the model.
+
+        Only that site sends initial weights.
+        """
         told = json.dumps({"tensors": request.tensors, "ranks": request.ranks})
         path, life = self._folder / "tensors", 0
         try:
@@ -68,7 +77,11 @@ class SharedWeights:
         return JoinReply(life=life, rows=0, clock=0, seeds=mine)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Maps the weights; compares the model with the first site's."""
+        """Maps the shared weights into memory, and notes the elements ``layout`` that this rank pushes and pulls.
+
+        Raises:
+            StoreRefusedError: the first site has another model.
+        """
         while not (text := (self._folder / "tensors").read_text()):  # the first site is writing it
             time.sleep(0.001)
         known = json.loads(text)
@@ -85,13 +98,16 @@ class SharedWeights:
         self._values = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Writes initial weights."""
+        """Writes this rank's initial weights ``body``, fp32 as uint8 [bytes], to the shared weights."""
         for shared, own in self._pushed(body.view(torch.float32)):
             shared.copy_(own)
         (self._folder / f"seeded-{rank}").touch()
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Subtracts differences from the shared weights; other sites may write at the same time."""
+        """Subtracts the differences in ``body``, fp32 as uint8 [bytes], from the shared weights.
+
+        Other sites may write at the same time. Returns ``MERGED``, since there is no merge to wait for.
+        """
         values = self._codec.decode(body, body.numel() // 4).float()
         for shared, own in self._pushed(values):
             shared.sub_(own)
@@ -99,27 +115,27 @@ class SharedWeights:
         return PushState.MERGED
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the weights as they are; None before the first site has written them."""
+        """Returns an offer of the current weights; None before all ranks of the first site have written theirs."""
         if not all((self._folder / f"seeded-{rank}").exists() for rank in range(self._seeders)):
             return None
         return Offer(version=self._merged + 1, merged=self._merged, members=1)
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns a copy of the weights, fp32 [elements]."""
+        """Returns a copy of the current weights that this rank updates, fp32 [elements]."""
         assert self._values is not None, "this rank has registered its pieces"
         found = self._tensors.cut((self._values,), self._layout)
         self._moved[1] += found.nbytes
         return found
 
     def renew(self, life: int) -> None:
-        """Does nothing: nobody waits for a site."""
+        """Does nothing: there are no leases, since no site waits for another."""
 
     def leave(self, life: int) -> None:
-        """Unmaps the weights; the files remain."""
+        """Unmaps the weights from memory; the files remain."""
         self._values = None
 
     def status(self) -> StoreStatus:
-        """Returns the bytes that this rank has moved."""
+        """Returns a status with the bytes that this rank has pushed and pulled; no other site is visible."""
         return StoreStatus((self._merged + 1,), received_bytes=self._moved[0], sent_bytes=self._moved[1])
 
     def _pushed(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -29,7 +29,10 @@ _LARGEST = 1 << 46
 
 
 def write_snapshot(folder: Path, state: StoreState, position: int) -> None:
-    """Writes a snapshot after ``position`` bytes of the journal, and removes the earlier ones."""
+    """Writes ``state``, which contains the first ``position`` bytes of the journal, as a snapshot in ``folder``.
+
+    Then removes the earlier snapshots.
+    """
     files, tensors = Files(), _tensors(state)
     path = folder / f"{_PREFIX}{position:012d}"
     new = path.with_name(path.name + NEW)
@@ -53,12 +56,14 @@ def write_snapshot(folder: Path, state: StoreState, position: int) -> None:
 
 
 def snapshot_names(folder: Path) -> list[str]:
-    """Returns the names of the snapshots in a folder, oldest first."""
+    """Returns the names of the complete snapshots in ``folder``, oldest first."""
     return sorted(path.name for path in folder.glob(f"{_PREFIX}*") if not path.name.endswith(NEW))
 
 
 def read_snapshot(folder: Path, state: StoreState) -> int:
-    """Restores the newest snapshot into a new state; returns the offset in the journal, 0 without a snapshot.
+    """Restores the newest snapshot in ``folder`` into ``state``, which is new.
+
+    Returns the offset in the journal after which events are to be applied; 0 without a snapshot.
 
     Raises:
         CheckpointError: the snapshot is damaged.

@@ -21,22 +21,22 @@ Bodies = Callable[[str], Tensor]
 
 
 def seed_name(life: int, fragment: int, rank: int) -> str:
-    """Returns the name of the body of initial weights."""
+    """Returns the file name of one rank's body of initial weights."""
     return f"seed-{life}-{fragment}-{rank}"
 
 
 def push_name(key: PushKey, rank: int) -> str:
-    """Returns the name of the body of a push."""
+    """Returns the file name of one rank's body of push ``key``."""
     return f"push-{key}-{rank}"
 
 
 class DifferentMergeError(Exception):
-    """Difference between a merge of the journal and the same merge made again."""
+    """Error of a recomputed merge: its weights have another hash than the journal records."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedVersion:
-    """One version of a fragment, with the totals of the merge that made it."""
+    """One version of a fragment's weights, with loss weight, loss and number of pushes of the merge that made it."""
 
     number: int
     flats: Flats
@@ -47,7 +47,7 @@ class MergedVersion:
 
 @dataclass(slots=True)
 class StoredPush:
-    """Push that is in no merge yet."""
+    """Push that no merge contains yet, with bodies, loss shares and hashes from the ranks that have sent it."""
 
     meta: PushMeta
     life: Life
@@ -59,12 +59,12 @@ class StoredPush:
 
     @property
     def complete(self) -> bool:
-        """True once the bodies of all ranks are stored."""
+        """True once all ranks of the site have sent their bodies."""
         return len(self.bodies) == self.life.ranks
 
 
 class FragmentState:
-    """Versions and pushes of one fragment."""
+    """Retained versions, waiting pushes and optimizer of one fragment on this store."""
 
     def __init__(self, index: int, tensors: FlatTensors, arithmetic: MergeArithmetic) -> None:
         self.index, self.tensors, self.arithmetic = index, tensors, arithmetic
@@ -81,19 +81,26 @@ class FragmentState:
         """Names of bodies that are needless after a snapshot: merged or dropped ones."""
 
     def install(self, version: MergedVersion) -> None:
-        """Makes a version the newest one."""
+        """Makes ``version`` the newest version."""
         self.version = version.number
         self.versions[version.number] = version
 
     def view(self) -> FragmentView:
-        """Returns the state that rules read."""
+        """Returns the part of the state that merge rules read."""
         waiting = [WaitingPush(key, push.life.site, push.arrived) for key, push in self.pushes.items() if push.complete]
         lives = frozenset(push.life.number for push in self.pushes.values())
         return FragmentView(self.index, self.version, waiting, lives, self.spreads)
 
 
 class StoreState:
-    """State of a store."""
+    """All state of one store: lives (runs) of training sites, and versions and pushes of its fragments.
+
+    Only events change it.
+
+    Args:
+        settings: settings that all sites share, as JSON values.
+        number: number of this store among all stores of the training.
+    """
 
     def __init__(self, settings: Mapping[str, Any], number: int = 0) -> None:
         self.settings, self.number = settings, number
@@ -118,17 +125,19 @@ class StoreState:
 
     @property
     def seeded(self) -> bool:
-        """True once every fragment has a version."""
+        """True once every fragment of this store has its initial weights."""
         return bool(self.fragments) and all(each.version >= 0 for each in self.fragments.values())
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Version of each fragment; -1 before its initial weights, and for fragments of other stores."""
+        """Newest version of each fragment, also of other stores; -1 for their fragments, and before the initial
+        weights.
+        """
         found = dict.fromkeys(range(self.count), -1)
         return tuple((found | {each.index: each.version for each in self.fragments.values()}).values())
 
     def apply(self, event: Event, bodies: Bodies) -> None:
-        """Applies one event."""
+        """Applies one event of the journal; ``bodies`` returns a stored body by its name."""
         match event["kind"]:
             case "join":
                 self._join(event)
@@ -148,7 +157,7 @@ class StoreState:
     # ------------------------------------------------------------------ members
 
     def set_model(self, model: Event) -> None:
-        """Divides the tensors of the training into fragments; the first join calls it.
+        """Divides the tensors of ``model``, a result of ``model_record``, into fragments; the first join calls it.
 
         Raises:
             ValueError: the tensors cannot be divided into the configured fragments.
@@ -189,7 +198,7 @@ class StoreState:
         return self.now + float(self.settings["lease"])
 
     def renew(self, life: Life) -> None:
-        """Renews the lease of a life."""
+        """Renews the lease of a training site's life: it ends the configured seconds after the current event."""
         life.expires = self._lease()
 
     def _change(self, life: Life, kind: str) -> None:
@@ -215,7 +224,10 @@ class StoreState:
         fragment.spent_bodies += [push_name(key, rank) for rank in fragment.pushes.pop(key).bodies]
 
     def rows_of(self, site: int) -> int:
-        """Returns the rows of a site in merged pushes, and in complete pushes that will be merged."""
+        """Returns the number of data rows that a training site has trained, by its merged and its complete pushes.
+
+        A new life (run) of the site continues after these rows.
+        """
         waiting = [
             push.meta.rows
             for fragment in self.fragments.values()
@@ -225,7 +237,9 @@ class StoreState:
         return max([self.members.rows.get(site, 0), *waiting])
 
     def restart(self, now: float) -> None:
-        """Renews all leases and arrivals after a start of the store."""
+        """Continues at time ``now`` after a start of the store: renews all leases, and counts waiting pushes as just
+        arrived.
+        """
         self.now = now
         for life in self.members.lives.values():
             self.renew(life)
@@ -260,10 +274,13 @@ class StoreState:
     # ------------------------------------------------------------------ versions
 
     def merge(self, event: Event) -> Event:
-        """Merges pushes; returns the event with the hash of the new weights.
+        """Merges the pushes that a "merge" event names into the next version of their fragment.
+
+        Returns the event with three more fields: the version, the hash of its weights, and a flag for each push that is
+        True if a value is not finite.
 
         Raises:
-            DifferentMergeError: the event has a hash, and the new weights have another one.
+            DifferentMergeError: the event has a hash already, and the new weights have another one.
         """
         fragment = self.fragments[event["fragment"]]
         chosen = [fragment.pushes[read_key(key)] for key in event["pushes"]]
@@ -324,10 +341,10 @@ class StoreState:
                 del fragment.versions[number]
 
     def offer_of(self, life: Life, fragment: FragmentState, version: int) -> Offer:
-        """Returns the offer of a version to a life."""
+        """Returns the offer of ``version``, a retained version of ``fragment``, to ``life``, a training site's run."""
         own, made = life.progress[fragment.index], fragment.versions[version]
         return Offer(version, own.merged, made.weight, made.loss, made.members, own.staleness)
 
     def pullers(self, life: Life, fragment: FragmentState) -> Sequence[int]:
-        """Returns the ranks of a life that pull elements of a fragment."""
+        """Returns the ranks of a training site, in its run ``life``, that pull elements of ``fragment``."""
         return [rank for rank, layout in life.layouts.items() if any(True for _ in fragment.tensors.own(layout.pulled))]

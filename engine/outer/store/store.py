@@ -56,14 +56,15 @@ Listener = Callable[[Event], None]
 
 
 class Store:
-    """Store of the outer loop; implements ``StoreLink`` for sites in this process, and for a server.
+    """Outer store, which merges the pushes of training sites into new weights; implements ``StoreLink`` in this
+    process.
 
     Threads may share it. No method waits for a merge: the request that makes a merge due computes it.
 
     Args:
         settings: settings that all sites share, see ``shared_settings``.
-        folder: folder of the journal; None: the store is in memory only.
-        clock: function that returns seconds, for leases and graces.
+        folder: folder of the journal, from which a restarted store recovers; None: the store is in memory only.
+        clock: function that returns seconds, for leases and the grace periods of merges.
         keep: True to retain all bodies, which ``replay`` needs.
         number: number of this store among several that divide the tensors.
         snapshot_every: merges between two snapshots.
@@ -100,7 +101,7 @@ class Store:
                 raise
 
     def close(self) -> None:
-        """Ends the use of the folder; everything acknowledged is there."""
+        """Closes the journal, so that another store may use the folder; all acknowledged requests are on disk."""
         with self._lock:
             self._closed = True
             if self._journal is not None:
@@ -109,7 +110,11 @@ class Store:
     # ------------------------------------------------------------------ members
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life of a site; its earlier life ends, and its complete pushes remain. Rank 0 only."""
+        """Starts a new life (run) of a training site, and ends its earlier one; complete pushes of that one remain.
+
+        Raises:
+            StoreRefusedError: the site has other settings or another model than this training.
+        """
         with self._request():
             state = self._state
             model = model_record(request)
@@ -124,7 +129,11 @@ class Store:
             return JoinReply(number, state.rows_of(request.site), clock, seeds)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers the pieces of one rank, before any push or pull of this life."""
+        """Registers the elements that ``rank`` pushes and pulls; precedes every push and pull of this life.
+
+        Raises:
+            StoreRefusedError: ``layout`` does not fit the model or the site's other layouts.
+        """
         with self._request():
             found = self._find(life)
             self._check_rank(found, rank)
@@ -143,19 +152,21 @@ class Store:
             self._record(layout_record(life, rank, layout))
 
     def renew(self, life: int) -> None:
-        """Renews the lease."""
+        """Renews the lease of the life (run of a site), after which the store would count the site as lost."""
         with self._request():
             self._find(life)
 
     def leave(self, life: int) -> None:
-        """Ends the life; merges and clocks do not wait for this site any more."""
+        """Ends the life, one run of a training site, so that merges no longer wait for this site."""
         with self._request():
             self._find(life)
             self._record({"kind": "leave", "life": life})
             self._advance()
 
     def tick(self) -> None:
-        """Ends leases and graces that are over; call it several times in a lease."""
+        """Marks lives as lost after their leases, and makes merges that time makes due; call it several times in a
+        lease.
+        """
         with self._request():
             now = self._clock()
             for life in [life for life in self._state.members.live() if life.expires < now]:
@@ -181,7 +192,11 @@ class Store:
     # ------------------------------------------------------------------ pushes
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Receives the initial fp32 weights of the ``pushed`` pieces of a fragment, uint8 [bytes]."""
+        """Stores initial weights of ``fragment`` that ``rank`` pushes, fp32 as uint8 [bytes], unless it has them.
+
+        Raises:
+            StoreRefusedError: another life is to send them, their size is wrong, or a value is not finite.
+        """
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
             layout = self._layout(found, rank)
@@ -203,7 +218,11 @@ class Store:
             self._record(event, seed_name(life, fragment, rank), body)
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Stores one rank's encoded body, uint8 [bytes]; on return it survives a crash of the store."""
+        """Stores ``rank``'s encoded values ``body``, uint8 [bytes]; on return they survive a crash of the store.
+
+        Raises:
+            StoreRefusedError: the body cannot be decoded, has a wrong size, or is out of sequence.
+        """
         with self._request():
             life, fragment = self._find(meta.key.life), self._fragment(meta.key.fragment)
             layout = self._layout(life, rank)
@@ -225,7 +244,9 @@ class Store:
             return PushState.COMPLETE if complete else PushState.PARTIAL
 
     def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
-        """Returns the bytes of one rank's push, or of its initial weights; renews the lease."""
+        """Returns the bytes of a push of ``fragment`` by ``rank``, or (``initial``) of its initial weights; renews the
+        lease.
+        """
         with self._request():
             layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors
             return tensors.seed_bytes(layout) if initial else tensors.message_bytes(layout, self._state.codec)
@@ -233,8 +254,9 @@ class Store:
     # ------------------------------------------------------------------ versions
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version that this life may take over, and retains it for ``pull``; None before the
-        initial weights have come or while the rule forbids a take-over.
+        """Returns the newest version of ``fragment`` that this life may take over, and retains it for ``pull``.
+
+        Returns None before the initial weights have come, and while the merge rule forbids a take-over.
         """
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
@@ -246,7 +268,7 @@ class Store:
             return self._state.offer_of(found, part, part.version)
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns the offered version of the ``pulled`` pieces of a fragment, concatenated, fp32 [elements]."""
+        """Returns the elements of ``fragment`` that ``rank`` updates, from the offered ``version``, fp32 [elements]."""
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
             layout, own = self._layout(found, rank), found.progress[fragment]

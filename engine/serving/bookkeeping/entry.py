@@ -22,7 +22,13 @@ INTERNAL = ""
 
 
 class RequestRefusedError(Exception):
-    """Error about a request that the service refuses: one sentence, the status of its reply, and when to repeat it."""
+    """Error of a request that the service refuses.
+
+    Args:
+        sentence: text of the reply.
+        status: HTTP status of the reply.
+        retry_seconds: seconds after which the client may repeat the request; None: the reply names none.
+    """
 
     def __init__(self, sentence: str, status: int = 400, retry_seconds: int | None = None) -> None:
         super().__init__(sentence)
@@ -30,7 +36,7 @@ class RequestRefusedError(Exception):
 
 
 class EntryState(Enum):
-    """State of a command, from its acceptance until its result is removed."""
+    """State of an accepted command, until its result is removed."""
 
     STORING = "is written to the journal"
     HELD = "waits for an earlier number of its model"
@@ -42,9 +48,7 @@ class EntryState(Enum):
 
 @dataclass(eq=False, slots=True)
 class FutureEntry:
-    """Accepted command and its future result; ``key`` is the id of that future, so a repeated request finds the same
-    one.
-    """
+    """Accepted command with its future result; ``key`` is the future's id, and repeated requests find this entry."""
 
     key: str
     session: str
@@ -73,18 +77,18 @@ class FutureEntry:
 
     @property
     def is_sample(self) -> bool:
-        """True for commands that run after training, and that may be cancelled."""
+        """True for sampling commands, which yield to training commands in the queue and which a client may cancel."""
         return isinstance(self.command, SampleTokens)
 
     @property
     def has_failed(self) -> bool:
-        """True if the command is done and has failed."""
+        """True if the command has ended with a failure."""
         return isinstance(self.result, Failure)
 
 
 def cost_of(command: Command) -> int:
-    """Returns the cost of a command in the fair queue: its number of tokens, three times that with a backward; at least
-    1.
+    """Returns the cost of a command in the fair queue, at least 1: roughly its tokens, and three times that with a
+    backward.
     """
     match command:
         case ForwardBackward():

@@ -36,7 +36,7 @@ DEAD_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """Record of a journal; a later record with the same identity supersedes it."""
+    """Record in the journal of a service; it replaces all earlier records with the same ``identity``."""
 
     identity: str
     values: Mapping[str, Any]
@@ -51,11 +51,13 @@ class _Place:
 
 
 class CommandJournal:
-    """Journal of accepted commands in a folder, which one process at a time may open; any thread may call its methods.
+    """Journal on disk of the commands that a service has accepted. One process at a time may open it.
+
+    Any thread may call its methods; a thread of its own writes the file.
 
     Args:
         folder: existing or new folder of the journal.
-        dead_bytes: superseded bytes at which the file is copied without them, if they are more than the others.
+        dead_bytes: bytes of replaced records from which the file is rewritten without them, once they are the majority.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.
@@ -83,20 +85,21 @@ class CommandJournal:
         self._thread.start()
 
     def take_records(self) -> list[JournalRecord]:
-        """Returns the records of earlier processes in order, once."""
+        """Returns the records of earlier processes in the order of writing; a second call returns an empty list."""
         found, self.records = self.records or [], None
         return found
 
     def append(self, *records: JournalRecord) -> Future[None]:
-        """Writes all of the records or none; returns a future that is done when they are on disk, or has an OSError if
-        they cannot be written.
+        """Queues records for writing, all or none, and returns a future.
+
+        The future is done when the records are on disk, or has an OSError if they cannot be written.
         """
         stored = pending()
         self._waiting.put((list(records), stored))
         return stored
 
     def forget(self, identities: Iterable[str]) -> None:
-        """Excludes the records with these identities from the next compacted copy of the file."""
+        """Marks the records with these identities as removable: the next rewrite of the file leaves them out."""
         self._waiting.put(([JournalRecord(one, _FORGET) for one in identities], pending()))
 
     def close(self) -> None:
@@ -243,20 +246,20 @@ _FORGET: Mapping[str, Any] = {}
 
 
 def pending() -> "Future[None]":
-    """Returns a future that cannot be cancelled: a client that hangs up must not stop the journal's thread."""
+    """Returns a future that cannot be cancelled: a client that disconnects must not stop the journal's thread."""
     found: Future[None] = Future()
     found.set_running_or_notify_cancel()
     return found
 
 
 def journal_numbers(folder: Path) -> list[int]:
-    """Returns the numbers of the journal files in a folder, oldest first."""
+    """Returns the numbers in the names of the journal files in ``folder``, ascending."""
     names = (path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def read_journal(folder: Path) -> list[JournalRecord]:
-    """Returns the records of a journal in order without changing it, superseded ones left out.
+    """Returns the current records of the journal in ``folder``, in order, without changing it or locking it.
 
     Raises:
         CheckpointError: there is no journal, or it is damaged.

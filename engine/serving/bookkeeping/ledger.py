@@ -48,12 +48,12 @@ logger = logging.getLogger("trine")
 
 
 class Ledger:
-    """Record of all accepted commands of a service, with their results.
+    """Record of all commands that a service has accepted, with their results, client sessions and models.
 
     Args:
-        queue: receives commands in their turn.
-        journal: stores accepted commands; None: a crash loses them.
-        clock: seconds, for deadlines.
+        queue: queue that receives each command once it may run.
+        journal: journal that stores accepted commands; None: a crash loses them.
+        clock: function that returns seconds, for deadlines.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Ledger:
     # ---------------------------------------------------------------- requests, in the HTTP thread
 
     def open_session(self, name: str) -> None:
-        """Adds a client session of this name."""
+        """Adds a client session called ``name``."""
         with self._lock:
             self.sessions[name] = ClientSession(name, self.clock())
 
     def session(self, name: str) -> ClientSession:
-        """Returns the session of this name, and records that its client is alive now.
+        """Returns the session called ``name``, and notes that its client is alive now.
 
         Raises:
-            RequestRefusedError: 404, it is unknown or has ended.
+            RequestRefusedError: 404, there is no such session, or it has ended.
         """
         with self._lock:
             found = self.sessions.get(name)
@@ -102,12 +102,12 @@ class Ledger:
             return found
 
     def submit(self, *entries: FutureEntry) -> FutureEntry:
-        """Accepts the commands of one request, all or none; returns the last one's future, also to a repeated request.
-        Wait for ``stored`` of the returned entry before its id is answered.
+        """Accepts all commands of one request, or none; returns the entry of the last one. A repeated request gets the
+        entry that exists. The caller waits for ``stored`` of the entry before it sends the entry's id to the client.
 
         Raises:
-            RequestRefusedError: 400 (the key has another request), 404 (no such session or model), 410 (answered long
-                ago) or 429 (a full queue).
+            RequestRefusedError: 400 (the key belongs to another request), 404 (no such session or model), 410 (answered
+                long ago) or 429 (the queue or the memory for results is full).
         """
         with self._lock:
             session = self.session(entries[0].session)
@@ -131,7 +131,7 @@ class Ledger:
         return entries[-1]
 
     def enter(self, session: ClientSession, entry: FutureEntry) -> None:
-        """Adds ``entry`` to its session and to the command sequence (line) of its model."""
+        """Adds ``entry`` to its session and, if it is numbered, to the command sequence of its model."""
         session.entries[entry.key] = entry
         if entry.command is not None:
             session.open[entry.key] = entry
@@ -234,10 +234,10 @@ class Ledger:
             self.queue.put(released)
 
     def find(self, key: str) -> FutureEntry:
-        """Returns the future with an id.
+        """Returns the entry with the id ``key``.
 
         Raises:
-            RequestRefusedError: 404, it is unknown; 410, its result was removed.
+            RequestRefusedError: 404, there is no such entry; 410, its result was removed.
         """
         with self._lock:
             session = self.session(key.split(":", 1)[0])
@@ -249,7 +249,7 @@ class Ledger:
             return entry
 
     def watch(self, entry: FutureEntry, listener: Callable[[], None]) -> bool:
-        """Registers ``listener``, to be called once when the command is done; returns False if it is done already."""
+        """Calls ``listener`` once when the command is done; returns False, without a call, if it is done already."""
         with self._lock:
             if entry.state in (EntryState.DONE, EntryState.FORGOTTEN):
                 return False
@@ -257,13 +257,13 @@ class Ledger:
             return True
 
     def unwatch(self, entry: FutureEntry, listener: Callable[[], None]) -> None:
-        """Unregisters a ``listener`` of ``watch``."""
+        """Removes a ``listener`` that ``watch`` has registered."""
         with self._lock:
             if listener in entry.listeners:
                 entry.listeners.remove(listener)
 
     def mark_fetched(self, entry: FutureEntry) -> None:
-        """Records that a client has received a result: it may be removed when memory is short."""
+        """Notes that a client has received the result of ``entry``, so that it may be removed when memory is short."""
         with self._lock:
             session = self.sessions.get(entry.session)
             if entry.is_fetched or session is None:
@@ -292,7 +292,7 @@ class Ledger:
         entry.result, entry.result_bytes, entry.state = None, 0, EntryState.FORGOTTEN
 
     def cancel(self, key: str) -> bool:
-        """Ends the sampling command with id ``key`` if it has not begun; otherwise returns False."""
+        """Cancels the sampling command with id ``key`` if it has not begun; otherwise returns False."""
         with self._lock:
             entry = self.find(key)
             if not entry.is_sample or entry.state is not EntryState.QUEUED or not self.queue.remove(entry):
@@ -301,7 +301,7 @@ class Ledger:
             return True
 
     def tick(self) -> None:
-        """Ends overdue commands, sessions without a heartbeat, and forwards that were retained for too long."""
+        """Ends overdue commands and sessions without a heartbeat; drops forwards that were retained for too long."""
         now = self.clock()
         with self._lock:
             self._drop_retained(self.retained.late(now))
@@ -338,7 +338,7 @@ class Ledger:
     # ---------------------------------------------------------------- results, in the main thread
 
     def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
-        """Stores the result of a command that has run; ``retained``: bytes of retained forwards on a rank."""
+        """Stores the result of a command that has run; ``retained``: bytes of retained forwards, maximum over ranks."""
         records = self.on_finish(entry, result)
         if records:
             try:
@@ -395,7 +395,7 @@ class Ledger:
         return is_boundary and is_due and self.journal is not None and not self.is_replaying
 
     def run_internal(self, route: str, command: Command, line: str | None = None) -> None:
-        """Queues a command of the service itself, which runs before all others."""
+        """Queues a command of the service itself, such as a snapshot, before all others; ``line``: id of its model."""
         self._internal += 1
         self.queue.put(FutureEntry(f"{route}/{self._internal}", INTERNAL, command, line, route=route))
 
@@ -481,18 +481,16 @@ class Ledger:
         self.forget(*(f"{kind}/{model}" for model in session.models for kind in ("gone", "snapshot")))
 
     def forget(self, *identities: str) -> None:
-        """Excludes the records with these identities from the next compacted copy of the journal."""
+        """Marks records with these identities as removable: the next rewrite of the journal leaves them out."""
         if self.journal is not None and identities:
             self.journal.forget(identities)
 
     def loads(self, name: str) -> bool:
-        """Returns True if a restart of the service would load the saved weights ``name``, so that their files are
-        needed.
-        """
+        """Returns True if a restart of the service would load the saved weights ``name``: their files must remain."""
         with self._lock:
             return any(line.would_load(name) for line in self.lines.values())
 
     def note(self, kind: str, name: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Stores JSON values of the HTTP side under ``kind`` and ``name``; returns their record for the journal."""
+        """Stores JSON values for the HTTP routes under ``kind`` and ``name``; returns their record for the journal."""
         self.notes.setdefault(kind, {})[name] = values
         return JournalRecord(f"note/{kind}/{name}", values)

@@ -25,7 +25,7 @@ from engine.serving.commands import (
 
 @dataclass(eq=False, slots=True)
 class ModelLine:
-    """Sequence of the numbered commands of one model, which run in the order of their numbers."""
+    """Sequence of one model's commands, which run in the order of their numbers, whatever their order of arrival."""
 
     model: str
     session: str
@@ -60,17 +60,18 @@ class ModelLine:
         return any(own == name and (self.snapshot is None or at > self.covered) for at, own in self.loaded)
 
     def waits_for(self, number: int) -> bool:
-        """Returns True if commands with higher numbers wait for ``number``, which even a full queue then accepts."""
+        """Returns True if ``number`` is the next to run and higher ones have arrived; a full queue still accepts it."""
         return number == self.following and bool(self.held)
 
     def hold(self, entry: FutureEntry) -> None:
-        """Stores a numbered command until all lower numbers have been released."""
+        """Stores a numbered command until it is the next one."""
         assert entry.number is not None
         self.held[entry.number] = entry
 
     def released(self) -> Iterator[FutureEntry]:
-        """Yields the commands that may run now, in order, up to the first missing number; skips commands that have
-        ended already.
+        """Yields the stored commands that may run now, in order, up to the first missing number.
+
+        Skips commands that have ended without running.
         """
         while (entry := self.held.pop(self.following, None)) is not None:
             self.following += 1
@@ -79,13 +80,11 @@ class ModelLine:
 
     @property
     def is_clean(self) -> bool:
-        """True if a snapshot of weights and optimizer state loses nothing: there is no accumulated gradient and no
-        retained forward.
-        """
+        """True if the model has no accumulated gradient and no retained forward; a snapshot would lose both."""
         return not self.has_gradient and not self.tickets
 
     def advance(self, entry: FutureEntry, result: Result) -> None:
-        """Updates the state of the model's line after the command of ``entry`` has run with ``result``."""
+        """Notes the effect of the command of ``entry``, which has ended with ``result``, on the state of this model."""
         if entry.number:
             self.done = max(self.done, entry.number)
         if isinstance(entry.command, BackwardTensors | DropTicket):
@@ -105,15 +104,13 @@ class ModelLine:
 
 
 def command_digest(entry: FutureEntry) -> str:
-    """Returns the SHA-256 of a command and its route, by which a repeated request is recognized, in any order of
-    fields.
-    """
+    """Returns the SHA-256 of a command and its route, as hexadecimal digits; a repeated request has the same digest."""
     assert entry.command is not None
     return sha256(entry.route.encode() + b"\0" + encode_message(entry.command)).hexdigest()
 
 
 def record_of(entry: FutureEntry) -> JournalRecord:
-    """Returns the journal's record of an accepted command."""
+    """Returns the journal's record of the accepted command in ``entry``."""
     values = {
         "session": entry.session, "line": entry.line, "number": entry.number, "route": entry.route,
         "about": dict(entry.about), "digest": entry.digest,
@@ -125,8 +122,9 @@ def record_of(entry: FutureEntry) -> JournalRecord:
 
 
 def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalRecord:
-    """Returns the journal's record of a model's newest snapshot: the number of the last command in it, and results that
-    clients may request again.
+    """Returns the journal's record of a model's newest snapshot.
+
+    It contains the number of the last command in the snapshot, and results that clients may request again.
     """
     bodies, rows = list[bytes](), list[Any]()
     for entry in kept:

@@ -76,8 +76,12 @@ class _Turns:
 
 
 class FairQueue:
-    """Queue of commands between the HTTP thread and the command loop, fair among client sessions; any thread may call
-    its methods.
+    """Queue of commands between the HTTP thread and the command loop, with deficit round robin over client sessions.
+
+    Any thread may call its methods.
+
+    Args:
+        quantum: tokens that a session may spend in each round.
     """
 
     def __init__(self, quantum: int = QUANTUM) -> None:
@@ -89,7 +93,7 @@ class FairQueue:
         """True once ``close`` was called; ``next`` returns None at once."""
 
     def put(self, entry: FutureEntry) -> None:
-        """Adds ``entry`` at the end of its session's queue."""
+        """Adds ``entry`` to the end of its session's queue."""
         with self._changed:
             entry.state = EntryState.QUEUED
             if entry.session == INTERNAL:
@@ -99,9 +103,10 @@ class FairQueue:
             self._changed.notify()
 
     def next(self, seconds: float | None = None) -> FutureEntry | None:
-        """Removes and returns the command that runs next; waits for one at most ``seconds``, or without limit if None.
+        """Removes and returns the command that runs next.
 
-        Returns None once ``seconds`` are over or the queue is closed.
+        If the queue is empty, waits for at most ``seconds``, or without limit if ``seconds`` is None. Returns None
+        after that time, and once the queue is closed.
         """
         until = None if seconds is None else monotonic() + seconds
         with self._changed:
@@ -127,20 +132,20 @@ class FairQueue:
         return self._training.take()
 
     def remove(self, entry: FutureEntry) -> bool:
-        """Removes a waiting command; returns False if it is not in the queue, for example because it runs already."""
+        """Removes ``entry``; returns False if it is not in the queue, for example because it runs already."""
         with self._changed:
             return self._training.remove(entry) or self._samples.remove(entry)
 
     def samples_of(self, session: str) -> list[FutureEntry]:
-        """Returns the queued sampling commands of the session named ``session``."""
+        """Returns the queued sampling commands of the session called ``session``."""
         with self._changed:
             return [entry for entry in self._samples if entry.session == session]
 
     def before(self, entry: FutureEntry) -> int:
-        """Returns the number of queued commands that run before ``entry``.
+        """Returns an estimate of the number of queued commands that run before ``entry``, by time of arrival.
 
-        For a training command these are the training commands that arrived earlier; for a sampling command, all
-        training commands and the sampling commands that arrived earlier.
+        For a training command, it counts earlier training commands; for a sampling command, all training commands and
+        earlier sampling commands.
         """
         with self._changed:
             rivals = [*self._training, *(self._samples if entry.is_sample else ())]

@@ -20,8 +20,9 @@ RESTORE = "restore"
 def open_ledger(
     queue: FairQueue, folder: Path, limits: LedgerLimits, clock: Callable[[], float] = monotonic
 ) -> tuple[Ledger, "Restart"]:
-    """Returns the ledger with a journal in ``folder``, and the commands that the ranks run again before the first
-    request.
+    """Opens the journal in ``folder``; returns a ledger, and a ``Restart`` that restores it.
+
+    The caller runs the commands of ``Restart.entries`` before it serves requests.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.
@@ -36,11 +37,11 @@ def open_ledger(
 
 
 class Restart:
-    """Restoration of a ledger from the journal records of an earlier process.
+    """Restoration of a ledger from the journal of an earlier process.
 
     Args:
-        ledger: new ledger, which gets sessions, notes, lines and results.
-        records: records in their order.
+        ledger: new ledger, which receives sessions, models and results.
+        records: records of the journal, in their order.
 
     Raises:
         CheckpointError: a record is damaged.
@@ -93,7 +94,8 @@ class Restart:
                 self._ledger.open_session(name)
 
     def entries(self) -> Iterator[FutureEntry]:
-        """Yields the commands that the ranks run again, in order; call ``finish`` of the ledger after each one.
+        """Yields the commands that all ranks must run again, in order; the caller passes each result to
+        ``Ledger.finish``.
 
         Raises:
             CheckpointError: a snapshot could not be loaded.
@@ -135,7 +137,7 @@ class Restart:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Numbers of sessions, models and snapshots, and of commands that have run again so far."""
+        """Numbers of restored "sessions", "models" and "snapshots", and of "commands" that have run again so far."""
         ledger = self._ledger
         loaded = sum(line.snapshot is not None for line in ledger.lines.values())
         return {

@@ -34,11 +34,14 @@ class _Waiting:
 
 
 class RetainedForwards:
-    """Forwards of all models with an autograd graph that is retained for a later backward, oldest first.
+    """List of the forwards of all models with an autograd graph that the ranks retain for a later backward, oldest
+    first.
+
+    It decides which of them are dropped.
 
     Args:
-        most_bytes: bytes of graphs and of earlier weights on a rank.
-        seconds: seconds for which a forward is retained.
+        most_bytes: limit of the bytes of retained graphs, and of earlier weights that they need, on one rank.
+        seconds: limit of the time for which a forward is retained.
     """
 
     def __init__(self, most_bytes: float, seconds: float) -> None:
@@ -53,22 +56,24 @@ class RetainedForwards:
         return len(self._waiting)
 
     def check(self, command: Command | None) -> None:
-        """Raises if ``command`` is the backward of a forward that was dropped.
+        """Refuses ``command`` if it is the backward of a forward that was dropped.
 
         Raises:
-            RequestRefusedError: 410, it was dropped.
+            RequestRefusedError: 410, the forward was dropped.
         """
         if isinstance(command, BackwardTensors) and (sentence := self._refusals.get(command.ticket)) is not None:
             raise RequestRefusedError(sentence, 410)
 
     def accept(self, entry: FutureEntry) -> None:
-        """Records that the backward in ``entry`` was accepted, so that its forward is not dropped before it has run."""
+        """Notes that the backward in ``entry`` is accepted, so that its forward is not dropped before the backward has
+        run.
+        """
         command = entry.command
         if isinstance(command, BackwardTensors) and (own := self._waiting.get(command.ticket)) is not None:
             own.backward = entry
 
     def record(self, command: Command | None, result: Result, now: float) -> None:
-        """Records the effect of a finished command on retained forwards."""
+        """Adds or removes forwards after ``command`` has ended with ``result`` at time ``now`` (seconds)."""
         match command:
             case ForwardTensors(model=model, ticket=ticket) if ticket and not isinstance(result, Failure):
                 self._waiting[ticket] = _Waiting(model, now)
@@ -79,8 +84,9 @@ class RetainedForwards:
                     del self._waiting[ticket]
 
     def above(self, size: int) -> Iterator[DropTicket]:
-        """Yields a command that drops the oldest forward, if ``size``, the retained bytes, exceeds the limit and no
-        other drop is under way.
+        """Yields a command that drops the oldest forward, if ``size`` exceeds the limit and no other drop is under way.
+
+        ``size`` is the number of bytes that retained forwards take on the rank with the most.
         """
         self.bytes = size
         if size > self._most_bytes and not any(own.is_dropped for own in self._waiting.values()):
@@ -91,7 +97,9 @@ class RetainedForwards:
                 )
 
     def late(self, now: float) -> Iterator[DropTicket]:
-        """Yields a drop command for each forward that at time ``now`` has waited longer than the limit."""
+        """Yields a command for each forward that has waited longer than the limit at time ``now`` (seconds), to drop
+        it.
+        """
         for ticket, own in list(self._waiting.items()):
             if now - own.since <= self._seconds:
                 return

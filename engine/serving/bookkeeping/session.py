@@ -15,7 +15,7 @@ WAITS = (EntryState.STORING, EntryState.HELD, EntryState.QUEUED)
 
 @dataclass(frozen=True, slots=True)
 class LedgerLimits:
-    """Limits of a ledger."""
+    """Limits of a ledger: of its queue, its sessions, and the memory for results and retained forwards."""
 
     depth: int = 256
     """Commands that wait, over all sessions."""
@@ -39,7 +39,7 @@ class LedgerLimits:
 
 @dataclass(eq=False, slots=True)
 class ClientSession:
-    """Session of a client, with its requests until it ends."""
+    """Session of one client, with its commands and the models that it has created."""
 
     name: str
     """:data:`HOUSE` is the session of models that all clients share; it never ends."""
@@ -55,5 +55,5 @@ class ClientSession:
     is_ending: bool = False
 
     def waiting(self) -> int:
-        """Returns the number of commands that have not begun."""
+        """Returns the number of the session's commands that have not begun."""
         return sum(one.state in WAITS for one in list(self.open.values()))

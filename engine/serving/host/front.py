@@ -28,11 +28,11 @@ SERVER = "the service"
 
 
 def service_token(serve: ServeConfig) -> str:
-    """Returns the secret token that clients of a service must send; "" if it has none.
+    """Returns the secret token of a service, from the environment variable ``serve.token_env``; "" if it is unset.
 
     Raises:
-        ConfigError: it is not one word of printable ASCII.
-        LaunchError: there is none, and the service would serve other hosts.
+        ConfigError: the token is not one word of printable ASCII.
+        LaunchError: there is no token, and the service would be open to other hosts.
     """
     token = os.environ.get(serve.token_env, "")
     if token and not (token.isascii() and token.isprintable() and token.split() == [token]):
@@ -46,11 +46,11 @@ def service_token(serve: ServeConfig) -> str:
 
 
 def check_front(serve: ServeConfig, rank: int) -> None:
-    """Checks token, TLS files and address of a service, so that their errors are raised before the model is read.
+    """Checks token, TLS files and, on rank 0, the address of a service, before the model is loaded.
 
     Raises:
-        ConfigError: the token or a file of TLS is unusable.
-        LaunchError: other hosts would be served without a token, or the address is in use.
+        ConfigError: the token or a TLS file is unusable.
+        LaunchError: the service would be open to other hosts without a token, or its address is in use.
     """
     service_token(serve)
     if serve.tls_certificate is not None:
@@ -66,10 +66,15 @@ def check_front(serve: ServeConfig, rank: int) -> None:
 
 
 class LedgerSource:
-    """Source of the command loop: stored commands of an earlier process first, then the queue.
+    """Source of commands for the command loop of rank 0.
+
+    It first returns the commands that a restart runs again, then the commands of the ledger's queue.
 
     Args:
-        end: answers every waiting and later request 503, and says why; called in any thread.
+        ledger: ledger that receives the results.
+        stored: commands of an earlier process that run again.
+        end: function that answers every waiting and later request with status 503 and a given reason; any thread calls
+            it.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class LedgerSource:
         self._running: FutureEntry | None = None
 
     def take(self, seconds: float) -> tuple[str, Command] | None:
-        """Returns the next command with its key; None if none has come within ``seconds``, Stop after ``stop``.
+        """Returns the next command with its key; None if none arrives within ``seconds``, and ``Stop`` after ``stop``.
 
         Raises:
             CheckpointError: a snapshot of the earlier process could not be loaded.
@@ -93,17 +98,22 @@ class LedgerSource:
         return entry.key, entry.command
 
     def finish(self, key: str, result: Result, retained: int = 0) -> None:
-        """Stores the result of the command that was taken last; ``retained``: bytes of retained forwards on a rank."""
+        """Stores the result of the last command that ``take`` has returned.
+
+        Args:
+            key: key of the command.
+            retained: largest number of bytes of retained forwards on a rank.
+        """
         assert self._running is not None and self._running.key == key
         self._ledger.finish(self._running, result, retained)
 
     def stop(self) -> None:
-        """Ends the loop after the command that runs; may be called in any thread and in a signal handler."""
+        """Ends the loop after the current command; any thread and a signal handler may call it."""
         self._ledger.queue.close()
 
 
 def limits_of(serve: ServeConfig) -> LedgerLimits:
-    """Returns the limits of the command ledger that the configuration section ``serve`` sets."""
+    """Returns the limits of the ledger from the configuration section ``serve``."""
     queue, held = serve.queue, serve.held
     return LedgerLimits(
         queue.depth, queue.per_session, queue.seconds, serve.session_seconds, serve.journal.snapshot_every,
@@ -115,11 +125,13 @@ def limits_of(serve: ServeConfig) -> LedgerLimits:
 def open_front(
     serve: ServeConfig, model: ServedModel, ready: Callable[[str], None], journals: bool = True
 ) -> Iterator[LedgerSource]:
-    """Opens the journal, serves HTTP in a thread, and yields the source of the command loop.
+    """Opens the journal, serves HTTP in a thread, and yields the source of commands for the command loop of rank 0.
 
     Args:
-        ready: receives a line about address and token once the socket listens.
-        journals: False for an engine of the caller, whose state a journal could not restore.
+        serve: section of the configuration.
+        model: facts about the base model, against which requests are checked.
+        ready: function that receives a line with the address once the socket listens.
+        journals: False for a caller's own engine, since a journal could not restore its state.
 
     Raises:
         LaunchError: the address cannot be served, or starlette, uvicorn or protobuf are not installed.
@@ -169,11 +181,12 @@ def _tell_failure(end: Callable[[str], None], kind: object, error: BaseException
 
 
 def check_journal(folder: Path) -> Mapping[str, int]:
-    """Reads the journal in the folder of a service without changing it; returns the numbers of what a start would load
-    and run.
+    """Reads the journal in the folder of a service without changing it.
+
+    Returns the numbers of "sessions", "models", "snapshots" and "commands" that a start would restore or run again.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no journal, or it is damaged.
     """
     ledger = Ledger(FairQueue(), None, LedgerLimits())
     for entry in (restart := Restart(ledger, read_journal(folder / JOURNAL))).entries():

@@ -47,11 +47,13 @@ STOP_SECONDS = 1.0
 
 
 def serve_folder(config: Config, folder: Path) -> None:
-    """Serves a Hugging Face folder until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
+    """Serves the model in a Hugging Face folder to training clients until rank 0 receives SIGTERM or SIGINT.
+
+    Every rank calls it.
 
     Raises:
-        ConfigError: the folder is no causal language model.
-        EngineError: configuration, address or journal have a mistake, or a rank is lost.
+        ConfigError: the folder has no causal language model.
+        EngineError: configuration, address or journal are wrong, or a rank is lost.
     """
     settings = config.serve or ServeConfig()
     check_front(settings, read_world().rank)
@@ -69,14 +71,16 @@ def serve_folder(config: Config, folder: Path) -> None:
 def serve(
     engine: Engine, functions: Mapping[str, ServedFunction] | None = None, settings: ServeConfig | None = None
 ) -> None:
-    """Serves one engine as the model that all clients share, until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
+    """Serves ``engine`` as one model that all clients share, until rank 0 receives SIGTERM or SIGINT.
+
+    Every rank calls it.
 
     Args:
-        functions: functions that clients call by name, each from tensors to tensors.
-        settings: address, limits and folder; None: ``serve`` of the engine's configuration, or its defaults.
+        functions: functions that clients may call by name, each from tensors to tensors.
+        settings: address, limits and folder; None: section ``serve`` of the engine's configuration, or its defaults.
 
     Raises:
-        EngineError: address or journal have a mistake, or a rank is lost.
+        EngineError: address or settings are wrong, or a rank is lost.
     """
     settings = settings or engine.config.serve or ServeConfig()
     weights, held, vllm = Path(settings.folder) / WEIGHTS, settings.held, settings.sampler.vllm
@@ -86,10 +90,14 @@ def serve(
 
 
 def serve_ranks(executor: CommandExecutor, settings: ServeConfig, model: ServedModel, journals: bool = True) -> None:
-    """Runs the command loop of this rank, and on rank 0 the HTTP server; ``journals`` as in ``open_front``.
+    """Runs the command loop of this rank and, on rank 0, the HTTP server, until the service ends; then closes
+    ``executor``.
+
+    Args:
+        journals: True if accepted commands are stored on disk, so that a restart runs them again.
 
     Raises:
-        EngineError: a rank is lost, or address or journal have a mistake.
+        EngineError: a rank is lost, or address or journal are wrong.
     """
     grid = executor.grid
     host = TorchHostGroup(grid.rank, grid.world_size, _PATIENCE_SECONDS, "serve a model")
@@ -120,10 +128,10 @@ def _run_loop(
 
 
 def empty_model(folder: Path) -> nn.Module:
-    """Builds the causal language model of a Hugging Face folder on the meta device; each rank reads its part later.
+    """Returns the causal language model of a Hugging Face folder on the meta device, without weights.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the folder has no such model, or transformers is not installed.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -146,7 +154,9 @@ def empty_model(folder: Path) -> nn.Module:
 
 
 def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:
-    """Returns the function that tokenizes stop strings; None if the folder has no tokenizer."""
+    """Returns a function from text to token ids, by which stop strings become tokens; None if ``folder`` has no
+    tokenizer.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -163,7 +173,13 @@ def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:
 
 
 def describe(engine: Engine, names: tuple[str, ...], tokenize: Callable[[str], list[int]] | None = None) -> ServedModel:
-    """Returns the description of the engine's model against which requests of clients are checked."""
+    """Returns facts about the engine's model, such as context length and vocabulary, against which requests are
+    checked.
+
+    Args:
+        names: names by which clients ask for the model.
+        tokenize: function from a stop string to its token ids; None: stop strings are refused.
+    """
     about: Any = getattr(engine.module, "config", None)
     ends = getattr(getattr(engine.module, "generation_config", None), "eos_token_id", None)
     return ServedModel(
@@ -229,10 +245,10 @@ def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def answering_late_stops(end: Callable[[str], None]) -> Iterator[None]:
-    """Calls ``end`` with a reason if the block runs on for ``STOP_SECONDS`` after SIGTERM or SIGINT.
+    """Calls ``end`` with a reason if the block still runs ``STOP_SECONDS`` after SIGTERM or SIGINT.
 
-    The signal's Python handler waits for the main thread, which a collective with an ended rank blocks; the number of
-    the signal arrives in a thread at once.
+    Python runs signal handlers only in the main thread, which a collective with an ended rank may block. This function
+    reads the number of the signal in a thread of its own.
     """
     over, (ours, theirs) = Event(), socket.socketpair()
     theirs.setblocking(False)

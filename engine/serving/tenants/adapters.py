@@ -30,7 +30,7 @@ _ROUTERS = ("gate", "router")
 
 
 class LowRank(Protocol):
-    """Interface of a tenant's adapter: rank and seed of its pairs, and the roles of the layers that it adapts."""
+    """Interface of a LoRA adapter's configuration: its rank, its seed, and the kinds of layers that it adapts."""
 
     @property
     def rank(self) -> int:
@@ -42,24 +42,24 @@ class LowRank(Protocol):
 
     @property
     def attention(self) -> bool:
-        """True: layers of attention are adapted."""
+        """True to adapt the linear layers of attention."""
 
     @property
     def perceptron(self) -> bool:
-        """True: other layers of blocks are adapted."""
+        """True to adapt the other linear layers of transformer blocks, without routers of experts."""
 
     @property
     def unembedding(self) -> bool:
-        """True: the output head is adapted."""
+        """True to adapt the output head."""
 
 
 def adapted_name(name: str) -> str:
-    """Returns the name that ``name``, a module or parameter of the base model, has in the adapted model."""
+    """Returns the name that the module or parameter ``name`` of the base model has inside PEFT's wrapper."""
     return PREFIX + name
 
 
 def find_targets(model: nn.Module, adapter: LowRank) -> tuple[str, ...]:
-    """Returns the names of the layers that ``adapter`` adapts.
+    """Returns the names of the linear layers of ``model`` that ``adapter`` adapts.
 
     Raises:
         ConfigError: ``adapter`` has no positive rank, or chooses no layer of the model.
@@ -100,12 +100,12 @@ def _in_attention(model: nn.Module, name: str) -> bool:
 
 
 def adapted(model: nn.Module, adapter: LowRank) -> nn.Module:
-    """Wraps a frozen base, which may be on the meta device, with PEFT; returns the model with its trained pairs.
+    """Returns the frozen base ``model``, which may be on the meta device, wrapped by PEFT with trainable LoRA pairs.
 
-    A [rank, inputs] is drawn on the host by a generator keyed by seed and layer, so it is equal on any grid; B is zero.
+    Seed and layer name decide the random values of A [rank, inputs], so that they are equal on every grid. B is zero.
 
     Raises:
-        ConfigError: as of ``find_targets``.
+        ConfigError: ``adapter`` has no positive rank, or chooses no layer of the model.
         PlanError: PEFT is not installed.
     """
     targets = find_targets(model, adapter)

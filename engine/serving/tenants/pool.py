@@ -26,7 +26,7 @@ _TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """Limits of a pool."""
+    """Limits of a pool of clients' models."""
 
     adapters: int = 1024
     """Maximum number of tenants with adapters."""
@@ -38,7 +38,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Counts of a pool on this rank."""
+    """Numbers of models by kind in a pool, and facts about them, on this rank."""
 
     adapters: int
     full: int
@@ -57,13 +57,17 @@ class _Tenant:
 
 
 class TenantPool:
-    """Engines of tenants by id, on the ranks of one base model. All calls are collective, in one order on all ranks.
+    """Engines of clients' models (tenants), which share one frozen base model and its ranks.
+
+    A tenant is a LoRA adapter over the base, or a full copy of it. At most one full copy has its state on the device;
+    the others are offloaded to the host. All ranks call all methods in the same order.
 
     Args:
-        build_base: builds the base model, equal on all ranks; on the meta device with ``checkpoint.init_from``, so that
-            no rank has all of it.
+        build_base: function that builds the base model, equal on all ranks; it may build it on the meta device if
+            ``checkpoint.init_from`` is set.
         config: grid, ZeRO, precision and optimizer of the base and of every tenant; AdamW by default.
-        example_batch: a microbatch as tenants are called with; None: one row of token ids.
+        limits: maximum numbers of tenants and maximum rank.
+        example_batch: microbatch with the form of the tenants' batches, for making plans; None: one row of token ids.
         world: identity of this rank, for ranks that are threads; None: read from the launcher.
     """
 
@@ -100,13 +104,13 @@ class TenantPool:
         return self._base
 
     def create(self, model_id: str, adapter: LowRank | None) -> Engine:
-        """Creates a tenant and makes it resident; returns its engine.
+        """Creates the tenant ``model_id`` and returns its engine.
 
-        ``adapter`` None: a full-parameter tenant, with the values of the base at the start.
+        ``adapter`` None: a full-parameter tenant, which starts with the weights of the base.
 
         Raises:
             ConfigError: the pool is full, or the adapter does not fit the base.
-            EngineError: the id is in use.
+            EngineError: a tenant of this id exists.
         """
         if model_id in self._tenants:
             raise EngineError(f"tenant {model_id!r} exists already; drop it, or give another id.")
@@ -117,7 +121,9 @@ class TenantPool:
         return engine
 
     def get(self, model_id: str) -> Engine:
-        """Returns a tenant's engine, with its state on the device.
+        """Returns the engine of a tenant.
+
+        If the tenant is a full copy, moves its state to the device and the state of the other full copies to the host.
 
         Raises:
             EngineError: there is no such tenant.
@@ -129,7 +135,7 @@ class TenantPool:
         return tenant.engine
 
     def drop(self, model_id: str) -> None:
-        """Removes a tenant, and frees its memory; the base stays.
+        """Removes a tenant and frees its memory; the base model stays.
 
         Raises:
             EngineError: there is no such tenant.
@@ -145,7 +151,7 @@ class TenantPool:
         self._base.close()
 
     def statistics(self) -> PoolStatistics:
-        """Returns the counts of this pool; nothing is communicated."""
+        """Returns the numbers of tenants on this rank. No communication."""
         full = {name: tenant for name, tenant in self._tenants.items() if tenant.full}
         return PoolStatistics(
             adapters=len(self._tenants) - len(full),

@@ -24,7 +24,7 @@ from engine.serving.tenants.adapters import adapted_name
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """Copies a model; parameters of the copy are on the meta device and frozen, and ties stay ties."""
+    """Returns a copy of ``model`` with frozen parameters on the meta device; tied parameters stay tied."""
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
         for parameter in model.parameters()
@@ -33,8 +33,9 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def lender_of(base: Engine, model: nn.Module) -> Lender:
-    """Returns the frozen tensors of ``base`` that an engine of the adapted ``model`` shares, under their names in
-    ``model``.
+    """Returns the frozen tensors of ``base`` that an engine of the adapted ``model`` uses instead of its own copies.
+
+    Their names are the names in ``model``.
     """
     runtime = base._runtime
     placed, here = dict(base.module.named_parameters()), runtime.plan.table.held_by(runtime.comm.grid.holder())
@@ -48,11 +49,13 @@ def lender_of(base: Engine, model: nn.Module) -> Lender:
 
 
 def adapted_styles(model: nn.Module, skeleton: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
-    """Returns the tensor-parallel styles of an adapted ``model``, derived from the ``styles`` of its base so that LoRA
-    pairs (A, B) add no communication (``tensor.plan.low_rank_pairs``).
+    """Returns the tensor-parallel styles of an adapted ``model`` by module name, such as "column" or "row".
 
-    column, vocabulary    A whole, B as the layer
-    row                   A as the layer, B whole
+    They derive from ``styles``, the styles of the base model ``skeleton``. For each LoRA pair, A [rank, inputs] and B
+    [outputs, rank], they are chosen so that it adds no communication:
+
+        column, vocabulary    A replicated, B sharded as the layer
+        row                   A sharded as the layer, B replicated
     """
     wrapped = {base_name(name): name for name, _ in model.named_modules() if name.endswith(BASE)}
     parameters = {base_name(name): name for name, _ in model.named_parameters() if ".lora_" not in name}
@@ -79,7 +82,9 @@ def _with_heads(skeleton: nn.Module, name: str, style: Style) -> str:
 
 
 def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.Module) -> Config:
-    """Returns the configuration of a tenant's engine with the base's stages and quantized weights."""
+    """Returns ``config`` for an engine of the adapted ``model``: with the pipeline stages, tensor-parallel styles and
+    quantized weights of ``base``.
+    """
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if plan.partition is not None:

@@ -37,14 +37,15 @@ _PAGE_MAY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-i
 
 
 class ServiceApplication:
-    """HTTP application over a ledger.
+    """ASGI application of a training service: it turns HTTP requests into commands of a ledger, and results into
+    replies.
 
     Args:
-        ledger: futures of all clients; ``on_finish`` of it is taken.
-        model: facts that requests are checked against.
-        token: secret that requests carry as X-API-Key, or as bearer; empty: none.
-        body_bytes: maximum bytes of a body.
-        creates_shared: True if the first tensors for the shared model create it.
+        ledger: ledger of the service; the application sets its ``on_finish``.
+        model: facts about the base model, against which requests are checked.
+        token: secret that requests must carry, as X-API-Key or as bearer token; empty: none is needed.
+        body_bytes: maximum bytes of the body of a request.
+        creates_shared: True if the first tensors that a client sends to the model "shared" create this model.
     """
 
     def __init__(
@@ -118,11 +119,11 @@ class ServiceApplication:
         return any([hmac.compare_digest(given, one) for one in accepted])
 
     def end_waits(self) -> None:
-        """Answers all polls, before the server stops."""
+        """Answers all requests that wait for results, before the server stops."""
         self._futures.end_waits()
 
     def end(self, sentence: str) -> None:
-        """Answers every waiting and later request 503 with a sentence; may be called in any thread."""
+        """Answers every waiting and later request with status 503 and ``sentence``; any thread may call it."""
         self._futures.ended = RequestRefusedError(sentence, 503, _RETRY_SECONDS)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._futures.end_waits)

@@ -19,10 +19,12 @@ EMPTY_TOKEN, EMPTY_LOGPROB = 0, -99999.0
 
 
 def array_from(message: Any, name: str) -> Array:
-    """Returns a tensor as fp32 or int64 array of its shape, a sparse one in full.
+    """Returns a tensor in protobuf as an fp32 or int64 array; a sparse tensor becomes dense.
+
+    ``name`` is the name of the tensor in errors.
 
     Raises:
-        RequestRefusedError: 400, bytes and shape do not match; 413, it has too many elements.
+        RequestRefusedError: 400, bytes and shape do not match; 413, the tensor has too many elements.
     """
     dtype, what = _DTYPES.get(message.dtype), f"tensor {name[:60]!r}"
     if dtype is None:
@@ -74,7 +76,7 @@ def _dense(csr: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Array:
 
 
 def batched_tensor(arrays: Sequence[Array]) -> Any:
-    """Returns arrays of all data, fp32 or int64 [n, ...], as one message."""
+    """Returns a protobuf message with ``arrays``, one for each datum, fp32 or int64 [n, ...]; n may differ."""
     dtype = np.float32 if arrays[0].dtype.kind == "f" else np.int64
     parts = [np.ascontiguousarray(array, dtype) for array in arrays]
     offsets = np.cumsum([0, *(part.nbytes for part in parts)], dtype=np.int64)
@@ -87,7 +89,11 @@ def batched_tensor(arrays: Sequence[Array]) -> Any:
 
 
 def top_tokens(tokens: Array, logprobs: Array) -> Any:
-    """Returns the most probable tokens of each position, int32 and fp32 [n, k]; cells without one are NaN there."""
+    """Returns a protobuf message with the k most probable tokens and their log-probabilities at each position, both [n,
+    k].
+
+    A NaN in ``logprobs`` marks an empty cell.
+    """
     empty = np.isnan(logprobs)
     return message_class("TopkLogprobs")(
         token_ids=np.where(empty, EMPTY_TOKEN, tokens).astype(np.int32).tobytes(),

@@ -26,15 +26,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def now() -> str:
-    """Returns the time in UTC as ISO text."""
+    """Returns the current time in UTC as ISO 8601 text."""
     return datetime.now(UTC).isoformat()
 
 
 def check_name(name: str) -> str:
-    """Returns the name of a save.
+    """Returns ``name``, the name under which a client saves weights, if it is valid.
 
     Raises:
-        RequestRefusedError: it has other characters than letters, digits, ".", "_" and "-".
+        RequestRefusedError: it has more than 128 characters, or one that is no letter, digit, ".", "_" or "-".
     """
     if not _NAME.fullmatch(name):
         raise RequestRefusedError(
@@ -44,10 +44,12 @@ def check_name(name: str) -> str:
 
 
 class Directory:
-    """Sessions, training runs, samplers and saved weights of a service, as JSON notes in its ledger.
+    """Directory of a service's client sessions, training runs (models), sampling sessions and saved weights, by id.
+
+    Each entry is a note: a mapping with JSON values in the ledger.
 
     Args:
-        ledger: its notes are read and written; its ``on_finish`` is taken.
+        ledger: ledger of the service; the directory sets its ``on_finish``.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -56,23 +58,27 @@ class Directory:
         ledger.on_finish = self.record_result
 
     def notes(self, kind: str) -> dict[str, Mapping[str, Any]]:
-        """Returns the notes of a kind by id."""
+        """Returns all notes of one kind ("session", "run", "sampler" or "weights") by id."""
         return self.ledger.notes.setdefault(kind, {})
 
     def session_of_attempt(self, attempt: str) -> str | None:
-        """Returns the session that an earlier attempt of the same request has opened; None if there is none."""
+        """Returns the id of the open session that a request with idempotency key ``attempt`` has opened; None without
+        one.
+        """
         found = self._by_attempt.get(attempt) if attempt else None
         return found if found in self.ledger.sessions else None
 
     def open_session(self, name: str, attempt: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Opens a session; returns its record for the journal."""
+        """Opens the session ``name`` for a request with idempotency key ``attempt``; returns the record for the
+        journal.
+        """
         self.ledger.open_session(name)
         if attempt:
             self._by_attempt[attempt] = name
         return self.ledger.note(SESSION, name, {"attempt": attempt, "time": now(), **values})
 
     def forget_sessions(self) -> None:
-        """Removes notes of sessions that have ended."""
+        """Removes the notes of ended sessions, with their sampling sessions and unnamed saves."""
         for name in [one for one in self.notes(SESSION) if one not in self.ledger.sessions]:
             self._by_attempt.pop(self.notes(SESSION).pop(name).get("attempt"), None)
             for kind in (SAMPLER, RUN):
@@ -84,23 +90,23 @@ class Directory:
                     self.remove_weights(path)
 
     def run(self, model: str) -> Mapping[str, Any]:
-        """Returns the note of a training run; raises RequestRefusedError (404) if there is none."""
+        """Returns the JSON values of the training run of ``model``; raises RequestRefusedError (404) without one."""
         return self._found(RUN, model, "model", "create it first")
 
     def sampler(self, name: str) -> Mapping[str, Any]:
-        """Returns the note of a sampling session; raises RequestRefusedError (404) if there is none."""
+        """Returns the JSON values of the sampling session ``name``; raises RequestRefusedError (404) without one."""
         return self._found(SAMPLER, name, "sampling session", "create it first")
 
     def weights(self, path: str) -> Mapping[str, Any]:
-        """Returns the note of the weights saved under ``path``; raises RequestRefusedError (404) if there is none."""
+        """Returns the JSON values of the weights saved under ``path``; raises RequestRefusedError (404) without any."""
         return self._found(WEIGHTS, path, "path of saved weights", "save them, or give another path")
 
     def session(self, name: str) -> Mapping[str, Any]:
-        """Returns the note of a client session; raises RequestRefusedError (404) if there is none."""
+        """Returns the JSON values of the client session ``name``; raises RequestRefusedError (404) without one."""
         return self._found(SESSION, name, "session", "list sessions for those that are open")
 
     def sessions(self) -> list[str]:
-        """Returns the ids of the clients' sessions, the newest first."""
+        """Returns the ids of the clients' sessions, newest first."""
         return [name for name in reversed(self.notes(SESSION)) if name != HOUSE]
 
     def _found(self, kind: str, name: str, noun: str, remedy: str) -> Mapping[str, Any]:
@@ -115,7 +121,11 @@ class Directory:
         return found
 
     def record_result(self, entry: FutureEntry, result: Result) -> list[JournalRecord]:
-        """Returns the journal records that the result of a command adds; they are stored before a client sees it."""
+        """Notes a new run or saved weights after a command has ended with ``result``; returns the records for the
+        journal.
+
+        The journal stores them before a client sees the result.
+        """
         if isinstance(result, Failure):
             return []
         if entry.route == "create_model" or (entry.route == "load_weights" and "run" in entry.about):
@@ -157,7 +167,10 @@ class Directory:
         }  # fmt: skip
 
     def remove_weights(self, path: str) -> None:
-        """Removes saved weights."""
+        """Removes the weights saved under ``path``, if there are any.
+
+        Their files remain while a restart of the service would load them.
+        """
         note = self.notes(WEIGHTS).get(path)
         if note is not None:
             self._drop(WEIGHTS, path)
@@ -173,13 +186,13 @@ class Directory:
         self.ledger.forget(f"note/{kind}/{name}")
 
     def remove_expired(self) -> None:
-        """Removes saved weights that have expired."""
+        """Removes all saved weights after their time of expiry."""
         time = now()
         for path in [one for one, note in self.notes(WEIGHTS).items() if (note["expires_at"] or time) < time]:
             self.remove_weights(path)
 
     def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
-        """Returns the named saves of a run, or of all, newest first, as Tinker's JSON."""
+        """Returns the named saves of the training run ``run`` (None: of all runs), newest first, as Tinker's JSON."""
         found = [
             _checkpoint(path, note)
             for path, note in list(self.notes(WEIGHTS).items())
@@ -188,10 +201,10 @@ class Directory:
         return sorted(found, key=lambda one: str(one["time"]), reverse=True)
 
     def training_run(self, model: str) -> dict[str, Any]:
-        """Returns a training run as Tinker's JSON.
+        """Returns the training run of ``model`` as Tinker's JSON.
 
         Raises:
-            RequestRefusedError: 404, there is none.
+            RequestRefusedError: 404, there is no such run.
         """
         note, saved = self.run(model), self.checkpoints(model)
         of_kind = {one["checkpoint_type"]: one for one in reversed(saved)}

@@ -15,9 +15,10 @@ _NO_DEFAULT: Any = object()
 
 
 class BodyFields:
-    """Fields of a JSON object; ``at`` is its place in the body.
+    """Typed reader of the fields of a JSON object in a request; ``at`` is the path of the object, for errors.
 
-    Every method raises RequestRefusedError, status 422, if the field is missing without a default or has another type.
+    The reading methods raise RequestRefusedError with status 422 if the field ``name`` is missing and has no
+    ``default``, or if its value is invalid.
     """
 
     def __init__(self, values: Mapping[str, Any], at: str = "") -> None:
@@ -25,10 +26,10 @@ class BodyFields:
 
     @classmethod
     def parsed(cls, data: bytes) -> "BodyFields":
-        """Reads a body.
+        """Parses the body of a request.
 
         Raises:
-            RequestRefusedError: 400, it is no JSON object.
+            RequestRefusedError: 400, the body is no JSON object.
         """
         try:
             return cls(parse_json(data))
@@ -36,7 +37,7 @@ class BodyFields:
             raise RequestRefusedError(f"the body is no JSON object: {str(error)[:120]}; send one.") from None
 
     def refuse(self, name: str, rule: str) -> RequestRefusedError:
-        """Returns the error of a field that breaks a rule."""
+        """Returns the error for the field ``name``; ``rule`` ends its sentence, such as "give true or false"."""
         given = repr(self.values.get(name))
         shown = given if len(given) <= _SHOWN else given[:_SHOWN] + "..."
         what = f"is {shown}" if name in self.values else "is missing"
@@ -51,7 +52,7 @@ class BodyFields:
         return value
 
     def text(self, name: str, default: Any = _NO_DEFAULT, most: int = 512) -> Any:
-        """Returns a text of at most ``most`` characters."""
+        """Returns the string in the field ``name``, of at most ``most`` characters; ``default`` if it is missing."""
         rule = f"give a text of at most {most} characters"
         value = self._get(name, default, rule)
         if value is not default and (not isinstance(value, str) or len(value) > most or not _is_text(value)):
@@ -59,7 +60,7 @@ class BodyFields:
         return value
 
     def integer(self, name: str, default: Any = _NO_DEFAULT, low: int = 0, high: int = _LARGEST) -> Any:
-        """Returns an integer between two bounds."""
+        """Returns the integer in the field ``name``, from ``low`` to ``high``; ``default`` if it is missing."""
         rule = f"give an integer from {low} to {high}"
         value = self._get(name, default, rule)
         if value is not default:
@@ -70,7 +71,9 @@ class BodyFields:
         return value
 
     def real(self, name: str, default: Any = _NO_DEFAULT, low: float = 0.0, high: float = math.inf) -> Any:
-        """Returns a finite number between two bounds."""
+        """Returns the finite number in the field ``name`` as float, from ``low`` to ``high``; ``default`` if it is
+        missing.
+        """
         rule = f"give a finite number from {low:g} to {high:g}"
         value = self._get(name, default, rule)
         if value is not default:
@@ -81,21 +84,21 @@ class BodyFields:
         return value
 
     def flag(self, name: str, default: Any = False) -> bool:
-        """Returns true or false."""
+        """Returns the boolean in the field ``name``; ``default`` if it is missing."""
         value = self._get(name, default, "give true or false")
         if not isinstance(value, bool):
             raise self.refuse(name, "give true or false")
         return value
 
     def mapping(self, name: str, default: Any = _NO_DEFAULT) -> "BodyFields":
-        """Returns the fields of an object."""
+        """Returns a reader of the JSON object in the field ``name``; of ``default`` if it is missing."""
         value = self._get(name, default, "give an object")
         if not isinstance(value, Mapping):
             raise self.refuse(name, "give an object")
         return BodyFields(value, f"{self._at}{name}.")
 
     def items(self, name: str, default: Any = _NO_DEFAULT, most: int = 1 << 24) -> list[Any]:
-        """Returns a list of at most ``most`` entries."""
+        """Returns the list in the field ``name``, of at most ``most`` entries; ``default`` if it is missing."""
         rule = f"give a list of at most {most:,} entries"
         value = self._get(name, default, rule)
         if not isinstance(value, list) or len(value) > most:

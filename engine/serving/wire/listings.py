@@ -23,14 +23,14 @@ class ListingRoutes:
         self._model, self._ledger, self._directory, self._read_body = model, ledger, directory, read_body
 
     def posts(self) -> Mapping[str, Handler]:
-        """Returns the handlers of POST by route."""
+        """Returns the handlers of POST requests by path."""
         return {
             "client/config": self._client_config, "client/dynamic_config": self._dynamic_config,
             "get_info": self._get_info, "weights_info": self._weights_info, "telemetry": self._telemetry,
         }  # fmt: skip
 
     def gets(self) -> Mapping[str, Handler]:
-        """Returns the handlers of GET by route."""
+        """Returns the handlers of GET requests by path."""
         return {
             "healthz": self._health, "get_server_capabilities": self._capabilities,
             "samplers/{sampler:path}": self._sampler, "training_runs": self._runs,
@@ -39,7 +39,7 @@ class ListingRoutes:
         }  # fmt: skip
 
     async def delete_checkpoint(self, request: Request) -> Response:
-        """Removes saved weights."""
+        """Removes the saved weights that the path of ``request`` names."""
         path = f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}"
         self._directory.weights(path)
         self._directory.remove_weights(path)

@@ -20,7 +20,7 @@ _VALUE = re.compile(r"(\w+) = (\d+);")
 
 @cache
 def message_class(name: str) -> Any:
-    """Returns the class of a message of messages.proto."""
+    """Returns the protobuf class of the message ``name`` in messages.proto, the service's wire format."""
     return _classes()[f"{_package(_FILE.read_text())}.{name}"]
 
 

@@ -16,7 +16,7 @@ _STOPPED, _TOO_LONG = 0, 1
 
 
 def reply_of(entry: FutureEntry) -> tuple[bytes, str]:
-    """Returns body and media type of a finished future's reply; a failure is a reply like others."""
+    """Returns body and media type of the reply with a command's result; a failure becomes JSON with "error"."""
     result: Result | None = entry.result
     match result:
         case TrainedOutput():
@@ -45,7 +45,9 @@ def _values(entry: FutureEntry, result: PlainOutput) -> Mapping[str, Any]:
 
 
 def trained_bytes(result: TrainedOutput) -> bytes:
-    """Returns a ForwardBackwardOutput: one record of all data for each set of equal trailing shapes, in their order."""
+    """Returns a serialized ForwardBackwardOutput: metrics, and a record for each run of data with equal trailing
+    shapes.
+    """
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     for name, value in result.metrics.items():
         message.metrics[name] = value
@@ -69,7 +71,10 @@ def _add_record(message: Any, outputs: list[Mapping[str, Array]]) -> None:
 
 
 def sampled_bytes(result: SampledOutput, last: int | None) -> bytes:
-    """Returns a SampleResponse; ``last``: number of prompt tokens at the end that have log-probabilities."""
+    """Returns a serialized SampleResponse.
+
+    Log-probabilities of the prompt are NaN before its last ``last`` tokens; with ``last`` None, all are sent.
+    """
     message = message_class("SampleResponse")()
     for one in result.sequences:
         sequence = message.sequences.add(

@@ -45,14 +45,21 @@ _NODE_KINDS = ("placeholder", "call_function", "call_method", "output")
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """Request that was read: its entries, of which the last one is the future, and JSON values for the reply."""
+    """Commands of one request as ledger entries, and further fields of the immediate reply.
+
+    The client waits for the result of the last entry.
+    """
 
     entries: tuple[FutureEntry, ...]
     reply: Mapping[str, Any]
 
 
 class RequestReader:
-    """Reader of the requests that change a model, sample from it or define a loss."""
+    """Parser of the requests that create or change a model, sample from it or define a loss.
+
+    Each method checks a body and returns its commands, or raises RequestRefusedError. A request with a ``seq_id`` uses
+    up this number even if its content is invalid: its command then has a failure as result.
+    """
 
     def __init__(self, model: ServedModel, directory: Directory) -> None:
         self._model, self._directory = model, directory
@@ -60,7 +67,7 @@ class RequestReader:
     # ---------------------------------------------------------------- numbered requests of a model
 
     def forward_backward(self, body: bytes) -> ParsedRequest:
-        """Returns the parsed body of a ``forward_backward`` request, a protobuf message."""
+        """Returns the command of a ``forward_backward`` request; ``body`` is a ForwardBackwardRequest in protobuf."""
         _count_fields(body)
         try:
             message = message_class("ForwardBackwardRequest").FromString(body)
@@ -106,7 +113,7 @@ class RequestReader:
         return Datum(tokens, inputs)
 
     def optim_step(self, body: BodyFields) -> ParsedRequest:
-        """Returns the parsed body of a ``optim_step`` request."""
+        """Returns the command of an ``optim_step`` request, which updates a model by AdamW."""
 
         def command() -> Command:
             others = body.values.get("optimizer_params")
@@ -128,12 +135,13 @@ class RequestReader:
         return self._numbered_json("optim_step", body, command)
 
     def save_weights(self, body: BodyFields) -> ParsedRequest:
-        """Returns the parsed body of a ``save_weights`` request."""
+        """Returns the command of a ``save_weights`` request, which saves weights with the optimizer state."""
         return self._save("save_weights", "weights", body)
 
     def save_weights_for_sampler(self, body: BodyFields) -> ParsedRequest:
-        """Returns the parsed body of a ``save_weights_for_sampler`` request; without a path, its result is a sampling
-        session.
+        """Returns the command of a ``save_weights_for_sampler`` request, which saves weights without optimizer state.
+
+        If the request names no path, the result is a new sampling session with these weights.
         """
         return self._save("save_weights_for_sampler", "sampler_weights", body)
 
@@ -161,7 +169,10 @@ class RequestReader:
         return self._numbered_json(route, body, command, about)
 
     def load_weights(self, body: BodyFields) -> ParsedRequest:
-        """Returns the parsed body of a ``load_weights`` request, which loads into a model or as a new model."""
+        """Returns the commands of a ``load_weights`` request.
+
+        It loads weights into ``model_id``, or without one into a model that a first command creates.
+        """
         path, optimizer = body.text("path", most=1024), body.flag("optimizer")
         about = {"type": "load_weights", "path": path}
         if body.values.get("model_id") is None:
@@ -212,7 +223,9 @@ class RequestReader:
     # ---------------------------------------------------------------- models, losses
 
     def create_model(self, body: BodyFields) -> ParsedRequest:
-        """Returns the parsed body of a ``create_model`` request."""
+        """Returns the command of a ``create_model`` request, which creates a LoRA adapter or a full copy of the base
+        model.
+        """
         session, number = body.text("session_id"), body.integer("model_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         model, base = f"{session}:train:{number}", body.text("base_model")
         self.check_base(base)
@@ -240,7 +253,7 @@ class RequestReader:
         return ParsedRequest((entry,), {"model_id": model})
 
     def unload_model(self, body: BodyFields) -> ParsedRequest:
-        """Returns the parsed body of a ``unload_model`` request."""
+        """Returns the command of an ``unload_model`` request, which frees a model's memory."""
         model = body.text("model_id")
         self._directory.run(model)
         about = {"type": "unload_model", "model_id": model}
@@ -250,7 +263,7 @@ class RequestReader:
         return ParsedRequest((entry,), {"model_id": model})
 
     def check_base(self, base: str) -> None:
-        """Refuses the name of a base model that is not served."""
+        """Raises RequestRefusedError unless ``base`` is a name of the served base model."""
         if base not in self._model.names:
             raise RequestRefusedError(f"base_model {base[:80]!r} is not served; give {' or '.join(self._model.names)}.")
 
@@ -260,8 +273,9 @@ class RequestReader:
             raise RequestRefusedError(f"optimizer_config.type is {given[:60]!r}; this service has adamw only.")
 
     def create_custom_loss(self, body: BodyFields) -> ParsedRequest:
-        """Returns the parsed body of a ``create_custom_loss`` request. Form and size of its graph are checked here, its
-        operations by the ranks.
+        """Returns the command of a ``create_custom_loss`` request.
+
+        This method checks form and size of the graph; the ranks check its operations.
         """
         session, number = body.text("session_id"), body.integer("custom_loss_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         inputs = [BodyFields(_object(one, "inputs"), "inputs.").text("name") for one in body.items("inputs", most=16)]
@@ -281,7 +295,7 @@ class RequestReader:
     # ---------------------------------------------------------------- samples
 
     def asample(self, body: BodyFields) -> ParsedRequest:
-        """Returns the parsed body of a ``asample`` request."""
+        """Returns the command of an ``asample`` request, which samples token sequences."""
         sampler = body.text("sampling_session_id")
         number = body.integer("seq_id", high=LONGEST_SEQUENCE_NUMBER)
         note, key = self._directory.sampler(sampler), f"{sampler}:{number}"
@@ -374,10 +388,10 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def metadata_of(body: BodyFields) -> Mapping[str, str] | None:
-    """Returns the texts by name that a client adds to its request; None without any.
+    """Returns the field "user_metadata" of a request, with all values as strings; None if it is missing or empty.
 
     Raises:
-        RequestRefusedError: they are too long.
+        RequestRefusedError: it is longer than 16,384 characters.
     """
     given = body.mapping("user_metadata", {}).values
     if len(json.dumps(given)) > 1 << 14:

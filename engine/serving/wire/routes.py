@@ -32,15 +32,18 @@ ReadBody = Callable[[Request], Awaitable[bytes]]
 
 
 def json_reply(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns a reply with JSON; floats that are not finite are text in it."""
+    """Returns an HTTP response with ``value`` as JSON; floats that are not finite become strings."""
     return Response(dump_json(value), status, headers, JSON)
 
 
 class FutureRoutes:
-    """Handlers of the routes that open sessions, accept commands and answer polls.
+    """Handlers of the HTTP routes that open sessions, accept commands, and return the results of accepted commands.
 
     Args:
-        read_body: function that returns the body of a request within its limit.
+        ledger: ledger that accepts the commands.
+        directory: sessions, runs and saved weights.
+        reader: parser of the requests.
+        read_body: function that returns the body of a request, and refuses a body that is too long.
     """
 
     def __init__(self, ledger: Ledger, directory: Directory, reader: RequestReader, read_body: ReadBody) -> None:
@@ -51,7 +54,7 @@ class FutureRoutes:
         self._news: set[asyncio.Future[None]] = set()
 
     def posts(self) -> Mapping[str, Handler]:
-        """Returns the handlers by route."""
+        """Returns the handlers of POST requests by path."""
         reader = self._reader
         work: dict[str, Callable[[BodyFields], ParsedRequest]] = {
             "create_model": reader.create_model, "optim_step": reader.optim_step, "save_weights": reader.save_weights,
@@ -89,10 +92,10 @@ class FutureRoutes:
         return json_reply({"request_id": entry.key, **found.reply})
 
     async def wait_stored(self, stored: Any) -> None:
-        """Waits for ``stored``, the future of records that are written to the journal.
+        """Waits until ``stored``, the future of ``Ledger.append``, is done: the records are in the journal.
 
         Raises:
-            RequestRefusedError: 503, it cannot be written.
+            RequestRefusedError: 503, the journal cannot be written.
         """
         try:
             # shielded: a client that hangs up must not cancel what the journal's thread completes
@@ -197,7 +200,7 @@ class FutureRoutes:
             raise self.ended
 
     def end_waits(self) -> None:
-        """Answers all polls, before the server stops; call it in the thread of its event loop."""
+        """Answers all requests that wait for results, before the server stops; runs in the event loop's thread."""
         self.is_stopping.set()
         for one in self._news:
             if not one.done():

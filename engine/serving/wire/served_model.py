@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Base model of a service, as its clients see it."""
+    """Facts about the base model of a service, against which requests are checked."""
 
     names: tuple[str, ...]
     """Names by which clients ask for it; the first one is its own."""

@@ -15,7 +15,7 @@ _POINTS, _MODELS = 200, 64
 
 
 class ServiceStatistics:
-    """Counters of routes, and the last losses of each model."""
+    """Counts of requests and failures, and the latest losses of each model, for the status page."""
 
     def __init__(self) -> None:
         self._started = monotonic()
@@ -24,14 +24,14 @@ class ServiceStatistics:
         self._failures = 0
 
     def record_request(self, route: str, seconds: float, status: int) -> None:
-        """Counts a request."""
+        """Counts one request of ``route``, its seconds, and if ``status`` is 400 or higher, except 408, as refused."""
         row = self._routes.setdefault(route, [0, 0.0, 0])
         row[0] += 1
         row[1] += seconds
         row[2] += status >= 400 and status != 408
 
     def record_result(self, entry: FutureEntry, result: Result) -> None:
-        """Counts a result, and keeps the loss of a forward_backward for each token."""
+        """Counts ``result`` if it is a failure; from a forward_backward, stores the loss per token of its model."""
         self._failures += isinstance(result, Failure)
         command = entry.command
         if isinstance(result, TrainedOutput) and isinstance(command, ForwardBackward) and not command.forward_only:
@@ -42,7 +42,7 @@ class ServiceStatistics:
             curve.append(result.metrics.get("loss:sum", float("nan")) / tokens)
 
     def status(self, model: ServedModel, ledger: Ledger) -> Mapping[str, Any]:
-        """Returns all figures as JSON values."""
+        """Returns the state of the service as JSON values: queue, sessions, models with their losses, and routes."""
         now, is_well = ledger.clock(), ledger.journal is None or ledger.journal.problem is None
         facts = {"name": model.names[0], "architecture": model.architecture, "grid": model.grid}
         sessions = [
@@ -63,7 +63,7 @@ class ServiceStatistics:
         }
 
     def routes(self) -> Mapping[str, Any]:
-        """Returns requests, their seconds and the refused ones of each route."""
+        """Returns "requests", "seconds" and "refused" of each route."""
         return {
             route: {"requests": int(row[0]), "seconds": row[1], "refused": int(row[2])}
             for route, row in list(self._routes.items())

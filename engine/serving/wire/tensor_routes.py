@@ -56,13 +56,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class TensorRoutes:
-    """HTTP routes by which clients send tensors to a model and get outputs and gradients back (the "second door").
+    """HTTP routes by which clients send tensors to a model, and get outputs and gradients back.
 
     Args:
-        ledger: ledger of the service.
-        futures: routes whose waits for the journal and for results these share.
-        read_body: reads the body of a request, and refuses one that is too long.
-        creates: True if the first request for ``shared`` creates it, as a full-parameter tenant.
+        ledger: ledger that accepts the commands.
+        futures: handlers by which these routes wait for the journal and for results.
+        read_body: function that returns the body of a request, and refuses a body that is too long.
+        creates: True if the first request for the model "shared" creates it, with all parameters trained.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TensorRoutes:
         self._gets = count()
 
     def routes(self) -> list[Route]:
-        """Returns the routes for an application."""
+        """Returns the routes, for a Starlette application."""
         posts: Mapping[str, Callable[[Request], Awaitable[Command]]] = {
             "/v1/forward/{model}": self._forward,
             "/v1/backward/{model}/{ticket}": self._backward,

@@ -16,9 +16,13 @@ from engine.weights_out.consumers.vllm import VllmServer, VllmServers
 
 
 def open_consumers(settings: WeightsOutConfig, device: torch.device) -> list[WeightConsumer]:
-    """Returns the consumers of a configuration, in the order in which they take a version over.
+    """Returns the configured consumers of published versions, in the order in which they take a version over.
 
-    A folder is last, so that it has no version that a server has failed to take over.
+    Folders come last, so that a folder never has a version that a server has failed to take over.
+
+    Args:
+        settings: section "weights_out" of the configuration.
+        device: device of rank 0, from which SGLang servers receive broadcasts.
     """
     found = list[WeightConsumer]()
     if sglang := [each for each in settings.to if each.sglang]:

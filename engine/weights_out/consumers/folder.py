@@ -32,11 +32,11 @@ _NOTE = "trine-version.json"
 
 @dataclass(slots=True)
 class VersionFolder:
-    """Consumer that writes each version into a folder.
+    """Consumer that writes each version as a Hugging Face folder, ``version-NNNNNN``, below ``folder``.
 
     Args:
-        folder: folder of the versions; it is made.
-        keep: number of versions that remain.
+        folder: folder of all versions; it is created.
+        keep: number of newest versions that remain; older ones are removed.
     """
 
     folder: Path
@@ -48,30 +48,34 @@ class VersionFolder:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the committed versions, ascending."""
+        """Numbers of the completely written versions, ascending."""
         names = self.files.names(self.folder) if self.files.is_folder(self.folder) else []
         return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
 
     @property
     def last(self) -> int:
-        """Number of the newest committed version; 0 before the first one."""
+        """Number of the newest completely written version; 0 before the first."""
         return max(self.numbers, default=0)
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Writes a version; at an error or a kill, the folder has the versions from before.
+        """Writes the version under a temporary name; an error or a kill leaves the earlier versions unchanged.
 
         Raises:
-            EngineError: the version is lost.
+            EngineError: the version has not arrived in time, or the training has dropped it.
             CheckpointError: the folder cannot be written.
         """
         with self._named():
             self._prepare(blocks)
 
     def hold(self) -> None:
-        """Does nothing; readers of the last version go on."""
+        """Does nothing, since programs may read the current version while the next one is committed."""
 
     def commit(self, blocks: WeightBlocks) -> None:
-        """Commits the written version, and removes old ones. Errors as in ``prepare``."""
+        """Renames the written version to its final name, and removes old versions.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
         assert self._written is not None, "the version is prepared"
         with self._named():
             self.files.rename(self._written, self._path(blocks.version.number))
@@ -81,7 +85,7 @@ class VersionFolder:
             remove_tree(self.files, self._path(number))
 
     def drop(self) -> None:
-        """Removes the written version."""
+        """Removes the version that ``prepare`` has written."""
         if self._written is not None:
             remove_tree(self.files, self._written)
         self._written = None

@@ -21,18 +21,22 @@ INCOMPLETE = "incomplete"
 
 
 class InferenceServer(BoundedConnection):
-    """Connection to one inference server."""
+    """HTTP connection to one inference server, such as vLLM or SGLang."""
 
     def absent(self, path: str) -> str:
-        """Returns the remedy for a server without a call."""
+        """Returns the remedy, for an error, if the server does not have the route ``path``."""
         return "check the address."
 
     def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, patience: float = FOREVER,
         longest: float = LONGEST_SECONDS,
     ) -> Any:  # fmt: skip
-        """Sends a request and returns the JSON of its reply; repeats it for ``patience`` seconds while the server does
-        not answer within ``longest`` seconds, also because some close the connection after each refusal.
+        """Sends a request with ``body`` as JSON, and returns the JSON of the reply.
+
+        While the server does not answer, repeats the request for ``patience`` seconds, up to the connection's limit.
+
+        Args:
+            longest: maximum seconds of each attempt.
 
         Raises:
             StoreRefusedError: the server refuses the request.
@@ -72,10 +76,10 @@ S = TypeVar("S", bound=InferenceServer)
 
 
 def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
-    """Performs a step on all servers at a time; raises the first error once all have ended.
+    """Calls ``step`` with each server, in parallel threads; raises the first error after all have ended.
 
     Raises:
-        EngineError: names the server.
+        EngineError: a server refuses or does not answer; the message names it.
     """
     try:
         with ThreadPoolExecutor(len(servers), "servers") as pool:
@@ -86,6 +90,6 @@ def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
 
 
 def after_failure(server: S, step: Callable[[S], None]) -> None:
-    """Performs a step with a second of time: the deadline may be over."""
+    """Calls ``step`` with ``server`` and a new limit of one second, since the deadline of the version may be over."""
     server.limit(1.0)
     step(server)

@@ -30,14 +30,14 @@ _IN_PLACE = "in_place"
 
 
 class SglangServer(InferenceServer):
-    """Connection to one SGLang server.
+    """HTTP connection to one SGLang server.
 
     Args:
         url: address of the server.
-        pause: requests under way at a new version: "abort" aborts them, "retract" computes them anew, and "in_place"
-            continues them with the new weights. "wait" is "retract".
+        pause: treatment of running requests at a new version: "abort" aborts them, "retract" (or "wait") computes them
+            again, and "in_place" continues them with the new weights.
         ranks: tensor x pipeline ranks of the server.
-        transport: replaces the network.
+        transport: httpx transport that replaces the network, for tests.
     """
 
     noun = "SGLang server"
@@ -50,20 +50,28 @@ class SglangServer(InferenceServer):
         self.ranks, self._pause = ranks, "retract" if pause == "wait" else pause
 
     def absent(self, path: str) -> str:
-        """Returns the remedy for a server without a call."""
+        """Returns the remedy, for an error, if the server does not have the route ``path``."""
         return "start SGLang 0.5.23 or later."
 
     @property
     def version(self) -> str:
-        """Version that the server names."""
+        """Name of the weights' version that the server reports."""
         return str(self.call("GET", "/model_info")["weight_version"])
 
     def name_version(self, text: str) -> None:
-        """Gives the version of the server another name."""
+        """Sets the name of the weights' version that the server reports."""
         self.call("POST", "/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
     def join(self, host: str, port: int, offset: int, size: int, group: tuple[str, str]) -> None:
-        """Joins a group (name, backend) with the ranks ``offset`` and up."""
+        """Makes the server's ranks join a collective group, with which rank 0 of the training broadcasts weights.
+
+        Args:
+            host: address of the group's rank 0.
+            port: its port.
+            offset: rank of the server's first rank in the group.
+            size: number of ranks in the group.
+            group: name and backend of the group.
+        """
         body = {
             "master_address": host, "master_port": port, "rank_offset": offset, "world_size": size,
             "group_name": group[0], "backend": group[1],
@@ -71,21 +79,21 @@ class SglangServer(InferenceServer):
         self.call("POST", "/init_weights_update_group", body, 0.0)
 
     def leave(self, name: str) -> None:
-        """Leaves a group."""
+        """Makes the server's ranks leave the group ``name``; ignores a failure."""
         with suppress(StoreRefusedError, GridError):
             self.call("POST", "/destroy_weights_update_group", {"group_name": name}, 0.0)
 
     def pause(self) -> None:
-        """Ends or holds the requests under way, and begins no other."""
+        """Pauses generation; the constructor's ``pause`` decides on running requests."""
         self.call("POST", "/pause_generation", {"mode": self._pause})
 
     def resume(self) -> None:
-        """Generates again, unless the weights may be a mix."""
+        """Continues generation, unless the last update has failed and left a mix of weights."""
         if not self.version.endswith(INCOMPLETE):
             self.call("POST", "/continue_generation", {})
 
     def begin(self) -> None:
-        """Opens an update; ends one that a killed trainer has left open."""
+        """Begins a weight update; first ends an update that a killed trainer has left open."""
         try:
             self.call("POST", "/begin_weight_update", {})
         except StoreRefusedError:
@@ -93,7 +101,10 @@ class SglangServer(InferenceServer):
             self.call("POST", "/begin_weight_update", {})
 
     def update(self, tensors: Mapping[str, Tensor], group: str) -> None:
-        """Receives tensors that the group broadcasts in this order. It is asked once, because a broadcast is, too."""
+        """Makes the server receive ``tensors`` by broadcasts of the group ``group``, in this order.
+
+        The request is never repeated, since the broadcast happens once.
+        """
         body = {
             "names": [*tensors], "dtypes": [str(each.dtype).removeprefix("torch.") for each in tensors.values()],
             "shapes": [list(each.shape) for each in tensors.values()], "group_name": group, "flush_cache": False,
@@ -101,25 +112,25 @@ class SglangServer(InferenceServer):
         self.call("POST", "/update_weights_from_distributed", body, 0.0)
 
     def end(self) -> None:
-        """Completes the update; requests do not continue with the cache of the old weights."""
+        """Ends the weight update and, unless requests continue in place, empties the cache of the old weights."""
         self.call("POST", "/end_weight_update", {})
         if self._pause != _IN_PLACE:
             self.call("POST", "/flush_cache", {})
 
     def checksum(self) -> str:
-        """Returns SGLang's hash of all parameters."""
+        """Returns the server's own hash of all its parameters."""
         found: Any = self.call("POST", "/weights_checker", {"action": "checksum"})
         return str(found["per_engine_checksum"])
 
 
 class SglangServers:
-    """Consumer that broadcasts each version to all servers.
+    """Consumer that broadcasts each version from rank 0 into the weights of all SGLang servers.
 
     Args:
-        servers: the servers.
-        device: device of rank 0; its backend is that of the group.
-        host: address of this host for the servers.
-        check: compares the parameters of servers with the same number of ranks after each version.
+        servers: connections to the servers.
+        device: device of rank 0, which also decides the backend of the broadcasts.
+        host: address of this host that the servers can reach.
+        check: True to compare, after each version, the parameters of all servers that have equally many ranks.
     """
 
     def __init__(
@@ -131,7 +142,7 @@ class SglangServers:
 
     @property
     def last(self) -> int:
-        """Largest number of a version that a server names; 0 if it names none, or does not answer."""
+        """Highest number of a version that a server reports; 0 if none reports a number."""
         found = 0
         for server in self._servers:
             server.limit(1.0)
@@ -140,10 +151,10 @@ class SglangServers:
         return found
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Joins a group with all servers, unless there is one.
+        """Opens the broadcast group with all servers, unless it is open.
 
         Raises:
-            EngineError: names the server that fails.
+            EngineError: a server fails; the message names it.
         """
         for server in self._servers:
             server.limit(blocks.until - monotonic())
@@ -151,14 +162,14 @@ class SglangServers:
             self._join(f"trine-{blocks.version.name}", blocks.until)
 
     def hold(self) -> None:
-        """Pauses all servers; errors as in ``prepare``."""
+        """Pauses all servers; raises EngineError with the name of a server that fails."""
         on_all(self._servers, SglangServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:
-        """Broadcasts the version a bucket at a time; the servers generate again.
+        """Broadcasts the version into the servers' weights, a bucket at a time; then the servers generate again.
 
         Raises:
-            EngineError: names the server that fails; it stays paused.
+            EngineError: a server fails, and the message names it. Servers with a mix of weights stay paused.
         """
         number, group = blocks.version.number, self._group
         assert group is not None, "the version is prepared"
@@ -175,15 +186,17 @@ class SglangServers:
         on_all(self._servers, SglangServer.resume)
 
     def drop(self) -> None:
-        """Lets all servers continue with the old weights, unless these may be a mix."""
+        """Makes all servers continue with the old weights, except for a server with a mix of weights, which stays
+        paused.
+        """
         with suppress(EngineError):
             on_all(self._servers, lambda server: after_failure(server, SglangServer.resume))
 
     def compare(self, number: int) -> None:
-        """Compares the parameters of servers with the same number of ranks.
+        """Compares the parameters of servers that have equally many ranks, after version ``number``.
 
         Raises:
-            EngineError: names a server with other parameters.
+            EngineError: two servers have different parameters; the message names them.
         """
         sums, first = dict[str, str](), dict[int, SglangServer]()
         on_all(self._servers, lambda server: sums.update({server.url: server.checksum()}))

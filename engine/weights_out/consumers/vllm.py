@@ -32,13 +32,13 @@ _ALIGNMENT = 64
 
 
 class VllmServer(InferenceServer):
-    """Connection to one vLLM server.
+    """HTTP connection to one vLLM server.
 
     Args:
         url: address of the server.
-        pause: requests under way at a new version: "wait" ends them first, "abort" aborts them, and "keep" continues
-            them with the new weights.
-        transport: replaces the network.
+        pause: treatment of running requests at a new version: "wait" finishes them first, "abort" aborts them, and
+            "keep" continues them with the new weights.
+        transport: httpx transport that replaces the network, for tests.
     """
 
     noun = "vLLM server"
@@ -49,17 +49,20 @@ class VllmServer(InferenceServer):
         self._pause = pause
 
     def absent(self, path: str) -> str:
-        """Returns the remedy for a server without a call."""
+        """Returns the remedy, for an error, if the server does not have the route ``path``."""
         started = "--enable-scale-out" if path.startswith("/inference") else "VLLM_SERVER_DEV_MODE=1"
         return f"start vLLM 0.32 or later with {started}."
 
     @property
     def version(self) -> str:
-        """Version that the server names."""
+        """Name of the weights' version that the server reports."""
         return str(self.call("GET", "/weight_info")["weight_version"])
 
     def prepare(self, blocks: WeightBlocks, url: str) -> None:
-        """Lets the workers read a version from the training at ``url``. Errors as in ``call``."""
+        """Makes the server's workers read the version into host memory from the training at ``url``.
+
+        The weights in use do not change. Raises StoreRefusedError or GridError if the server fails.
+        """
         self.limit(blocks.until - monotonic())
         init = BackendInit(url, blocks.version.run)
         self.call("POST", "/init_weight_transfer_engine", {"init_info": _fields(init)})
@@ -73,18 +76,18 @@ class VllmServer(InferenceServer):
             self.call("POST", "/update_weights", {"update_info": _fields(update)})
 
     def drop(self) -> None:
-        """Ends an update without weights; the live weights do not change."""
+        """Drops the version that the workers have read; the weights in use do not change."""
         with suppress(StoreRefusedError):  # there is none, or a refusal has ended it
             self.call("POST", "/update_weights", {"update_info": _fields(BackendUpdate(0, (), 0.0))})
         with suppress(StoreRefusedError):
             self.call("POST", "/finish_weight_update")
 
     def pause(self) -> None:
-        """Ends or holds the requests under way, and begins no other."""
+        """Pauses generation; the constructor's ``pause`` decides on running requests."""
         self.call("POST", f"/pause?mode={self._pause}")
 
     def resume(self) -> None:
-        """Generates again, unless the weights may be a mix."""
+        """Continues generation, unless the last update has failed and left a mix of weights."""
         if self.version.endswith(INCOMPLETE):
             return
         if self._pause == "keep":  # the other modes have emptied the cache
@@ -92,7 +95,10 @@ class VllmServer(InferenceServer):
         self.call("POST", "/resume")
 
     def finish(self, number: int) -> None:
-        """Takes the prepared version over. Errors as in ``call``."""
+        """Makes version ``number``, which is prepared, the server's weights.
+
+        Raises StoreRefusedError or GridError if the server fails.
+        """
         self.call("POST", "/update_weight_version", {"new_version": f"{number} {INCOMPLETE}"})
         try:
             self.call("POST", "/finish_weight_update", {"weight_version": str(number)})
@@ -101,7 +107,7 @@ class VllmServer(InferenceServer):
                 raise
 
     def checksums(self) -> dict[str, str]:
-        """Returns the SHA-256 of each parameter in vLLM; empty if its workers divide parameters."""
+        """Returns the SHA-256 of each parameter by its name in vLLM; empty if several workers share parameters."""
         found = self.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
         if any(":tp0:" not in key for key in found):
             return {}
@@ -109,11 +115,11 @@ class VllmServer(InferenceServer):
 
 
 class VllmServers:
-    """Consumer that passes each version to all servers.
+    """Consumer that passes each version to all vLLM servers.
 
     Args:
-        servers: the servers.
-        check: compares parameters with the version after it was taken over.
+        servers: connections to the servers.
+        check: True to compare the servers' parameters with each version after its take-over.
     """
 
     def __init__(self, servers: Sequence[VllmServer], check: bool = False) -> None:
@@ -122,7 +128,7 @@ class VllmServers:
 
     @property
     def last(self) -> int:
-        """Largest number of a version that a server names; 0 if it names none, or does not answer."""
+        """Highest number of a version that a server reports; 0 if none reports a number."""
         if self._last is None:
             self._last = 0
             for server in self._servers:
@@ -132,23 +138,23 @@ class VllmServers:
         return self._last
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Passes a version to all servers.
+        """Makes the workers of all servers read the version into host memory.
 
         Raises:
-            EngineError: names the server that fails.
+            EngineError: a server fails; the message names it.
         """
         url = blocks.geometry.owners[0].url
         on_all(self._servers, lambda server: server.prepare(blocks, url))
 
     def hold(self) -> None:
-        """Pauses all servers; errors as in ``prepare``."""
+        """Pauses all servers; raises EngineError with the name of a server that fails."""
         on_all(self._servers, VllmServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:
-        """Replaces the weights of all servers, which generate again.
+        """Makes the prepared version the weights of all servers, which then generate again.
 
         Raises:
-            EngineError: names the server that fails; it stays paused.
+            EngineError: a server fails, and the message names it. A server with a mix of weights stays paused.
         """
         on_all(self._servers, lambda server: _install(server, blocks.version.number))
         self._last = blocks.version.number
@@ -156,18 +162,20 @@ class VllmServers:
             self.compare(blocks)
 
     def drop(self) -> None:
-        """Drops the version on all servers, which continue with the old one unless their weights may be a mix."""
+        """Drops the prepared version on all servers; they continue with the old weights, except for one with a mix of
+        weights.
+        """
         for step in (VllmServer.drop, VllmServer.resume):
             with suppress(EngineError):
                 on_all(self._servers, lambda server, step=step: after_failure(server, step))  # type: ignore[misc]
 
     def compare(self, blocks: WeightBlocks) -> None:
-        """Compares the parameters of all servers with a version; reads its blocks once more.
+        """Compares the parameters of all servers with the version, and reads its tensors once more for this.
 
-        Parameters that vLLM pads, packs or divides among workers are left out.
+        Leaves out parameters that vLLM pads, packs or divides among workers.
 
         Raises:
-            EngineError: names the server and its wrong tensors.
+            EngineError: a server has wrong values; the message names it and the tensors.
         """
         sums = {server.url: server.checksums() for server in self._servers}
         expected, empty = _digests(blocks), hashlib.sha256().hexdigest()

@@ -18,7 +18,7 @@ _AT_ONCE = 64
 
 
 class VllmSample(NamedTuple):
-    """Completion of a prompt."""
+    """One sampled completion of a prompt."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float | None]
@@ -28,10 +28,10 @@ class VllmSample(NamedTuple):
 
 
 class VllmSampler:
-    """Sampler over one or several vLLM servers; they divide the prompts.
+    """Sampler that divides prompts over one or several vLLM servers.
 
     Args:
-        servers: the servers.
+        servers: connections to the servers.
     """
 
     def __init__(self, servers: Sequence[VllmServer]) -> None:
@@ -40,12 +40,14 @@ class VllmSampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any], number: int, seconds: float
     ) -> list[list[VllmSample]]:
-        """Samples completions of prompts from a version of the weights.
+        """Samples completions, and checks that version ``number`` of the weights has produced every token.
+
+        Returns a list of completions for each prompt.
 
         Args:
             prompts: token ids of each prompt.
             settings: vLLM's sampling parameters by their names, such as "n" and "max_tokens".
-            number: number of the version.
+            number: number of the published version.
             seconds: time within which all completions must arrive.
 
         Raises:
@@ -66,7 +68,7 @@ class VllmSampler:
                 raise EngineError(first_line(refusal)) from refusal
 
     def modes(self, seconds: float) -> list[str]:
-        """Returns the ``--logprobs-mode`` of each server; errors as in ``sample``."""
+        """Returns the server option ``--logprobs-mode`` of each server; raises EngineError if a server fails."""
         found = []
         for server in self._servers:
             server.limit(seconds)
