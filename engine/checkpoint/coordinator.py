@@ -61,12 +61,10 @@ receives it too, forwards it to its own processes."""
 
 
 class StopSignal:
-    """SIGTERM handler that records the first signal, so that the run can save and end. A later second signal ends the
-    process.
+    """SIGTERM handler that records the first signal, for the run to save and end; a later one ends the process.
 
     The user's earlier handler is called for the first signal; if it exits, the run saves before. Several engines may
-    stack handlers; each receives the signal. A handler removed outside the main thread passes signals on to the earlier
-    one.
+    stack handlers; each receives the signal. A handler removed outside the main thread only passes signals on.
     """
 
     def __init__(self) -> None:
@@ -235,7 +233,9 @@ class CheckpointCoordinator:
     def save(
         self, folder: str | os.PathLike[str] | None, client_state: Any, without_frozen: bool = False
     ) -> PendingSave:
-        """Begins a checkpoint; see :meth:`engine.Engine.save_checkpoint`."""
+        """Starts a save into ``folder``, by default ``checkpoint.folder``, together with the user's ``client_state``.
+        Returns its handle. See :meth:`engine.Engine.save_checkpoint`.
+        """
         path = self._folder if folder is None else self.control.save_folder(resolved(folder))
         if path is None:
             raise EngineError(
@@ -263,7 +263,9 @@ class CheckpointCoordinator:
         options: LoadOptions,
         missing_ok: bool,
     ) -> Any:
-        """Loads a checkpoint; see :meth:`engine.Engine.load_checkpoint`."""
+        """Loads the newest checkpoint in ``folder`` and returns its ``client_state``. Returns None if there is no
+        checkpoint and ``missing_ok`` is True. See :meth:`engine.Engine.load_checkpoint`.
+        """
         path = self._folder if folder is None else resolved(folder)
         if path is None:
             raise EngineError(
@@ -319,8 +321,7 @@ class CheckpointCoordinator:
             checkpoints.export(resolved(folder), shard_bytes)
 
     def after_step(self, made: bool, stops: bool, ends_trial: bool = False) -> None:
-        """Saves if a save is due, or if the run or trial ends. Then ends the run on SIGTERM. All ranks pass equal
-        arguments.
+        """Saves if a save is due, or the run or trial ends; then ends the run on SIGTERM. All ranks pass equal values.
 
         ``made``: the step has updated the weights. ``stops``: any rank has received SIGTERM.
 
@@ -453,7 +454,7 @@ class CheckpointCoordinator:
         return reader.manifest.user
 
     def placed(self, call: str) -> RunState:
-        """Returns the state of this rank; raises if the model is not sharded yet, or has opened parameters."""
+        """Returns the state of this rank; raises if the model is not sharded yet, or ``full_parameters`` is open."""
         if self._run is None:
             raise EngineError(
                 f"{call} was called before the model is placed on the grid, which needs a batch; pass "

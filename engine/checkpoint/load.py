@@ -208,7 +208,7 @@ class Loader:
     @torch.no_grad()
     def read_moments(self, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Reads this rank's shards of optimizer moments into ``moments``: flat parameter -> name -> tensor. Moments
-        that ``source`` may lack, and does, keep their values.
+        that ``source`` lacks keep their values, if that is allowed (``strict``, ``left_out``).
         """
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 
@@ -225,8 +225,8 @@ class Loader:
                 self._fill(held for held in self.local_tensors.apart(updates) if held.row.name in known)
 
     def check_apart(self, whole: Iterable[WholeUpdates], updated: Collection[str]) -> None:
-        """Checks that saved optimizer state that does not have its parameter's shape (Shampoo's preconditioners) fits
-        this run's optimizer.
+        """Checks that saved optimizer state without its parameter's shape, such as Shampoo's preconditioners, fits this
+        run's optimizer.
 
         ``updated``: parameters that the saved run has updated; others have no state yet.
 

@@ -85,8 +85,8 @@ class HostMap:
 
 
 def find_hosts(host: HostGroup, identity: str) -> HostMap:
-    """Groups the ranks by host: ranks that pass the same ``identity``, from :func:`memory_identity`, share host memory.
-    Collective.
+    """Groups the ranks by host and returns the groups. Ranks with the same ``identity``, from :func:`memory_identity`,
+    share host memory. Collective.
 
     Raises:
         EngineError: a rank cannot be reached.
@@ -277,7 +277,7 @@ class _Offer:
 
 
 class MemoryCheckpoints:
-    """Saves and loads checkpoints in host memory, with a copy of each file on another host. ``save`` and ``find`` are
+    """Store of checkpoints in host memory, with a copy of each file on another host. ``save`` and ``find`` are
     collective over the host group.
 
     Args:

@@ -85,7 +85,7 @@ def _kinds(run: RunState) -> dict[str, TensorKind]:
 
 
 def kind_bytes(kind: TensorKind) -> int:
-    """Returns the size of a full tensor of this dtype and shape, in bytes."""
+    """Returns the size in bytes of a full tensor with the dtype and shape of ``kind``."""
     return torch.Size(kind.shape).numel() * kind.width
 
 

@@ -114,7 +114,8 @@ class CheckpointWriter:
         """Problem of the last save into memory."""
 
     def save(self, folder: Path, user: Any, keep: int | None, without_frozen: bool = False) -> PendingSave:
-        """Starts a save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`.
+        """Starts a save of the run into ``folder`` and returns its handle. ``user``: the ``client_state`` to store. See
+        :meth:`engine.Engine.save_checkpoint`.
 
         Args:
             keep: number of checkpoints that remain in the folder; None: all.

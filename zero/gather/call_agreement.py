@@ -95,7 +95,7 @@ class PassCalls:
         """Data ranks have made different calls in one of the forwards."""
 
     def begin_forward(self) -> None:
-        """Starts the record of a forward. If a backward has started since the last one, the earlier calls are
+        """Starts the record of a forward. If a backward has started since the last forward, the earlier calls are
         discarded.
         """
         if self._reached:
@@ -103,7 +103,7 @@ class PassCalls:
             self._reached = self.unequal = False
 
     def begin_backward(self) -> None:
-        """Records the start of a backward, so that the next forward discards the calls of the earlier ones."""
+        """Records the start of a backward. The next forward then discards the recorded calls."""
         self._reached = True
 
     def note(self, position: int) -> None:

@@ -47,7 +47,7 @@ class HeldPart:
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Stores the elements of ``written`` that differ from the present ones, and returns True if any does.
+        """Stores the elements of ``written`` that differ from the present ones; returns True if any element differs.
         ``written`` has the values as users see them. Synchronizes the device.
         """
         written = written.to(self.values.device)

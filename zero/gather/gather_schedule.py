@@ -40,8 +40,8 @@ class GatherOrder:
     """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the positions in ``turns`` that a forward or backward visits, in the order of use. ``walk``: its
-        pipeline action.
+        """Returns the gather groups that a forward or backward uses, as indices in ``turns``, in the order of use.
+        ``walk``: the pipeline action.
         """
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:

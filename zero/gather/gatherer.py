@@ -194,7 +194,7 @@ class ParameterGatherer:
             self._whole.settle()
 
     def unequal(self, stage: int, microbatch: int) -> bool:
-        """Returns True if data ranks have called different modules in the forward of this microbatch."""
+        """Returns True if data ranks called different modules in the forward of ``microbatch`` in ``stage``."""
         calls = self._calls_of.get((stage, microbatch))
         return calls is not None and calls.unequal
 
@@ -463,7 +463,7 @@ class ParameterGatherer:
 
     @property
     def secondary(self) -> tuple[Tensor, ...]:
-        """Memory of this rank's secondary shards."""
+        """Secondary shards of this rank (ZeRO++ hpZ), as tensors; empty if there are none."""
         return self._whole.secondary.memory if self._whole.secondary is not None else ()
 
     @contextmanager

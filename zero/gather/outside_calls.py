@@ -23,7 +23,7 @@ class OutsideCalls:
 
     @property
     def running(self) -> bool:
-        """True while such a call is in progress."""
+        """True while a module call outside a training pass is in progress."""
         return self._depth > 0
 
     @contextmanager

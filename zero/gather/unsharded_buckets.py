@@ -142,8 +142,8 @@ class UnshardedBuckets:
         return frozenset(index for index, flat in enumerate(self._buckets) if flat.codec is not None)
 
     def ask(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Allocates the buckets ``indices`` that are not live, and starts their all-gathers in one batch. ``exact``:
-        True to gather without quantization.
+        """Allocates the buckets ``indices`` that are not allocated yet, and starts their all-gathers in one batch.
+        ``exact``: True to gather without quantization.
 
         Buckets with a valid secondary shard are gathered in a second batch, within the node.
         """
@@ -262,8 +262,8 @@ class UnshardedBuckets:
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
         """Frees the full memory of the buckets ``indices``.
 
-        ``leave``: True between steps, for user tensors that share the memory: it stays allocated for them. In a forward
-        or backward, such tensors belong to autograd; the backward gathers their buckets again.
+        ``leave``: True if memory that other tensors share stays allocated for them. Between steps, such tensors belong
+        to user code. In a forward or backward they belong to autograd, and the backward gathers them again.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()

@@ -268,7 +268,7 @@ class DiskMoments:
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
-        """Loads the moments of the set ``number`` into host memory for its update, and prefetches the next set's.
+        """Loads the moments of the set ``number`` into host memory for its update, and starts to read the next ones.
 
         Returns False if the disk has failed or has lost its last write. The set must then not be updated.
         """

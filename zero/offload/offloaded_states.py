@@ -93,8 +93,8 @@ class OffloadedStates:
             )
 
     def expire(self, kinds: Collection[str]) -> None:
-        """Invalidates the autograd graphs that have saved parameters, before parameters in ``kinds`` are offloaded. A
-        later backward through them raises.
+        """Invalidates the autograd graphs that have saved parameters, if ``kinds`` contains parameters ("lp_params"). A
+        later backward through them raises. Call it before :meth:`offload`.
         """
         if PARAMETERS in kinds and PARAMETERS not in self._moved:
             held = [each for each in self._inventory.model.parameters() if not isinstance(each, AbsentParameter)]

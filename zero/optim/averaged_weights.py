@@ -145,8 +145,8 @@ class AveragedWeights:
         self._optimizer.refresh(self._buckets)
 
     def refuse(self, call: str) -> None:
-        """Raises if ``call`` is made while the model contains the average, although it needs or overwrites the trained
-        weights. ``call``: name of a public method.
+        """Raises if the model contains the average, and ``call`` needs or overwrites the trained weights. ``call``:
+        name of a public method.
 
         Raises:
             EngineError: the model contains the average.

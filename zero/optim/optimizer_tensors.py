@@ -62,8 +62,8 @@ class WholeUpdates(Protocol):
 
     @property
     def by_owner(self) -> bool:
-        """True if one rank, the owner, stores all such state of a parameter. False if every rank with a shard of the
-        parameter does.
+        """True if one rank, the owner, stores the whole-parameter state of a parameter. False if every rank with a
+        shard of the parameter stores it.
         """
 
     @property

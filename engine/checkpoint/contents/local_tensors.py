@@ -205,8 +205,8 @@ class Held:
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Live weights, masters and optimizer state of one rank, as sources of a save or targets of a load. Quantized
-    frozen weights are left out, because their memory contains codes.
+    """Live weights, fp32 master weights and optimizer state of one rank, as sources of a save or targets of a load.
+    Quantized frozen weights are left out, because their memory contains codes.
     """
 
     ownership: SaveOwnership
@@ -243,7 +243,7 @@ class LocalTensors:
         dict(self.inventory.model.named_parameters())[row.name].data.copy_(codes)
 
     def masters(self) -> Iterator[Held]:
-        """Yields the fp32 masters of bf16 and fp16 parameters."""
+        """Yields this rank's fp32 master weights of bf16 and fp16 parameters."""
         for state in self.inventory.masters():
             if state.flat is not None and state.flat.wide is not None:
                 yield from self._of(state, "master")

@@ -142,12 +142,11 @@ def lay_out(
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict[str, tuple[TensorKind, int]]:
-    """Reads the header of a safetensors file of ``size`` bytes; returns dtype and shape, and byte offset, of each
-    tensor by key. ``read`` returns the bytes from a start to a stop offset.
+    """Reads the header of a safetensors file of ``size`` bytes. Returns dtype and shape, and byte offset, of each
+    tensor by key.
 
     Args:
-        read: function that returns the bytes ``start:stop`` of the file.
-        what: name of the file, for messages.
+        read: function that returns the bytes of the file from a start to a stop offset.
 
     Raises:
         CheckpointError: the file is not safetensors, or its tensors leave gaps.

@@ -47,7 +47,7 @@ _UNDER_WAY = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRound:
-    """Matrices that a step sends to their owners, updates and sends back together, in the same messages."""
+    """Matrices of one round of a step: they are sent to their owners, updated and sent back in the same messages."""
 
     data: OwnerRoute
     """Route over the data ranks that share buckets, for shards of one tensor rank."""

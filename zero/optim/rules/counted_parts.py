@@ -52,12 +52,12 @@ class CountedPart:
 
     @property
     def weights(self) -> Tensor:
-        """Weights of these elements, [n]."""
+        """Weights of the part's elements, a flat view [n]."""
         return self.place.parameter.detach().view(-1)[self.part]
 
     @property
     def grads(self) -> Tensor:
-        """Gradients of these elements, [n]."""
+        """Gradients of the part's elements, a flat view [n]."""
         return self.place.grads.view(-1)[self.part]
 
     def own(self, squares_n: Tensor) -> Tensor:
