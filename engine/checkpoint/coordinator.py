@@ -61,12 +61,10 @@ receives it too, forwards it to its own processes."""
 
 
 class StopSignal:
-    """SIGTERM handler that records the first signal; a second one ends the process as without a handler.
+    """SIGTERM handler that records the first signal, for the run to save and end; a later one ends the process.
 
-    Several engines may stack their handlers, and each receives the signal. Only the main thread can set handlers: one
-    removed by another thread stays installed and passes signals on until the one above it is removed.
-
-    An earlier handler of the user is called for the first signal. If it exits, the run first saves.
+    The user's earlier handler is called for the first signal; if it exits, the run saves before. Several engines may
+    stack handlers; each receives the signal. A handler removed outside the main thread only passes signals on.
     """
 
     def __init__(self) -> None:
@@ -107,13 +105,13 @@ class StopSignal:
             signal.raise_signal(number)
 
     def give_up(self) -> None:
-        """Removes the handler; a SIGTERM received earlier then ends the process, because no step will."""
+        """Removes the handler. The process then ends if SIGTERM was received, because no further step would end it."""
         self.remove()
         if self.asked and not self._active:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Removes this handler: restores the previous one, or makes a later handler call the previous one."""
+        """Removes this handler. The previous handler is restored, or a later handler calls it from now on."""
         if not self._active:
             return
         self._active = False
@@ -181,9 +179,8 @@ class CheckpointCoordinator:
         """True if steps may end with a save, so each calls ``after_step``."""
 
     def hold_folder(self) -> None:
-        """Locks ``checkpoint.folder`` on rank 0 until the engine closes. Communicates nothing.
-
-        A folder that cannot be created is a warning here, and an error of the first save into it.
+        """Locks ``checkpoint.folder`` on rank 0 until the engine closes. Communicates nothing. If the folder cannot be
+        created, logs a warning; the first save into it then raises.
 
         Raises:
             CheckpointError: an engine of another process saves its checkpoints there. For an engine of this process,
@@ -198,7 +195,7 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Loads initial weights or the requested checkpoint, once the model is sharded. Collective."""
+        """Loads initial weights or the requested checkpoint, right after the model was sharded. Collective."""
         self._run = RunState(
             model=self._model,
             config=self._config,
@@ -236,7 +233,9 @@ class CheckpointCoordinator:
     def save(
         self, folder: str | os.PathLike[str] | None, client_state: Any, without_frozen: bool = False
     ) -> PendingSave:
-        """Begins a checkpoint; see :meth:`engine.Engine.save_checkpoint`."""
+        """Starts a save into ``folder``, by default ``checkpoint.folder``, together with the user's ``client_state``.
+        Returns its handle. See :meth:`engine.Engine.save_checkpoint`.
+        """
         path = self._folder if folder is None else self.control.save_folder(resolved(folder))
         if path is None:
             raise EngineError(
@@ -264,7 +263,9 @@ class CheckpointCoordinator:
         options: LoadOptions,
         missing_ok: bool,
     ) -> Any:
-        """Loads a checkpoint; see :meth:`engine.Engine.load_checkpoint`."""
+        """Loads the newest checkpoint in ``folder`` and returns its ``client_state``. Returns None if there is no
+        checkpoint and ``missing_ok`` is True. See :meth:`engine.Engine.load_checkpoint`.
+        """
         path = self._folder if folder is None else resolved(folder)
         if path is None:
             raise EngineError(
@@ -280,7 +281,7 @@ class CheckpointCoordinator:
         return ClientState(user) if isinstance(user, dict) else user
 
     def gather_state(self, average: Average | None = None, keys: Set[str] | None = None) -> dict[str, Tensor]:
-        """Returns the full state dict on rank 0, see :meth:`engine.Engine.full_state_dict`. ``keys``: wanted keys,
+        """Returns the full state dict on rank 0; see :meth:`engine.Engine.full_state_dict`. ``keys``: keys to return,
         equal on all ranks; None: all.
         """
         assert self._run is not None, "the caller has checked that the model is built"
@@ -288,14 +289,14 @@ class CheckpointCoordinator:
         return self._run.full_state.gather((*runtime.buckets, *runtime.frozen), average, keys)
 
     def copy_weights(self, source: "CheckpointCoordinator") -> None:
-        """Copies weights from another engine, see :meth:`engine.Engine.copy_weights_from`; both models are sharded."""
+        """Copies weights from the engine of ``source``; see :meth:`engine.Engine.copy_weights_from`."""
         assert self._run is not None and source._run is not None, "the caller has checked that the models are built"
         source.control.refuse_spoiled()
         copy_weights(source._run, self._run)
         self._run.runtime.weights_written()
 
     def load_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Loads a full state dict from rank 0, see :meth:`engine.Engine.load_full_state_dict`; the model is sharded."""
+        """Loads a full state dict from rank 0; see :meth:`engine.Engine.load_full_state_dict`."""
         assert self._run is not None, "the caller has checked that the model is built"
         load_given(self._run, state, strict)
         self._run.runtime.weights_written()
@@ -320,7 +321,7 @@ class CheckpointCoordinator:
             checkpoints.export(resolved(folder), shard_bytes)
 
     def after_step(self, made: bool, stops: bool, ends_trial: bool = False) -> None:
-        """Saves if a save is due or the run or a trial ends; ends the run. All ranks pass the same arguments.
+        """Saves if a save is due, or the run or trial ends; then ends the run on SIGTERM. All ranks pass equal values.
 
         ``made``: the step has updated the weights. ``stops``: any rank has received SIGTERM.
 
@@ -366,9 +367,8 @@ class CheckpointCoordinator:
             raise problem
 
     def release(self) -> None:
-        """Removes the signal handler, unlocks the folders, and destroys the host group. A second call does nothing.
-
-        It does not wait: a pending save continues in its thread, which unlocks the folders at its end.
+        """Removes the signal handler, unlocks the folders and destroys the CPU process group. A second call does
+        nothing. It does not wait: a pending save continues in its thread, which unlocks the folders at its end.
         """
         if self._signal is not None:
             self._signal.remove()
@@ -454,7 +454,7 @@ class CheckpointCoordinator:
         return reader.manifest.user
 
     def placed(self, call: str) -> RunState:
-        """Returns the state of this rank; raises if the model is not placed, or has opened parameters."""
+        """Returns the state of this rank; raises if the model is not sharded yet, or ``full_parameters`` is open."""
         if self._run is None:
             raise EngineError(
                 f"{call} was called before the model is placed on the grid, which needs a batch; pass "

@@ -41,8 +41,8 @@ class Entry:
 
 
 def state_entries(model: nn.Module) -> dict[str, Entry]:
-    """Returns the parameter or buffer of each key of ``model.state_dict()``, by identity. Call it before tensors are
-    moved.
+    """Returns the parameter or buffer that each key of ``model.state_dict()`` refers to, found by the identity of its
+    tensor. Call it before the engine moves tensors.
     """
     parameters = {id(p): name for name, p in model.named_parameters()}
     buffers = {id(b): name for name, b in model.named_buffers()}
@@ -59,7 +59,7 @@ def state_entries(model: nn.Module) -> dict[str, Entry]:
 
 
 class FullState:
-    """Gatherer of the full state dict on rank 0; collective over the world."""
+    """Gatherer of the model's full state dict on rank 0."""
 
     def __init__(self, model: nn.Module, plan: Plan, entries: Mapping[str, Entry], comm: Comm) -> None:
         self._model, self._plan, self.entries, self._comm = model, plan, entries, comm
@@ -73,10 +73,13 @@ class FullState:
         average: Average | None = None,
         keys: Set[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Returns the user's ``model.state_dict()`` with values on the CPU of rank 0; an empty dict on other ranks.
+        """Returns the user's ``model.state_dict()`` with full CPU tensors on rank 0, and {} on other ranks. Collective
+        over the world.
 
-        ``average``: its values replace those of trained parameters. ``keys``: the wanted keys, equal on all ranks;
-        None: all. Collective.
+        Args:
+            buckets: flat buckets of trained and frozen parameters.
+            average: weight average to return in place of the trained parameters; None: the parameters.
+            keys: keys to return, equal on all ranks; None: all.
         """
         entries = {key: entry for key, entry in self.entries.items() if keys is None or key in keys}
         wanted = {entry.name for entry in entries.values() if entry.kind == "parameter"}

@@ -27,12 +27,12 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class PretrainedFolder:
-    """Hugging Face folder as a source of tensors under this engine's names.
+    """Hugging Face folder of safetensors files, open for reading tensors by this engine's names.
 
     Args:
         keys: engine's name ("param/...", "buffer/...") -> possible keys in the folder.
-        prefix: base-model prefix, absent from the keys of a model without its head.
-        parts: engine's name -> full shape, and the tensors that a published folder has in its place.
+        prefix: transformers' ``base_model_prefix``; keys are found with and without it.
+        parts: engine's name -> full shape, and the tensors that a published folder has in place of the full tensor.
 
     Raises:
         CheckpointError: the folder has no safetensors, or a tensor that this model lacks.
@@ -70,7 +70,7 @@ class PretrainedFolder:
         self.kinds = {name: tensor.kind for name, tensor in self._tensors.items()}
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Reads the requested pieces into their target memory; reads only the needed bytes."""
+        """Copies the requested pieces of tensors into their target memory. Reads only the needed bytes."""
         read_spans(self._files, self._tensors, wanted)
 
     def _find(self) -> dict[str, SpannedTensor]:
@@ -111,8 +111,8 @@ class PretrainedFolder:
 
 
 def model_files(model: nn.Module) -> dict[str, bytes]:
-    """Returns the contents of "config.json" and "generation_config.json" of a Hugging Face model; {} for any other
-    model.
+    """Returns the contents of "config.json" and "generation_config.json" of a Hugging Face model, by file name; {} for
+    any other model.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not hasattr(type(model), "base_model_prefix"):
@@ -126,10 +126,10 @@ def model_files(model: nn.Module) -> dict[str, bytes]:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Raises if ``from_pretrained`` would not find all weights in a saved folder of this model.
+    """Checks that transformers' ``from_pretrained`` can find all weights in a saved folder of this model.
 
     Raises:
-        CheckpointError: the model is wrapped (PEFT), or adapters replace its layers.
+        CheckpointError: PEFT wraps the model, or adapters replace some of its layers.
     """
     kind = type(model)
     inside = getattr(model, "base_model_prefix", None) is not None and not hasattr(kind, "base_model_prefix")
@@ -144,7 +144,9 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
-    """Returns the files with ``dtype`` ("bfloat16") written into "config.json"."""
+    """Returns the files of a Hugging Face folder (name -> contents), with the weights' ``dtype``, such as "bfloat16",
+    written into "config.json".
+    """
     return {
         name: _text(json.loads(data) | {"dtype": dtype}) if name == "config.json" else data
         for name, data in files.items()

@@ -42,23 +42,25 @@ AT_ONCE = 1 << 28
 
 
 class TensorSource(Protocol):
-    """Interface of a checkpoint or Hugging Face folder from which tensors are read by name."""
+    """Interface of a checkpoint or Hugging Face folder from which a load reads tensors by name."""
 
     @property
     def kinds(self) -> Mapping[str, TensorKind]:
-        """Dtype and full shape of each tensor, by "param/...", "buffer/..." and so on."""
+        """Dtype and full shape of each tensor, by name ("param/...", "buffer/..." and so on)."""
 
     @property
     def name(self) -> Path | str:
-        """Folder of the tensors, or another description of the source, for messages."""
+        """Folder of the tensors, or another description of the source, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Reads the requested pieces into their target memory."""
+        """Copies the requested pieces of tensors into their target memory."""
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Reader of a checkpoint or Hugging Face folder into one rank's shards."""
+    """Reader of weights and optimizer state from a checkpoint or Hugging Face folder, ``source``, into one rank's
+    shards.
+    """
 
     source: TensorSource
     local_tensors: LocalTensors
@@ -70,7 +72,8 @@ class Loader:
     """Names ("param/...") of tensors that the checkpoint was saved without; they keep their current values."""
 
     def check(self) -> None:
-        """Compares the names, shapes and dtypes of the source with the model's.
+        """Checks that names, shapes and dtypes of the weights and buffers in ``source`` match the model. Floating-point
+        dtypes may differ.
 
         Raises:
             CheckpointError: names the first difference.
@@ -117,7 +120,9 @@ class Loader:
         return buffer if buffer in self.source.kinds else f"param/{leaf}"
 
     def tell_differences(self) -> None:
-        """Logs tensors that only the source or only the model has, if these are allowed."""
+        """Logs which tensors are only in ``source`` and which are only in the model. ``check`` allows them if
+        ``strict`` is False.
+        """
         for names, told in (
             (self._absent(), "the checkpoint lacks %d tensor(s), which keep their values: %s%s"),
             (self._surplus(), "the checkpoint has %d tensor(s) that the model lacks: %s%s"),
@@ -142,9 +147,10 @@ class Loader:
         return [name.partition("/")[2] for name in names]
 
     def check_moments(self, families: Families) -> None:
-        """Checks that the source has every needed optimizer moment ("exp_avg"), before memory is allocated.
+        """Checks that ``source`` has every optimizer moment ("exp_avg") that this rank's parameters need. Call it
+        before memory is allocated.
 
-        Parameters that are updated as one tensor need the same moments.
+        Parameters that are updated as one flat tensor need the same moments.
 
         Raises:
             CheckpointError: names the first moment that is missing or has another shape or kind of dtype.
@@ -169,7 +175,9 @@ class Loader:
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Reads this rank's shards of weights, into fp32 masters if there are any, and buffers."""
+        """Reads this rank's shards of the weights, and all buffers. If a weight has an fp32 master, the values go into
+        the master.
+        """
         kinds = self.source.kinds
         wide = {held.tensor.partition("/")[2]: held for held in self.local_tensors.masters()}
         landings: list[Held] = []
@@ -199,12 +207,16 @@ class Loader:
 
     @torch.no_grad()
     def read_moments(self, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-        """Reads this rank's shards of optimizer moments; moments that the source may lack keep their values."""
+        """Reads this rank's shards of optimizer moments into ``moments``: flat parameter -> name -> tensor. Moments
+        that ``source`` lacks keep their values, if that is allowed (``strict``, ``left_out``).
+        """
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 
     @torch.no_grad()
     def read_apart(self, whole: Iterable[WholeUpdates]) -> None:
-        """Reads optimizer state that is not sharded by elements; parameters without any in the source start fresh."""
+        """Reads optimizer state that does not have its parameter's shape, such as preconditioners of Shampoo.
+        Parameters without such state in ``source`` start fresh.
+        """
         for updates in whole:
             updates.forget()
             known = self._stored_apart(updates)
@@ -213,9 +225,10 @@ class Loader:
                 self._fill(held for held in self.local_tensors.apart(updates) if held.row.name in known)
 
     def check_apart(self, whole: Iterable[WholeUpdates], updated: Collection[str]) -> None:
-        """Checks the shapes of optimizer state that is not sharded by elements against this run's optimizer.
+        """Checks that saved optimizer state without its parameter's shape, such as Shampoo's preconditioners, fits this
+        run's optimizer.
 
-        ``updated``: parameters that the saved run has updated; others have no state.
+        ``updated``: parameters that the saved run has updated; others have no state yet.
 
         Raises:
             CheckpointError: names the first parameter with different state.
@@ -273,9 +286,10 @@ class Loader:
 
 @torch.no_grad()
 def read_unplaced(source: TensorSource, model: nn.Module) -> None:
-    """Reads full weights and buffers into a model that is not sharded yet, because its plan needs a batch.
+    """Reads full weights and buffers from ``source`` into a model that is not sharded yet, because its plan needs a
+    batch.
 
-    Tensors of another shape, or on the meta device, are skipped; the load after sharding checks them.
+    Tensors with another shape in ``source``, or on the meta device, are skipped; the load after sharding checks them.
     """
     kinds = source.kinds
     tensors: dict[tuple[str, str], Tensor] = {}
@@ -296,8 +310,8 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @torch.no_grad()
 def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """All-gathers loaded weights over dp for ranks that store them in full: masters at ZeRO 0, parameters below ZeRO
-    3.
+    """All-gathers loaded weights over data ranks that store them in full: masters at ZeRO 0, and parameters at ZeRO 0
+    to 2.
     """
     pending = []
     for flat in buckets:
@@ -325,7 +339,7 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 @torch.no_grad()
 def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> None:
-    """All-gathers loaded optimizer moments over dp at ZeRO 0, where every data rank stores all of them."""
+    """All-gathers loaded optimizer moments over data ranks at ZeRO 0, where every data rank stores all of them."""
     for flat in local_tensors.buckets:
         places = [place for place in local_tensors.places if place.flat is flat]
         if not places or flat.owned == flat.shard or flat.bucket.spread.ranks == 1:

@@ -59,7 +59,7 @@ SHARED = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class HostMap:
-    """Ranks of each host, in ascending order."""
+    """Ranks of each host, in ascending order. The host order defines the "next host" that stores a host's copies."""
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -68,22 +68,25 @@ class HostMap:
         return {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
 
     def is_first(self, rank: int) -> bool:
-        """Returns True if ``rank`` is the first rank of its host, which acts for it."""
+        """Returns True if ``rank`` is the first rank of its host, which does the work that is needed once per host."""
         return self.hosts[self._host_of[rank]][0] == rank
 
     def keeper(self, rank: int) -> int | None:
-        """Returns the rank on the next host that stores the copy of ``rank``'s files; None with one host."""
+        """Returns the rank on the next host that stores the copy of the files of ``rank``; None if there is only one
+        host.
+        """
         host = self._host_of[rank]
         following = self.hosts[(host + 1) % len(self.hosts)]
         return following[self.hosts[host].index(rank) % len(following)] if len(self.hosts) > 1 else None
 
     def kept(self, rank: int) -> list[int]:
-        """Returns the ranks whose copies ``rank`` stores, ascending."""
+        """Returns the ranks on other hosts that have the copies of their files on ``rank``, ascending."""
         return [other for other in sorted(self._host_of) if self.keeper(other) == rank]
 
 
 def find_hosts(host: HostGroup, identity: str) -> HostMap:
-    """Returns the ranks that share host memory, by the ``memory_identity`` of every rank. Collective.
+    """Groups the ranks by host and returns the groups. Ranks with the same ``identity``, from :func:`memory_identity`,
+    share host memory. Collective.
 
     Raises:
         EngineError: a rank cannot be reached.
@@ -97,7 +100,8 @@ def find_hosts(host: HostGroup, identity: str) -> HostMap:
 
 
 def memory_identity(shared: Path) -> str:
-    """Returns text that is equal for two processes if they share the folder ``shared`` in memory; containers may not.
+    """Returns a text that is equal for two processes if they share the memory folder ``shared``. Containers on one
+    machine may not share it.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -137,16 +141,17 @@ class _Copy:
 
 
 class Mirror:
-    """Distribution of one saved checkpoint over the hosts' memories; each save makes one on every rank."""
+    """Distribution of one saved checkpoint over the memory of the hosts. Every save makes a new one on every rank."""
 
     def __init__(self, host: HostGroup, hosts: HostMap, folder: MemoryFolder, files: MemoryFiles) -> None:
         self._host, self._hosts, self._folder, self._files = host, hosts, folder, files
         self._with_rank_0 = any({0, host.rank} <= set(ranks) for ranks in hosts.hosts)
 
     def spread(self, step: Path) -> None:
-        """Copies and commits the checkpoint that rank 0 has committed as ``step``. Collective.
+        """Copies the checkpoint at ``step``, which rank 0 has committed, to other hosts and commits it there.
+        Collective over the host group.
 
-        Over the host group: manifest and block hashes go to every rank, each rank's files to one rank of another host.
+        Every rank receives the manifest and block hashes. Each rank sends its own files to one rank of another host.
 
         Raises:
             CheckpointError: a rank has failed, or does not answer; the same on all ranks.
@@ -250,7 +255,7 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class MemoryStep:
-    """Open checkpoint in the memory of the hosts."""
+    """Checkpoint in the memory of the hosts, open for reading on every rank."""
 
     folder: Path
     """Path of the checkpoint; it does not exist on a host without any of its files."""
@@ -272,7 +277,8 @@ class _Offer:
 
 
 class MemoryCheckpoints:
-    """Saves and loads of checkpoints in host memory. ``save`` and ``find`` are collective over the host group.
+    """Store of checkpoints in host memory, with a copy of each file on another host. ``save`` and ``find`` are
+    collective over the host group.
 
     Args:
         run_folder: folder of the run's checkpoints on disk.
@@ -291,13 +297,15 @@ class MemoryCheckpoints:
         self._saved = False
 
     def save(self, host: HostGroup, write: Callable[[Files, Path], Path]) -> Path:
-        """Saves into the memory of this host and of the next one; returns the checkpoint's folder on rank 0's host.
+        """Saves a checkpoint into the memory of the hosts, then copies each host's files to the next host. Returns the
+        checkpoint's folder on rank 0's host.
 
         Args:
             write: function (file operations, folder) that saves and returns the folder that rank 0 has committed.
 
         Raises:
-            CheckpointError, EngineError: ``write`` has failed on a rank; the older copy is still complete.
+            CheckpointError, EngineError: ``write`` or the copy has failed on a rank; the older checkpoint is still
+                complete.
         """
         folder = self._open(host)
         files = MemoryFiles(self._named, self._shared)
@@ -314,8 +322,8 @@ class MemoryCheckpoints:
         return step
 
     def find(self, host: HostGroup, beyond: int) -> MemoryStep | None:
-        """Returns the newest checkpoint after step ``beyond`` that is complete over all hosts, opened; None without
-        one.
+        """Opens the newest checkpoint after step ``beyond`` that is complete if the files of all hosts are combined.
+        Returns None if there is none.
 
         Raises:
             CheckpointError: a host cannot answer; equal on all ranks.
@@ -334,7 +342,7 @@ class MemoryCheckpoints:
         return self._reach(host, _Offer(**answer["chosen"]), ours, answer["secret"])
 
     def close(self) -> None:
-        """Stops the file server for other hosts; all ranks have read their data before."""
+        """Stops the file server from which other hosts read. Call it after all ranks have read their data."""
         if self._found is not None:
             self._found.files.hang_up()
         if self._server is not None:
@@ -395,7 +403,9 @@ class MemoryCheckpoints:
 
 
 def newest_whole(offers: Iterable[_Offer], beyond: int) -> _Offer | None:
-    """Returns the newest checkpoint after step ``beyond`` of which every file is on some host; None without one."""
+    """Returns the newest checkpoint after step ``beyond`` that has every file on at least one host; None if there is
+    none. ``offers``: the checkpoints that each host has.
+    """
     held: dict[tuple[int, str], set[str]] = {}
     found: dict[tuple[int, str], _Offer] = {}
     for offer in offers:

@@ -35,11 +35,11 @@ _TOKEN_FORM = re.compile(rb"[0-9a-f]{16}")
 
 
 class MemoryFiles(Files):
-    """File operations in host memory; a folder is created with its first file.
+    """File operations that write a checkpoint into host memory. Folders are created with their first file.
 
     Args:
-        named: path of the folder on rank 0, the common prefix of all paths.
-        shared: path of the folder on this host.
+        named: path of the memory folder on rank 0, with which all given paths begin.
+        shared: path of the memory folder on this host, which replaces ``named``.
     """
 
     def __init__(self, named: Path, shared: Path) -> None:
@@ -49,7 +49,7 @@ class MemoryFiles(Files):
         self._open: dict[int, Path] = {}
 
     def create(self, path: Path) -> int:
-        """Creates a file and its folders on this host."""
+        """Creates a file and its folders on this host. Returns the file's descriptor."""
         if path.is_relative_to(self._named):
             path = self._shared / path.relative_to(self._named)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -58,28 +58,28 @@ class MemoryFiles(Files):
         return file
 
     def close(self, file: int) -> None:
-        """Closes an open file, and records its size if it was created."""
+        """Closes an open file. If ``create`` has made it, records its size."""
         if (path := self._open.pop(file, None)) is not None:
             self.sizes[path] = os.fstat(file).st_size
         os.close(file)
 
     def make_folder(self, path: Path) -> None:
-        """Creates a folder; it may exist, because another rank of this host has created it."""
+        """Creates a folder. It may exist already, because another rank of this host has created it."""
         path.mkdir(exist_ok=True, mode=0o700)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFolder:
-    """Folder of one run in host memory; every host has one."""
+    """Folder for the checkpoints of one run in the memory of a host. Every host has one."""
 
     root: Path
 
     def claim(self) -> None:
-        """Creates the folder, and deletes folders of earlier runs with the same path on disk. One rank of each host
-        calls it.
+        """Creates the folder, and deletes memory folders of earlier runs that had the same folder on disk. One rank of
+        each host calls it.
 
         Raises:
-            CheckpointError: another user's folder has its name.
+            CheckpointError: a folder of another user, or a link, has this folder's name.
         """
         run = self.root.name.rpartition("-")[0]
         for other in self.root.parent.glob(f"{run}-*"):
@@ -105,7 +105,8 @@ class MemoryFolder:
 
 
 def run_token(files: Files, folder: Path) -> str:
-    """Returns the token in the folder of a run, created if absent. Rank 0 calls it.
+    """Returns the random token that identifies the run in ``folder``, from a file there that is created if absent. Rank
+    0 calls it.
 
     Raises:
         CheckpointError: the token file is damaged.
@@ -124,7 +125,9 @@ def run_token(files: Files, folder: Path) -> str:
 
 
 def memory_folder(shared: Path, folder: Path, token: str) -> MemoryFolder:
-    """Returns the folder in host memory for copies of the run that saves into ``folder``."""
+    """Returns the memory folder of the run that saves its checkpoints into ``folder`` on disk. ``shared``: tmpfs;
+    ``token``: from :func:`run_token`.
+    """
     place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     return MemoryFolder(shared / f"trine-memory-{os.getuid()}-{place}-{token}")
 
@@ -140,7 +143,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Address of the file server of a host."""
+    """Address of a host's file server, from which other hosts read its files."""
 
     address: str
     port: int
@@ -149,7 +152,7 @@ class Holder:
 
 
 class FileServer:
-    """Server that sends files of this host to other hosts, in separate threads, until ``close``."""
+    """Server that sends files of this host to other hosts. It runs in separate threads until ``close``."""
 
     def __init__(self, address: str, secret: str, folder: Path, names: Sequence[str]) -> None:
         server = self
@@ -173,7 +176,9 @@ class FileServer:
         self._thread.start()
 
     def answer(self, link: socket.socket, line: bytes) -> bool:
-        """Sends the requested bytes; returns False if the request lacks the secret."""
+        """Answers the request ``line``, a JSON object with secret, file name, offset and length. Sends the bytes of the
+        file, or an error number. Returns False, without an answer, if the secret or the name is wrong.
+        """
         asked = json.loads(line)
         if not hmac.compare_digest(str(asked["secret"]), self._secret) or asked["name"] not in self._names:
             return False
@@ -215,7 +220,9 @@ class RemoteFiles(Files):
         """Bytes received from other hosts."""
 
     def open(self, root: Path, name: str) -> int:
-        """Opens a file of this or another host."""
+        """Opens the file ``name`` of the checkpoint, on this host or another one. Returns its descriptor; ``root`` is
+        not used.
+        """
         if (self._here / name).exists():
             return super().open(self._here, name)
         if name not in self._held:
@@ -229,11 +236,11 @@ class RemoteFiles(Files):
         return super().size(file) if file >= 0 else self._sizes[self._remote[file]]
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` from byte ``offset`` on; returns the number of bytes read."""
+        """Fills ``target`` from byte ``offset`` of an open file on; returns the number of bytes read."""
         return super().read_into(file, target, offset) if file >= 0 else self._fetch(file, target, offset)
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` like ``read_into``, because all files are in memory."""
+        """Calls ``read_into``: all files are in memory, so there is no page cache to bypass."""
         return self.read_into(file, target, offset)
 
     def is_cached(self, file: int, offset: int) -> bool:

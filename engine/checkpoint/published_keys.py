@@ -19,10 +19,11 @@ from engine.checkpoint.format.safetensors_file import FilePart
 
 
 def published_parts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[FilePart, ...]]:
-    """Returns the published parts of each parameter that a published folder stores otherwise, by its key.
+    """Returns the tensors that a published Hugging Face folder has in place of each parameter, by the parameter's key.
+    Example: a folder has one tensor for each expert, where the model has one stacked parameter.
 
-    Parameters that are published in another order of elements are left out: their own key is used. Nothing is
-    communicated; {} for models that are not of transformers.
+    A parameter is left out if the folder stores it under its own key, or in another order of elements. Returns {} for
+    models that are not of transformers. Communicates nothing.
 
     Args:
         shapes: full shape of every parameter, by its key in ``model.state_dict()``.

@@ -49,9 +49,9 @@ logger = logging.getLogger("trine")
 
 
 class ClientState(dict[str, Any]):
-    """Dict that ``load_checkpoint`` returns as ``client_state``; iteration over it raises.
+    """Dict with the user's ``client_state`` that ``load_checkpoint`` returns. Iteration over it raises.
 
-    DeepSpeed returns a pair, and ``path, state = eng.load_checkpoint(...)`` would yield two keys of the dict.
+    DeepSpeed returns a pair: ``path, state = eng.load_checkpoint(...)`` would silently assign two keys of the dict.
     ``items``, ``keys`` and ``values`` work as in any dict.
     """
 
@@ -63,7 +63,8 @@ class ClientState(dict[str, Any]):
 
 
 def find_checkpoint(folder: Path, host: HostGroup, files: Files, missing_ok: bool = False) -> Path | None:
-    """Returns the newest checkpoint in the folder of a run, or ``folder`` itself if it is a checkpoint; rank 0 decides.
+    """Finds the checkpoint to load: ``folder`` itself if it is one, otherwise the newest in it. None if there is none
+    and ``missing_ok`` is True. Rank 0 searches and sends the result to all ranks.
 
     Raises:
         CheckpointError: ranks passed different folders; there is no checkpoint, and ``missing_ok`` is False.
@@ -107,7 +108,7 @@ def _missing(files: Files, folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Selection of the parts of a checkpoint that are loaded."""
+    """Options that select which parts of a checkpoint are loaded."""
 
     module_only: bool
     """Load only weights and buffers."""
@@ -138,7 +139,7 @@ class LoadRequest:
 
 
 class Resume:
-    """Load of one checkpoint into one run.
+    """Load of one checkpoint into the running engine ``run``.
 
     Args:
         request: folder of the checkpoint, and the parts of it to load.
@@ -349,10 +350,11 @@ class Resume:
 
 
 def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> AbstractContextManager[None]:
-    """Returns the context of one phase of a load: if it fails on a rank, all ranks raise that error and ``advice``.
+    """Returns the context of one phase of a load. If the phase fails on a rank, all ranks raise its error, followed by
+    the text of ``advice``.
 
     Raises:
-        CheckpointError: names ``step``.
+        CheckpointError: a rank has failed; names the checkpoint ``step``.
     """
 
     def describe(error: Exception) -> str:

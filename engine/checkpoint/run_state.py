@@ -43,7 +43,7 @@ WORTH_A_LINE = 0.1
 
 @dataclass(frozen=True)
 class RunState:
-    """State of an engine on one rank: source of a save and target of a load."""
+    """Model, optimizer and counters of an engine on one rank, from which a save reads and into which a load writes."""
 
     model: nn.Module
     config: Config
@@ -59,12 +59,14 @@ class RunState:
 
     @cached_property
     def ownership(self) -> SaveOwnership:
-        """Assignment of the elements of every tensor to the ranks that save them."""
+        """Assignment of the elements of every parameter to the ranks that save them."""
         return SaveOwnership(self.runtime.plan)
 
     @cached_property
     def keys(self) -> dict[str, list[str]]:
-        """Keys of each tensor in ``model.state_dict()``, by "param/..." or "buffer/..."; files use the first key."""
+        """Keys of each parameter and persistent buffer in ``model.state_dict()``, by name ("param/..." or
+        "buffer/..."). A tied parameter has several; checkpoints use the first.
+        """
         keys: dict[str, list[str]] = {f"param/{row.name}": [] for row in self.runtime.plan.table}
         for key, entry in self.full_state.entries.items():
             if entry.kind in ("parameter", "buffer"):
@@ -74,13 +76,15 @@ class RunState:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers of the model, by "buffer/..."."""
+        """Persistent buffers of the model on this rank, by name ("buffer/...")."""
         live = dict(self.model.named_buffers())
         return {name: live[name.partition("/")[2]] for name in self.keys if name.startswith("buffer/")}
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
-        """Tensors of the folder ``model/``, each with the rank that writes it."""
+        """Parameters and buffers of a checkpoint's folder ``model/``, each with the rank that writes it. Equal on all
+        ranks.
+        """
         parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
         kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
         found = model_tensors(self.ownership, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
@@ -89,34 +93,38 @@ class RunState:
 
     @cached_property
     def stored(self) -> tuple[ModelTensor, ...]:
-        """Model tensors that a checkpoint contains; without frozen parameters if ``checkpoint.frozen`` is false."""
+        """Parameters and buffers that a checkpoint contains: ``tensors``, without frozen parameters if
+        ``checkpoint.frozen`` is false.
+        """
         return self.tensors if self.config.checkpoint.frozen else self.trained
 
     @cached_property
     def trained(self) -> tuple[ModelTensor, ...]:
-        """Model tensors without frozen parameters."""
+        """Trained parameters and buffers: ``tensors`` without frozen parameters."""
         return tuple(tensor for tensor in self.tensors if tensor.row is None or tensor.row.trainable)
 
     @property
     def local_tensors(self) -> LocalTensors:
-        """Views of this rank's shards."""
+        """Views of this rank's shards of weights, masters and optimizer state."""
         return LocalTensors(self.ownership, self.comm.grid.coord(), self.runtime.inventory)
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """Error-feedback residuals of this rank's quantized gradients, by "residual/..."."""
+        """Error-feedback residuals of this rank's quantized gradients, by name ("residual/...")."""
         return {f"residual/{name}": residual for name, residual in self.runtime.reducer.residuals.items()}
 
     def own_state(self) -> dict[str, Tensor]:
-        """Returns tensors that only this rank has: states of random generators and step parts, and error-feedback
-        residuals.
+        """Returns the tensors that only this rank has: states of random generators and of step features, and
+        error-feedback residuals.
         """
         parts = self.runtime.parts.having(StepPart.state)
         states = {name: tensor for part in parts for name, tensor in part.state().items()}
         return random_states(self.device) | states | self.residuals
 
     def ours(self, weights_only: bool = False) -> Ours:
-        """Returns all state that this rank saves; with ``weights_only``, only weights and buffers."""
+        """Returns the state that this rank contributes to a save. With ``weights_only``, it is only weights and
+        buffers.
+        """
         for flat in self.runtime.buckets:
             sync_masters(flat)
         local_tensors = self.local_tensors
@@ -130,7 +138,9 @@ class RunState:
         return Ours(weights, self.buffers, pieces, self.own_state(), numbers)
 
     def contents(self, user: Any, tensors: tuple[ModelTensor, ...]) -> Contents:
-        """Returns the manifest fields that are not about tensors; ``user``: the ``client_state`` to save."""
+        """Returns the checkpoint's metadata: the manifest fields that are not about tensors. ``user``: the
+        ``client_state`` to save.
+        """
         scheduler = self.runtime.learning_rate.scheduler
         progress = {
             "update": self.trainer_state.update.state_dict(),
@@ -170,7 +180,7 @@ class RunState:
         }
 
     def dtype(self) -> str:
-        """Returns the dtype in which most bytes of the model's tensors are stored."""
+        """Returns the dtype that most bytes of the model's tensors have, by its torch name, such as "bfloat16"."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:
             sizes[tensor.kind.dtype] = sizes.get(tensor.kind.dtype, 0) + tensor.kind.bytes

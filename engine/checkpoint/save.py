@@ -57,7 +57,9 @@ from engine.parallel.comm.host_group import HostGroup, announce, collect, noting
 
 @dataclass(slots=True)
 class Report:
-    """Message of one rank to rank 0 in a save: its files, block hashes and pieces."""
+    """Message that a rank sends to rank 0 during a save, about the files that it has written: sizes, block hashes and
+    pieces of tensors.
+    """
 
     files: dict[str, int] = field(default_factory=dict)
     hashes: dict[str, Hashes] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class Report:
         self.hashes[name] = hashes
 
     def piece(self, tensor: str, kind: TensorKind, stored: StoredPiece) -> None:
-        """Adds a written piece of a tensor to the report."""
+        """Adds a piece that this rank has written to the report. ``kind``: dtype and full shape of the tensor."""
         entry = {"dtype": kind.dtype, "shape": list(kind.shape), **piece_to_json(stored, stored.file)}
         self.pieces.setdefault(tensor, []).append(entry)
 
@@ -91,20 +93,22 @@ class Report:
 
 
 def digests(tracked: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sha256 of the JSON state of each registered object."""
+    """Returns the hex sha256 of each registered object's JSON state, by the object's name."""
     return {name: hashlib.sha256(dump({"state": state})).hexdigest() for name, state in tracked.items()}
 
 
 def failure(problem: str) -> bytes:
-    """Returns the report of a rank that could not write, with its ``problem``."""
+    """Returns the report of a rank that could not write its files. ``problem``: the error text."""
     return dump({"problem": problem})
 
 
 def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
-    """Merges the reports of all ranks, in order of rank; returns the merged report and the tensors with their pieces.
+    """Merges the reports of all ranks, which are in order of rank. Returns the merged report, and all tensors with the
+    pieces that the ranks have written.
 
     Raises:
-        CheckpointError: a rank has failed, or the ranks have not written each element of a tensor exactly once.
+        CheckpointError: a rank has failed; the ranks used different folders, or have different states of a registered
+            object or optimizer scalar; an element of a tensor was not written exactly once.
     """
     merged, numbers = Report(), []
     kinds: dict[str, TensorKind] = {}
@@ -160,7 +164,7 @@ RankReports = Callable[[], list[bytes]]
 
 
 class Saver:
-    """Writer of one engine's checkpoints; saves run one at a time.
+    """Writer of one engine's checkpoints, one save at a time.
 
     Args:
         ownership: assignment of elements to the ranks that save them.
@@ -187,20 +191,22 @@ class Saver:
         """Lock on the folder of the pending save; rank 0 only."""
 
     def elsewhere(self, files: Files) -> "Saver":
-        """Returns a saver of the same snapshots that writes by the file operations ``files``, such as into host memory.
-
-        It takes no locks.
+        """Returns a saver that writes the same snapshots with other file operations, ``files``, such as into host
+        memory. It takes no locks.
         """
         other = copy(self)
         other._files, other._lock, other._held, other._whole = files, lambda folder: None, ExitStack(), True
         return other
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies all state that training will change into host memory; the next snapshot reuses the memory."""
+        """Copies all state in ``ours`` and ``contents`` that training will change into host memory. The next snapshot
+        reuses the memory.
+        """
         return self._snapshots.take(ours, contents)
 
     def run(self, snapshot: Snapshot | Exception, folder: Path, keep: int | None) -> Path:
-        """Writes and commits a snapshot; returns the checkpoint's folder. Collective over the host group.
+        """Writes the snapshots of all ranks as one checkpoint into the folder of a run, and commits it. Returns the
+        checkpoint's folder. Collective over the host group.
 
         Args:
             snapshot: the snapshot, or the error that prevented it on this rank; then no rank writes.
@@ -216,9 +222,11 @@ class Saver:
         return Path(verdict.text("folder"))
 
     def export(self, snapshot: Snapshot | Exception, folder: Path, shard_bytes: int | None = None) -> None:
-        """Writes only a Hugging Face folder, replacing files of equal names. Collective over the host group.
+        """Writes the weights as a Hugging Face folder, without optimizer state. Files of equal names are replaced.
+        Collective over the host group.
 
-        ``shard_bytes``: rank 0 merges the ranks' files into files of at most this many bytes; None: a file per rank.
+        ``shard_bytes``: rank 0 merges the ranks' files into files of at most this many bytes; None: one file for each
+        rank.
 
         Raises:
             CheckpointError, EngineError: a rank has failed or cannot be reached; the folder is then unchanged.

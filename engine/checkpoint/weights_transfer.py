@@ -28,10 +28,10 @@ from engine.zero.optim.master_weights import sync_masters
 
 
 def copy_weights(source: RunState, target: RunState) -> None:
-    """Copies parameters and persistent buffers of ``source`` into ``target``, cast to the target's dtypes. Collective
-    over the world.
+    """Copies parameters and persistent buffers of ``source`` into ``target``, cast to the target's dtypes. The target's
+    optimizer state does not change. Collective over the world.
 
-    fp32 masters are sent if the source has them; the target's optimizer state does not change.
+    If ``source`` has fp32 masters, their values are copied.
 
     Raises:
         EngineError: the models differ, or the engines run on different ranks; on all ranks, before communication.
@@ -85,13 +85,15 @@ def _kinds(run: RunState) -> dict[str, TensorKind]:
 
 
 def kind_bytes(kind: TensorKind) -> int:
-    """Returns the size of a full tensor of this dtype and shape, in bytes."""
+    """Returns the size in bytes of a full tensor with the dtype and shape of ``kind``."""
     return torch.Size(kind.shape).numel() * kind.width
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Full tensors by name in one CPU buffer, which can be loaded like a checkpoint (``TensorSource``)."""
+    """Full tensors by name in one CPU buffer. A load can read from it like from a checkpoint (interface
+    ``TensorSource``).
+    """
 
     kinds: Mapping[str, TensorKind]
     places: Mapping[str, Tensor]
@@ -104,7 +106,7 @@ class Image:
             _copy(request.piece, self.kinds[request.tensor].width, self.places[request.tensor], request.target, True)
 
     def write(self, tensor: str, piece: Piece, values: Tensor) -> None:
-        """Copies the values of this rank's piece of a tensor into the buffer."""
+        """Copies ``values``, this rank's piece of the tensor named ``tensor``, into the buffer."""
         _copy(piece, self.kinds[tensor].width, self.places[tensor], as_bytes(values), False)
 
 
@@ -120,9 +122,10 @@ def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) 
 
 
 def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[[Image], None]) -> Image:
-    """Returns full tensors on every rank, from pieces that ``fill`` writes on each.
+    """Returns the full tensors of ``kinds`` on every rank. On each rank, ``fill`` writes its pieces into the buffer,
+    and one all-reduce over the world (label "weights") combines them.
 
-    Ranks that write the same element write equal values. One all-reduce over the world, label "weights".
+    Ranks that write the same element must write equal values.
     """
     sizes = [kind_bytes(kind) for kind in kinds.values()]
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)
@@ -159,11 +162,12 @@ _SOURCE = "the state that rank 0 was given"
 
 @torch.no_grad()
 def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
-    """Loads weights and persistent buffers on all ranks from the full ``state`` dict of rank 0. Collective.
+    """Loads weights and persistent buffers on all ranks from ``state``, the full state dict that rank 0 passes.
+    Collective over the world.
 
     Raises:
-        CheckpointError: under ``strict`` a key is unknown or missing; or a tensor has the wrong shape or is not
-            floating-point. On all ranks, before a weight is changed.
+        CheckpointError: a tensor has the wrong shape or is not floating-point; with ``strict``, also for a key that is
+            unknown or missing. All ranks raise, before a weight is changed.
     """
     told = from_first(lambda: json.dumps(_described(run, state)).encode(), run.comm, run.device)
     kinds, keys = {}, {}

@@ -21,10 +21,10 @@ from engine.step.state import RunControl
 
 
 class PendingSave:
-    """Handle of a save in progress. ``wait`` returns the checkpoint's folder; a failure is logged even without
-    ``wait``.
+    """Handle of a save, which usually runs in the background. ``wait`` returns the checkpoint's folder. A failure is
+    logged even if nobody waits.
 
-    It references the engine's data only until the save ends.
+    The handle references the engine's data only until the save ends.
     """
 
     def __init__(self, work: Callable[[], Path], told: Callable[["PendingSave"], None], background: bool) -> None:
@@ -65,7 +65,9 @@ class PendingSave:
         return self.folder
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` when the save has ended, at once if it has. Takes no lock, so that finalizers may use it."""
+        """Calls ``call`` when the save has ended, or at once if it has ended already. It takes no lock, so that
+        finalizers may use it.
+        """
         self._afterwards.append(call)
         if self._ended:
             self._call_afterwards()
@@ -112,7 +114,8 @@ class CheckpointWriter:
         """Problem of the last save into memory."""
 
     def save(self, folder: Path, user: Any, keep: int | None, without_frozen: bool = False) -> PendingSave:
-        """Starts a save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`.
+        """Starts a save of the run into ``folder`` and returns its handle. ``user``: the ``client_state`` to store. See
+        :meth:`engine.Engine.save_checkpoint`.
 
         Args:
             keep: number of checkpoints that remain in the folder; None: all.
@@ -135,7 +138,7 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending.done
 
     def save_in_memory(self, copies: MemoryCheckpoints) -> None:
-        """Starts a save into host memory with a copy on another host. A failure is logged, and the run continues."""
+        """Starts a save into host memory, with a copy on another host. A failure is logged, and the run continues."""
         self.drain()
         saver, snapshot = self._saver, self._snapshot({}, self._saver)
 
@@ -151,8 +154,8 @@ class CheckpointWriter:
         self._saver.host = host
 
     def export(self, folder: Path, shard_bytes: int | None = None) -> None:
-        """Writes a Hugging Face folder of the model and waits for it. ``shard_bytes``: largest bytes of a file; None: a
-        file per rank.
+        """Writes a Hugging Face folder of the model and waits until it is complete. ``shard_bytes``: largest size of a
+        file in bytes; None: one file for each rank.
 
         Raises:
             CheckpointError: frozen weights are quantized, so that their exact values are not available.
@@ -189,7 +192,7 @@ class CheckpointWriter:
             return error
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` when no save is pending: at once, or in the thread of the pending save at its end."""
+        """Calls ``call`` when no save is pending: at once, or in the pending save's thread when it ends."""
         if self._pending is None:
             call()
         else:

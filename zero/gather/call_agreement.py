@@ -27,13 +27,17 @@ ROUND = "gather round"
 
 
 def round_bytes(buckets: int) -> int:
-    """Returns the bytes of one rank's message: flags, a digest of its calls, and one bit per bucket."""
+    """Returns the size in bytes of the message that one rank sends in a round: flags, a digest of its module calls, and
+    one bit for each of ``buckets`` buckets.
+    """
     return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Message that one rank sends to the others in a round; ``wanted``: indices of the buckets that it requests."""
+    """Message of one rank in a round of agreement on extra gathers. ``wanted``: indices of the buckets that it
+    requests.
+    """
 
     wanted: frozenset[int] = frozenset()
     everywhere: bool = False
@@ -45,7 +49,8 @@ class Said:
 
 
 class GatherRounds:
-    """Exchange of messages between the hosts of the ranks that gather together; label "gather round".
+    """Rounds in which the ranks that gather together exchange messages about extra gathers (ZeRO 3). Each is an
+    all-gather between their hosts, label "gather round".
 
     ``buckets``: number of buckets, equal on all of these ranks.
     """
@@ -54,7 +59,9 @@ class GatherRounds:
         self._comm, self._bytes = comm, _mask_bytes(buckets)
 
     def meet(self, said: Said) -> list[Said]:
-        """All-gathers the message ``said`` of each rank; returns the messages of all ranks, in order."""
+        """All-gathers the message ``said`` of this rank and returns the messages of all ranks, in order of rank.
+        Collective.
+        """
         mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
         flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
         return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, ROUND)]
@@ -77,7 +84,9 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class PassCalls:
-    """Record of the module calls in the forwards that one backward differentiates, as positions in the gather order."""
+    """Record of the module calls in the forwards that one backward differentiates. A call is recorded as the position
+    of its module in the gather order.
+    """
 
     def __init__(self) -> None:
         self._positions: list[int] = []
@@ -86,13 +95,15 @@ class PassCalls:
         """Data ranks have made different calls in one of the forwards."""
 
     def begin_forward(self) -> None:
-        """Starts a forward; discards calls that a backward has already differentiated."""
+        """Starts the record of a forward. If a backward has started since the last forward, the earlier calls are
+        discarded.
+        """
         if self._reached:
             self._positions.clear()
             self._reached = self.unequal = False
 
     def begin_backward(self) -> None:
-        """Starts a backward, so that the next forward discards the recorded calls."""
+        """Records the start of a backward. The next forward then discards the recorded calls."""
         self._reached = True
 
     def note(self, position: int) -> None:
@@ -101,19 +112,21 @@ class PassCalls:
             self._positions.append(position)
 
     def compare(self, last: Sequence[Said]) -> None:
-        """Sets ``unequal`` if ranks have called different modules; ``last``: each rank's last message, with a digest of
-        its calls.
+        """Sets ``unequal`` to True if the ranks have called different modules. ``last``: the last message of each rank,
+        which has a digest of its calls.
         """
         self.unequal = self.unequal or len({said.calls for said in last}) > 1
 
     @property
     def digest(self) -> bytes:
-        """Digest of the recorded calls, equal on ranks with equal calls."""
+        """Digest of the recorded calls, 8 bytes. Ranks with equal calls have equal digests."""
         return blake2b(repr(self._positions).encode(), digest_size=_DIGEST_BYTES).digest()
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions that the backward visits again after it has left them; it visits the calls from last to first."""
+        """Positions that the backward visits twice, or visits after it has gone past them. The backward goes through
+        the calls from the last to the first.
+        """
         again, lowest = set(), None
         for position in reversed(self._positions):
             if lowest is not None and position >= lowest:

@@ -22,7 +22,7 @@ from engine.zero.wire_formats import WireFormats
 
 @dataclass(frozen=True, slots=True)
 class EncodedGather:
-    """Encoded all-gather of one bucket."""
+    """All-gather of one bucket's weights as quantized codes: its buffers and its codec."""
 
     flat: FlatBucket
     codec: BlockCodec
@@ -32,19 +32,25 @@ class EncodedGather:
     """Encoded shards of all ranks, [N*m], valid after the all-gather."""
 
     def decode(self) -> None:
-        """Decodes the shards of all ranks into the bucket's ``params``."""
+        """Decodes the received shards of all ranks into the bucket's full parameters, ``flat.params``. Call it after
+        the all-gather.
+        """
         ranks = self.full.numel() // self.own.numel()
         self.codec.decode(self.full.view(ranks, -1), self.flat.params.view(ranks, -1))
 
 
 def encoded_gather(flat: FlatBucket, codec: BlockCodec, weights: Tensor, ranks: int) -> EncodedGather:
-    """Encodes this rank's ``weights`` [s] of a bucket for an all-gather over ``ranks``."""
+    """Encodes ``weights`` [s], this rank's shard of a bucket, and allocates the buffer for the codes of all ``ranks``
+    ranks. The caller starts the all-gather.
+    """
     own = codec.message(weights)
     return EncodedGather(flat, codec, own, own.new_empty(ranks * own.numel()))
 
 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
-    """Starts the all-gather of a bucket with ``rounds_in_gathers``, from its master weights."""
+    """Starts the quantized all-gather of a bucket from its fp32 masters, into its parameters. The bucket must have
+    ``rounds_in_gathers``. ``label``: label of the traffic.
+    """
     assert flat.master is not None and flat.codec is not None
     axis = flat.bucket.spread.sharding
     gather = encoded_gather(flat, flat.codec, flat.master.to(flat.params.device), comm.grid.size(axis))
@@ -52,13 +58,17 @@ def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
 
 
 def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """All-gathers decoded weights before the first step, so that first and resumed steps compute with equal weights."""
+    """Replaces the initial weights by quantized and decoded ones, by an all-gather of each bucket with
+    ``rounds_in_gathers``. First and resumed steps then compute with equal weights.
+    """
     for flat in buckets:
         if flat.rounds_in_gathers:
             gather_masters(flat, comm, "parameters").wait()
 
 
 def with_codecs(buckets: Sequence[FlatBucket], formats: WireFormats, kernels: Kernels) -> tuple[FlatBucket, ...]:
-    """Returns the buckets with the codecs that ``formats`` defines for their weights."""
+    """Returns copies of the buckets with the codecs for their weights' all-gathers that ``formats`` selects. A bucket
+    without such a format is returned as it is.
+    """
     found = [(flat, formats.of_weights(flat.bucket)) for flat in buckets]
     return tuple(flat if wire is None else replace(flat, codec=BlockCodec(wire, kernels)) for flat, wire in found)

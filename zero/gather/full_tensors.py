@@ -33,7 +33,7 @@ LABEL = "full tensors"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """Elements ``part`` of a bucket, stored on this rank as ``values``; users see ``values`` times ``factor``."""
+    """Elements ``part`` of a bucket that this rank stores, as ``values``. Users see ``values`` times ``factor``."""
 
     flat: FlatBucket
     part: slice
@@ -47,10 +47,8 @@ class HeldPart:
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Stores the elements of ``written``, in the users' scale, that differ from the stored ones; returns True if
-        any differs.
-
-        Synchronizes the device.
+        """Stores the elements of ``written`` that differ from the present ones; returns True if any element differs.
+        ``written`` has the values as users see them. Synchronizes the device.
         """
         written = written.to(self.values.device)
         changed = written != self.given()
@@ -60,7 +58,9 @@ class HeldPart:
         return True
 
     def of(self, slot: Slot) -> "HeldPart | None":
-        """Returns the elements of this part that belong to the parameter of ``slot``; None if there are none."""
+        """Returns the elements of this part that belong to the parameter of ``slot``, its range in the bucket. None if
+        there are none.
+        """
         start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
         if start >= stop:
             return None
@@ -70,7 +70,9 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedShards:
-    """Shards of one kind of tensor (weights, gradients or a moment) of all trained parameters, by name."""
+    """This rank's shards of one kind of tensor (master weights, gradients or a moment) of all trained parameters, for
+    access by parameter name.
+    """
 
     call: str
     """Name of the public method, for error messages."""
@@ -88,10 +90,11 @@ class NamedShards:
 
 @contextmanager
 def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields the tensors of parameters that match ``pattern``, gathered over dp, in the shapes of this rank's
-    parameters.
+    """Yields the tensors of the parameters that match ``pattern``, by name, gathered over dp. They have the shapes of
+    this rank's parameters. At the end of the context, elements that the user has written are stored.
 
-    Collective: one all-gather over dp for each bucket, label "full tensors"; at the end digests over dp and replica.
+    Collective: one all-gather over dp for each bucket, label "full tensors". At the end, ranks compare digests of the
+    written values, over dp and over replicas.
 
     Raises:
         EngineError: no parameter matches, or ranks have written different values.
@@ -131,9 +134,10 @@ def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dic
 
 @contextmanager
 def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's shards [elements] of parameters that match ``pattern``; empty where other data ranks own them.
+    """Yields this rank's shards of the parameters that match ``pattern``, by name, each flat [elements]. A parameter
+    that other data ranks own has 0 elements. At the end of the context, elements that the user has written are stored.
 
-    Communicates only after a write: an all-gather of the written masters over dp.
+    Ranks compare at the end whether any has written; only then, the written masters are all-gathered over dp.
     """
     chosen = _matching(shards, pattern)
     parts: dict[str, tuple[HeldPart, Tensor]] = {}
@@ -174,7 +178,7 @@ def _matching(shards: NamedShards, pattern: str) -> frozenset[str]:
 
 
 def matching_rows(table: ShardTable, pattern: str) -> list[ShardRow]:
-    """Returns the parameters with a name or alias that matches ``pattern``."""
+    """Returns the shard-table rows of the parameters with a name or alias that matches the shell-style ``pattern``."""
     return [row for row in table if any(fnmatchcase(name, pattern) for name in (row.name, *row.aliases))]
 
 
@@ -194,11 +198,13 @@ def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
 
 
 def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], call: str, comm: Comm) -> None:
-    """Raises if data ranks have written different values to a bucket, because each rank stores only its own shard.
+    """Raises if data ranks have written different values to a gathered bucket. They must be equal, because each rank
+    stores only its own shard of them. Collective.
 
     Args:
         written: digest of each written bucket, by the bucket's first parameter name.
         axes: axis of the ranks with the bucket's parameters, by the same name.
+        call: name of the public method, for the message.
     """
     for axis in sorted({axes[name] for name in written}):
         names = [name for name in written if axes[name] == axis]
@@ -215,10 +221,10 @@ def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], ca
 def check_holders(
     written: Mapping[str, Tensor], rows: Sequence[ShardRow], call: str, comm: Comm, device: torch.device
 ) -> None:
-    """Raises if stages (of a tied parameter) or tensor ranks (of an unsharded one) have written different values to
-    copies.
+    """Raises if ranks that store copies of a parameter have written different values to them. These are the stages of a
+    tied parameter, and the tensor ranks of one that is not sharded over them. Collective.
 
-    ``written``: digest of each parameter on this rank, by name.
+    ``written``: digest of each parameter on this rank, by name. ``call``: name of the public method, for the message.
     """
     shared = [row.name for row in rows if len(row.owners) > 1 or (row.equal_on_tensor_ranks and comm.grid.tp > 1)]
     if not shared:
@@ -236,7 +242,7 @@ def check_holders(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:
-    """Model with the flat buckets that :func:`full_parameters` gathers."""
+    """Model and its flat buckets, as :func:`full_parameters` needs them."""
 
     model: nn.Module
     table: ShardTable
@@ -249,7 +255,9 @@ class ShardedModel:
 
 @contextmanager
 def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, nn.Parameter]]:
-    """Implements :meth:`engine.Engine.full_parameters`."""
+    """Implements :meth:`engine.Engine.full_parameters`: yields full parameters by name, and stores this rank's shards
+    of them at the end.
+    """
     named = dict(sharded.model.named_parameters())
     chosen = {name: named[name] for name in _matching_parameters(sharded, pattern)}
     gatherer, flats = sharded.gatherer, sharded.buckets

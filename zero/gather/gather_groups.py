@@ -28,7 +28,7 @@ from engine.zero.gather.gatherer import ParameterGatherer
 
 @dataclass(frozen=True, slots=True)
 class GatherGroups:
-    """Modules with sharded parameters, in groups that are gathered together."""
+    """Division of a model's modules into groups. The sharded parameters of a group are gathered together."""
 
     modules: tuple[tuple[str, ...], ...]
     """Names of the modules in each group."""
@@ -37,7 +37,8 @@ class GatherGroups:
 
 
 def find_gather_groups(model: nn.Module, calls: Sequence[str] = (), closed: Collection[str] = ()) -> GatherGroups:
-    """Divides the modules of ``model`` into gather groups.
+    """Divides the modules of ``model`` into gather groups: one before the first block, one for each block, and one
+    after the last.
 
     Args:
         calls: names of modules in the order in which a forward calls them.
@@ -80,9 +81,10 @@ def _grouped(units: Sequence[str], blocks: set[str]) -> list[list[str]]:
 
 
 class GatheredModules:
-    """Patches on a stage's modules that gather their parameters at each call.
+    """Patches on the ``forward`` of a stage's modules, which gather a module's sharded parameters before each call and
+    free them later.
 
-    They are outside activation checkpointing, so that recomputation in backward gathers a block once.
+    The patches are outside activation checkpointing, so that recomputation in backward gathers a block once.
     """
 
     def __init__(

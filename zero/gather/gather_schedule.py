@@ -28,7 +28,9 @@ EVERYWHERE = Turn(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class GatherOrder:
-    """Order in which the passes of one rank use its gather groups; a bucket is named by its index in ``buckets``."""
+    """Order in which the forwards and backwards of one rank use its gather groups (ZeRO 3). Buckets are identified by
+    their index in ``buckets``.
+    """
 
     buckets: tuple[Bucket, ...]
     turns: tuple[Turn, ...]
@@ -38,7 +40,9 @@ class GatherOrder:
     """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the positions in ``turns`` that the forward or backward ``walk`` visits, in the order of use."""
+        """Returns the gather groups that a forward or backward uses, as indices in ``turns``, in the order of use.
+        ``walk``: the pipeline action.
+        """
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
             return range(0)
@@ -48,16 +52,17 @@ class GatherOrder:
 
     @property
     def everywhere(self) -> frozenset[int]:
-        """Buckets that every gather group needs, so that they stay gathered through every pass."""
+        """Indices of the buckets that every gather group needs, so that they stay gathered through every pass."""
         return frozenset.intersection(*self.members)
 
     def at_start(self, walk: Action | None) -> frozenset[int]:
-        """Returns the buckets that the first gather group of the pass ``walk`` needs; empty if ``walk`` is None."""
+        """Returns the buckets that the forward or backward ``walk`` needs first; empty if ``walk`` is None."""
         positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()
 
     def pinned(self, limit: int | None, sizes: Sequence[int]) -> frozenset[int]:
-        """Returns the buckets that stay gathered over all microbatches of a step: the first ones up to ``limit`` bytes.
+        """Returns the buckets that stay gathered over all microbatches of a step. They are chosen in the order of first
+        use, as long as they fit into ``limit`` bytes.
 
         ``sizes``: bytes of each full bucket. ``limit`` None: all buckets stay gathered.
         """
@@ -76,7 +81,7 @@ class GatherOrder:
 
 @dataclass(frozen=True, slots=True)
 class Gathers:
-    """Numbers of gathers in one step, by bucket."""
+    """Number of collective calls that gather parameters in one step, and number of gathers of each bucket."""
 
     calls: int
     times: tuple[int, ...]
@@ -87,10 +92,10 @@ class Gathers:
 
 
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
-    """Returns the gather order of a rank with these pipeline ``stages``.
+    """Returns the gather order of a rank that has the pipeline stages ``stages``.
 
-    ``fed``: stages that receive values which depend on trained parameters, so that their backward gathers everything.
-    The backward of other stages ends at their first trained parameter.
+    ``fed``: stages with inputs that depend on trained parameters, so that their backward goes through all groups. The
+    backward of other stages ends at their first trained parameter.
     """
     buckets = (*layout.buckets, *layout.frozen)
     called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}
@@ -115,9 +120,11 @@ def _is_whole(bucket: Bucket, turn: Turn) -> bool:
 
 
 def stays_for_loss(layout: FlatLayout, stage: int, parameter: str) -> bool:
-    """Returns True if ``parameter`` can still be read after the forward of ``stage``.
+    """Returns True if ``parameter`` can still be read between the forward of ``stage`` and its backward, for example by
+    the loss.
 
-    Its bucket then is not sharded, or belongs to the last gather group, with which the backward begins.
+    Then its bucket is not sharded, or belongs to the last gather group, which stays gathered because the backward
+    begins with it.
     """
     buckets = (*layout.buckets, *layout.frozen)
     turns = {turn for bucket in buckets for turn in bucket.gathers if turn.stage == stage}
@@ -132,10 +139,12 @@ def count_gathers(
     secondary: Collection[int] = (),
     counted: Axis | None = None,
 ) -> Gathers:
-    """Counts the gathers of a step's ``passes``, in which modules run in the order of the groups.
+    """Counts the gathers of a step with the forwards and backwards ``passes``. Modules run in the order of the groups.
 
-    ``secondary``: buckets with secondary shards, which only their first gather sends over dp. ``counted``: sharding
-    axis of the counted buckets; None: all.
+    Args:
+        pinned: buckets that stay gathered through the step.
+        secondary: buckets with secondary shards (hpZ); only their first gather is over dp.
+        counted: sharding axis of the buckets to count; None: all buckets.
     """
     own = frozenset(index for index, each in enumerate(order.buckets) if counted in (None, each.spread.sharding))
     calls, times, calls_within, times_within = 0, [0] * len(order.buckets), 0, [0] * len(order.buckets)

@@ -64,13 +64,14 @@ class _Walk:
 
 
 class ParameterGatherer:
-    """Gathers and frees the sharded parameters of this rank's stages.
+    """Gatherer of sharded parameters (ZeRO 3): gathers them before their modules run, and frees them afterwards.
 
     Args:
         buckets: trained buckets, then frozen ones, numbered as in ``order``.
         order: order in which buckets are needed.
-        pinned: buckets that stay gathered over all passes of a step. None: all of them, gathered when the first pass
-            begins, so that passes neither gather nor agree, and data ranks may run different numbers of them.
+        pinned: buckets that stay gathered over all passes (forwards and backwards) of a step. None: all of them,
+            gathered when the first pass begins; passes then neither gather nor agree, and data ranks may run different
+            numbers of them.
         comm: all-gathers over dp, label "parameters", one batch for each group and pass.
         start: called when a gradient arrives outside a pass, to begin its backward.
         within: buckets with secondary shards, gathered once over dp, then within nodes.
@@ -108,7 +109,8 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the passes of a step
 
     def start(self, passes: Sequence[Action]) -> None:
-        """Sets the passes of a step, so that buckets needed first by the next pass stay gathered.
+        """Sets the forwards and backwards ``passes`` of a step. Buckets that the next pass needs first then stay
+        gathered.
 
         Secondary shards from earlier forwards are dropped, so that the step sends the planned traffic.
         """
@@ -121,16 +123,16 @@ class ParameterGatherer:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Runs one forward inside the context, with prefetches in gather order."""
+        """Gathers parameters for one forward inside the context, with prefetches in gather order."""
         following = _BACKWARD if torch.is_grad_enabled() else None
         with nullcontext() if self.holds else self._passing(_FORWARD, following):
             yield
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Gathers all buckets once, for the forwards inside the context, in which no rank communicates parameters.
+        """Gathers all buckets once, for the forwards inside the context, which then communicate no parameters.
 
-        No backward runs inside. Every data rank enters and leaves the context.
+        No backward may run inside. Every data rank enters and leaves the context.
         """
         self._refuse_opened()
         everything = frozenset(range(len(self._order.buckets)))
@@ -146,7 +148,7 @@ class ParameterGatherer:
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
-        """Runs one backward inside the context; ``last``: the last one of the step."""
+        """Gathers parameters for one backward inside the context. ``last``: True for the last one of the step."""
         with self._passing(_BACKWARD, None if last else _FORWARD):
             yield
 
@@ -192,9 +194,7 @@ class ParameterGatherer:
             self._whole.settle()
 
     def unequal(self, stage: int, microbatch: int) -> bool:
-        """Returns True if the forward of this stage and microbatch made different module calls on different data
-        ranks.
-        """
+        """Returns True if data ranks called different modules in the forward of ``microbatch`` in ``stage``."""
         calls = self._calls_of.get((stage, microbatch))
         return calls is not None and calls.unequal
 
@@ -238,7 +238,7 @@ class ParameterGatherer:
         self.refuse_opened("a step")
 
     def refuse_opened(self, what: str) -> None:
-        """Refuses the call ``what`` on every stage while ``full_parameters`` is open."""
+        """Raises while a block of ``full_parameters`` is open, on every stage. ``what``: name of the refused call."""
         if self._openings:
             raise EngineError(
                 f"{what} cannot run inside full_parameters, which keeps parameters gathered; leave its `with` block "
@@ -248,7 +248,7 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ what modules call
 
     def enter(self, group: int) -> None:
-        """Gathers the buckets of ``group`` before one of its modules runs, and prefetches the next ones."""
+        """Gathers the buckets of gather group ``group`` before one of its modules runs, and prefetches the next."""
         position = self._position(group)
         if self._pass is not None and position is not None:
             if self._pass.is_forward:
@@ -257,10 +257,11 @@ class ParameterGatherer:
                 (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
     def around(self, group: int | None) -> AbstractContextManager[None]:
-        """Runs one module call inside the context; ``group``: gather group of the module, None for a module around
+        """Returns the context of one module call. ``group``: the module's gather group; None for a module that contains
         groups.
 
-        Outside a pass the call gathers its own buckets. Recomputation in another engine's backward starts a pass.
+        Outside a pass, the context gathers the module's buckets. Recomputation in another engine's backward starts a
+        pass.
         """
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()
@@ -272,7 +273,7 @@ class ParameterGatherer:
         return self._outside.call(used)
 
     def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
-        """Hooks the outputs of a module that has run: the first gradient of an output starts the module's backward."""
+        """Hooks ``outputs`` of a module that has run: the first gradient of an output starts the module's backward."""
         position = self._position(group)
         if position is not None and (self._pass is None or self._pass.is_forward):
             self._calls += 1
@@ -408,7 +409,7 @@ class ParameterGatherer:
         self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
-        """Leaves a bucket gathered if a module returns views of its parameters, which outside code reads."""
+        """Keeps a bucket gathered if ``outputs`` of a module are views of its parameters, which outside code reads."""
         if self._pass is None:
             return
         found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)
@@ -416,7 +417,7 @@ class ParameterGatherer:
             self._need_everywhere(found)
 
     def own(self, output: Tensor) -> Tensor:
-        """Returns ``output``, cloned if it shares a bucket's memory, because it is used after the pass."""
+        """Returns ``output``, or a clone if it shares a bucket's memory, because it is used after the pass."""
         index = self._whole.bucket_of(output)
         if index is None:
             return output
@@ -425,7 +426,7 @@ class ParameterGatherer:
         return output.clone()
 
     def retire(self) -> None:
-        """Marks the engine as closed, for error messages of later reads of sharded parameters."""
+        """Marks the engine as closed, which later errors about reads of sharded parameters then mention."""
         self._closed = True
 
     # ------------------------------------------------------------------ full parameters between steps
@@ -436,9 +437,7 @@ class ParameterGatherer:
         return self._pass is not None
 
     def open(self, indices: Collection[int]) -> frozenset[int]:
-        """Gathers buckets between steps; returns the ones that were not open. Every rank of axis dp makes the same
-        call.
-        """
+        """Gathers buckets between steps; returns the ones that were not open before. Collective over dp."""
         opened = frozenset(indices) - self._opened
         self._whole.free(opened & self._whole.encoded)  # what a pass has left is rounded, and this is written back
         self._whole.ask_alike(opened, exact=True)
@@ -448,30 +447,28 @@ class ParameterGatherer:
         return opened
 
     def close(self, indices: Collection[int]) -> None:
-        """Frees buckets returned by :meth:`open`, except memory that the caller's tensors share."""
+        """Frees the buckets that :meth:`open` has returned, except memory that the caller's tensors share."""
         self._openings -= 1
         self._opened -= set(indices)
         self._whole.free(frozenset(indices), leave=True)
         self._whole.drop_secondary(indices)
 
     def forget(self) -> None:
-        """Drops secondary shards after a change of parameters, so that the next gather is over all data ranks. All
-        ranks call it.
-        """
+        """Drops secondary shards after parameters have changed: the next gather is over dp. All ranks call it."""
         self._whole.drop_secondary()
 
     def settle(self) -> None:
-        """Waits until the device has read shards in host memory, which may then be written."""
+        """Waits until the device has read the shards in host memory. The host may then overwrite them."""
         self._whole.settle()
 
     @property
     def secondary(self) -> tuple[Tensor, ...]:
-        """Memory of this rank's secondary shards."""
+        """Secondary shards of this rank (ZeRO++ hpZ), as tensors; empty if there are none."""
         return self._whole.secondary.memory if self._whole.secondary is not None else ()
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Disables gathers inside the context, for code that reads only shapes of parameters, such as a trace."""
+        """Disables gathers inside the context, for code that reads only the shapes of parameters, such as a trace."""
         self._reads_shapes = True
         try:
             with self._whole.without_content():

@@ -19,7 +19,7 @@ _LEFT = "_left_shards"
 
 @dataclass(frozen=True, slots=True)
 class LeftBucket:
-    """Bucket of a closed engine, with the ranks that store its shards."""
+    """Bucket that a closed engine has left sharded, with the ranks that store its shards."""
 
     flat: FlatBucket
     ranks: tuple[int, ...]
@@ -27,9 +27,10 @@ class LeftBucket:
 
 
 def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
-    """Records on each parameter of ``buckets`` the ranks that store its shards, for :func:`make_whole`.
+    """Attaches to each parameter of ``buckets`` the ranks that store its shards, so that :func:`make_whole` can gather
+    it after the engine is closed.
 
-    With several tensor or pipeline ranks nothing is recorded, so such models stay sharded.
+    With several tensor or pipeline ranks it does nothing, so such models stay sharded.
     """
     if grid.size("replica") > 1:
         return
@@ -40,7 +41,8 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
 
 @torch.no_grad()
 def make_whole(model: nn.Module, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    """Gathers parameters that a closed engine left sharded; does nothing if there are none.
+    """Gathers the parameters of ``model`` that a closed engine has left sharded, into full CPU tensors. Does nothing if
+    there are none.
 
     Collective: ``gather`` all-gathers a tensor over all ranks of the job.
     """

@@ -14,7 +14,7 @@ from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 
 class OutsideCalls:
-    """Gatherer of parameters for module calls outside training passes, which may be nested."""
+    """Gatherer of parameters for module calls that user code makes outside training passes. The calls may be nested."""
 
     def __init__(self, whole: UnshardedBuckets, comm: Comm) -> None:
         self._whole, self._comm = whole, comm
@@ -23,12 +23,12 @@ class OutsideCalls:
 
     @property
     def running(self) -> bool:
-        """True while a module call is in progress."""
+        """True while a module call outside a training pass is in progress."""
         return self._depth > 0
 
     @contextmanager
     def call(self, indices: frozenset[int]) -> Iterator[None]:
-        """Runs one module call inside the context, with the buckets ``indices`` gathered."""
+        """Gathers the buckets ``indices`` for one module call inside the context, and frees them at its end."""
         if not self._depth:
             self._comm.join("a call of the model outside the engine")
         opened = indices - self._whole.live
@@ -45,7 +45,9 @@ class OutsideCalls:
             self._whole.free((opened | read) - (self._read if self._depth else frozenset()))
 
     def read(self, index: int) -> None:
-        """Gathers a bucket that code outside its modules reads; it stays gathered until the outermost call ends."""
+        """Gathers the bucket ``index``, from which code outside its modules reads a parameter. It stays gathered until
+        the outermost call ends.
+        """
         if index not in self._whole.live:
             self._read |= {index}
         with torch.no_grad():

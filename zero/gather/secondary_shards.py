@@ -24,14 +24,16 @@ WITHIN = "parameters within nodes"
 
 @dataclass(frozen=True, slots=True)
 class SecondaryLayout:
-    """Sizes of secondary shards (hpZ): number of data ranks of a node that share a bucket, and the buckets."""
+    """Layout of secondary shards (ZeRO++ hpZ): the buckets that have them, and the number of data ranks of a node that
+    share each.
+    """
 
     ranks: int = 1
     """Number of neighbouring data ranks on a node; 1: no secondary shards."""
     buckets: frozenset[int] = frozenset()
 
     def elements(self, bucket_elements: int) -> int:
-        """Returns the elements of the secondary shard of one bucket."""
+        """Returns the number of elements of a secondary shard of a bucket with ``bucket_elements`` elements."""
         return bucket_elements // self.ranks
 
 
@@ -39,7 +41,8 @@ NO_SHARDS = SecondaryLayout()
 
 
 class SecondaryShards:
-    """Secondary shards of this rank (hpZ: parameters partitioned within a node), by bucket index.
+    """Secondary shards of this rank, by bucket index (ZeRO++ hpZ). The data ranks of a node store a gathered bucket in
+    shards, from which later gathers stay within the node.
 
     Args:
         comm: all-gathers between the data ranks of a node, label "parameters within nodes".
@@ -57,7 +60,7 @@ class SecondaryShards:
 
     @property
     def valid(self) -> frozenset[int]:
-        """Indices of buckets that can be gathered within the node."""
+        """Indices of buckets with current secondary shards, which can be gathered within the node."""
         return frozenset(self._valid)
 
     @property
@@ -66,19 +69,25 @@ class SecondaryShards:
         return tuple(self._shards.values())
 
     def take(self, index: int) -> None:
-        """Copies this rank's slice of a full bucket to its secondary shard, before the bucket is freed."""
+        """Copies this rank's slice of the gathered bucket ``index`` into its secondary shard, before the bucket is
+        freed. Does nothing if the shard is valid already.
+        """
         shard = self._shards.get(index)
         if shard is not None and index not in self._valid:
             shard.copy_(self._own(self._buckets[index]))
             self._valid.add(index)
 
     def gather(self, indices: Sequence[int]) -> Pending:
-        """Starts the all-gather of valid buckets within the node, in one batch, into allocated memory."""
+        """Starts the all-gather of the buckets ``indices`` within the node, in one batch. Their full memory must be
+        allocated, and their shards valid.
+        """
         pairs = [(self._buckets[index].params, self._shards[index]) for index in indices]
         return self._comm.gather_parameters(pairs, WITHIN, self._ranks)
 
     def drop(self, indices: Collection[int] | None = None) -> None:
-        """Marks secondary shards as invalid, by default all, after a change of their parameters."""
+        """Marks the secondary shards of the buckets ``indices``, by default of all, as invalid, because their
+        parameters have changed.
+        """
         self._valid.difference_update(self._shards if indices is None else indices)
 
     def _own(self, flat: FlatBucket) -> Tensor:

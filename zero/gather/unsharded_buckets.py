@@ -34,20 +34,20 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, Seco
 
 
 class ShardArrival:
-    """Handle of the host-to-device copies of shards that one batch of all-gathers sends."""
+    """Handle of the copies from host to device of the shards that a batch of all-gathers sends."""
 
     def __init__(self, copied: torch.Event | None) -> None:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """Returns ``gather``; if no collective runs, because there is one data rank, a handle that waits for the
-        copies.
+        """Returns ``gather``, the handle of the all-gathers. If no collective runs, because there is one data rank,
+        returns a handle that waits for the copies.
         """
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
 
 class ShardSource:
-    """Source of the shards that this rank's all-gathers send; it copies shards in host memory to the device."""
+    """Source of the shards that this rank sends in all-gathers. It copies shards in host memory to the device."""
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         hosted = [flat for flat in buckets if flat.kept_on_host]
@@ -58,10 +58,11 @@ class ShardSource:
         """After the newest copy that the host has not waited for."""
 
     def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
-        """Copies the shards of ``flats`` from the host to allocated device memory; gathers start inside the context.
+        """Copies the shards of ``flats`` that are in host memory to their full buckets on the device, which must be
+        allocated. The caller starts the all-gathers inside the context.
 
-        ``beside``: copies and gathers overlap with compute. Encoded shards are computed on the compute stream, because
-        they use its memory.
+        ``beside``: True to overlap copies and gathers with compute. It must be False for quantized shards, because they
+        are encoded on the compute stream.
         """
         hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
         return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
@@ -75,19 +76,19 @@ class ShardSource:
             yield ShardArrival(self._last)
 
     def settle(self) -> None:
-        """Waits until the device has read the shards in host memory, which may then be written."""
+        """Waits until the device has read the shards in host memory. The host may then overwrite them."""
         if self._last is not None:
             self._last.synchronize()
             self._last = None
 
     @staticmethod
     def of(flat: FlatBucket) -> Tensor:
-        """Returns the shard [owned] of a bucket on the device, inside :meth:`on_device`."""
+        """Returns this rank's shard of a bucket on the device, [owned]. Call it inside :meth:`on_device`."""
         return flat.params[flat.shard] if flat.kept_on_host else flat.kept
 
 
 class BucketState(Enum):
-    """State of a bucket's full memory on this rank."""
+    """State of the memory for a bucket's full parameters on this rank."""
 
     FREE = auto()
     """Not allocated; a read of a parameter raises, or gathers first."""
@@ -98,7 +99,8 @@ class BucketState(Enum):
 
 
 class UnshardedBuckets:
-    """Full memory of the sharded buckets of this rank's stages, by bucket index.
+    """Memory for the full parameters of this rank's buckets (ZeRO 3), which are gathered into it and freed. Buckets are
+    identified by their index.
 
     ``read(index, name)``: called when code reads a parameter that is not gathered. ``within``: layout of secondary
     shards, by default none.
@@ -131,18 +133,19 @@ class UnshardedBuckets:
 
     @property
     def live(self) -> frozenset[int]:
-        """Indices of allocated buckets."""
+        """Indices of the buckets with allocated full memory, even if their all-gather is still in progress."""
         return self._resident.union(self._gathers)
 
     @property
     def encoded(self) -> frozenset[int]:
-        """Indices of buckets with encoded all-gathers."""
+        """Indices of buckets with quantized all-gathers."""
         return frozenset(index for index, flat in enumerate(self._buckets) if flat.codec is not None)
 
     def ask(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Allocates buckets and starts their all-gather in one batch; ``exact``: without encoding.
+        """Allocates the buckets ``indices`` that are not allocated yet, and starts their all-gathers in one batch.
+        ``exact``: True to gather without quantization.
 
-        Buckets with a secondary shard are gathered in a second batch, within the node.
+        Buckets with a valid secondary shard are gathered in a second batch, within the node.
         """
         missing = sorted(indices - self.live)
         if self.secondary is not None and not exact:
@@ -199,10 +202,10 @@ class UnshardedBuckets:
         return frozenset(index for index in indices if self._states[index] is BucketState.SHOWN)
 
     def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
-        """Gathers the buckets ``indices`` anew, even buckets that this rank has gathered; all data ranks pass equal
-        ``indices``.
+        """Gathers the buckets ``indices``, even ones that this rank has gathered already, because another rank needs
+        them. All data ranks pass equal ``indices``.
 
-        Afterwards the ``wanted`` buckets, and the buckets that were readable before, are readable.
+        Afterwards, the buckets in ``wanted`` and the buckets that were readable before are readable.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -212,10 +215,11 @@ class UnshardedBuckets:
         self.free(indices - live - wanted)
 
     def ask_alike(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Requests buckets outside the gather order, after a check that all data ranks request the same ones.
+        """Starts all-gathers of buckets outside the gather order, after a check that all data ranks request the same
+        ones.
 
-        The check is one all-gather of 8 bytes per rank, label "gather check"; none if all buckets are gathered already.
-        ``exact``: gathers without quantization.
+        The check is one all-gather of 8 bytes per rank, label "gather check". Without a missing bucket there is no
+        check. ``exact``: True to gather without quantization.
 
         Raises:
             EngineError: data ranks request different buckets.
@@ -256,10 +260,10 @@ class UnshardedBuckets:
             self._versions[index] = _versions(self._buckets[index])
 
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
-        """Frees the memory of buckets.
+        """Frees the full memory of the buckets ``indices``.
 
-        ``leave``: memory shared with other tensors stays allocated for them. In a pass such tensors belong to autograd,
-        whose backward gathers them again; between steps they belong to user code.
+        ``leave``: True if memory that other tensors share stays allocated for them. Between steps, such tensors belong
+        to user code. In a forward or backward they belong to autograd, and the backward gathers them again.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()
@@ -275,17 +279,20 @@ class UnshardedBuckets:
             self._index_of[_memory(flat.params)] = self._index_of.pop(before)
 
     def settle(self) -> None:
-        """Waits until gathers have read the shards in host memory, which may then be written."""
+        """Waits until all-gathers have read the shards in host memory. The host may then overwrite them."""
         if self._hosted is not None:
             self._hosted.settle()
 
     def drop_secondary(self, indices: Collection[int] | None = None) -> None:
-        """Marks secondary shards as invalid, by default all, after a change of their parameters."""
+        """Marks the secondary shards of the buckets ``indices``, by default of all, as invalid, because their
+        parameters have changed.
+        """
         if self.secondary is not None:
             self.secondary.drop(indices)
 
     def refuse_written(self, indices: frozenset[int]) -> None:
-        """Refuses writes of the model to gathered parameters, which would be lost when the bucket is freed.
+        """Raises if the model has written to a gathered parameter of the buckets ``indices``. The write would be lost
+        when the bucket is freed.
 
         Raises:
             EngineError: a parameter was written since it arrived; the message names the first one.
@@ -301,13 +308,15 @@ class UnshardedBuckets:
                     )
 
     def bucket_of(self, tensor: Tensor) -> int | None:
-        """Returns the index of the bucket that contains the tensor's memory; None if no bucket does."""
+        """Returns the index of the bucket with which ``tensor`` shares memory; None if there is none."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._index_of.get(_memory(tensor)) if _has_memory(tensor) else None
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Makes the shapes of all parameters readable inside the context, without data."""
+        """Makes the shapes of all parameters readable inside the context. Parameters that are not gathered have no
+        data.
+        """
         states = enumerate(self._states)
         hidden = [index for index, each in states if each is not BucketState.SHOWN and index not in self._resident]
         for index in hidden:

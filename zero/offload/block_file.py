@@ -38,28 +38,32 @@ DEPTH = 8
 
 
 def whole_sectors(size: int) -> int:
-    """Rounds ``size`` in bytes up to a multiple of the sector."""
+    """Returns ``size`` in bytes, rounded up to a multiple of the disk sector (4,096 bytes)."""
     return -(-size // SECTOR) * SECTOR
 
 
 def sector_memory(size: int) -> Tensor:
-    """Allocates zeroed memory, uint8 [size], aligned to disk sectors; freed with its last view."""
+    """Allocates zeroed host memory for direct I/O, uint8 [size], aligned to disk sectors. It is freed with its last
+    view.
+    """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def begins_on_sector(block: memoryview) -> bool:
-    """Returns True if direct I/O can use this memory: start and size are multiples of a sector."""
+    """Returns True if direct I/O can use the memory ``block``: its address and size are multiples of a sector."""
     address: int = numpy.frombuffer(block, numpy.uint8).__array_interface__["data"][0]
     return address % SECTOR == 0 and len(block) % SECTOR == 0
 
 
 class DiskCalls:
-    """System calls on files as methods, which tests replace by failing ones."""
+    """System calls on files, as methods. Tests replace them by failing ones."""
 
     def open(self, path: Path) -> tuple[int, bool]:
-        """Creates a file; returns (descriptor, True if its I/O is direct)."""
+        """Creates a file for reading and writing, with O_DIRECT if the file system supports it. Returns (descriptor,
+        True if the I/O is direct).
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
             return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600), hasattr(os, "O_DIRECT")
@@ -69,19 +73,23 @@ class DiskCalls:
             return os.open(path, flags, 0o600), False
 
     def allocate(self, file: int, size: int) -> None:
-        """Reserves ``size`` bytes on the disk."""
+        """Reserves disk space for the first ``size`` bytes of an open file."""
         os.posix_fallocate(file, 0, size)
 
     def read(self, file: int, into: memoryview, start: int) -> int:
-        """Reads at offset ``start``; returns the bytes read, possibly fewer than requested."""
+        """Reads from offset ``start`` of an open file into ``into``. Returns the number of bytes read, possibly fewer
+        than requested.
+        """
         return os.preadv(file, [into], start)
 
     def write(self, file: int, data: memoryview, start: int) -> int:
-        """Writes at offset ``start``; returns the bytes written, possibly fewer than requested."""
+        """Writes ``data`` at offset ``start`` of an open file. Returns the number of bytes written, possibly fewer than
+        requested.
+        """
         return os.pwritev(file, [data], start)
 
     def leave_direct(self, file: int) -> None:
-        """Switches the file from direct I/O to the page cache."""
+        """Switches an open file from direct I/O to I/O through the page cache."""
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
 
 
@@ -90,7 +98,7 @@ BLOCK = 1 << 20
 
 
 class BlocksUnderWay:
-    """Handle of reads or writes of file blocks in progress on threads."""
+    """Handle of reads or writes of a file's blocks that run on threads."""
 
     def __init__(self, futures: Sequence["Future[None]"]) -> None:
         self._futures = futures
@@ -100,7 +108,7 @@ class BlocksUnderWay:
         return BlocksUnderWay([*self._futures, *other._futures])
 
     def result(self) -> None:
-        """Waits for all blocks; raises the error of the first failed one.
+        """Waits until all blocks are transferred. If some have failed, raises the error of the first one.
 
         Raises:
             EngineError: the disk fails, or a block differs from the last write.
@@ -111,7 +119,8 @@ class BlocksUnderWay:
 
 
 class BlockFile:
-    """One file of ``size`` bytes, with its space reserved at its creation.
+    """File of ``size`` bytes that is read and written as a whole, in blocks with hashes in memory. Its disk space is
+    reserved at its creation.
 
     Raises:
         EngineError: the file cannot be made, or the disk is full.
@@ -133,12 +142,16 @@ class BlockFile:
             raise _failure("made", path, error) from error
 
     def start_write(self, data: memoryview, threads: Executor) -> BlocksUnderWay:
-        """Starts to write the whole file from ``data``, which must not change before the write has ended."""
+        """Starts to write the whole file from ``data``, on ``threads``. ``data`` must not change before the returned
+        handle's ``result`` has returned.
+        """
         jobs = self._blocks(data)
         return BlocksUnderWay([threads.submit(self._write_block, number, block) for number, block in jobs])
 
     def start_read(self, into: memoryview, threads: Executor, checked: bool = True) -> BlocksUnderWay:
-        """Starts to read the whole file into the memory ``into`` on ``threads``; ``checked``: see :meth:`read`."""
+        """Starts to read the whole file into the memory ``into``, on ``threads``. ``checked``: True to compare the hash
+        of each block with that of its last write.
+        """
         jobs = self._blocks(into)
         return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])
 
@@ -152,8 +165,10 @@ class BlockFile:
             self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
-        """Reads the whole file into the memory ``into``; ``checked``: raises if a block differs from the bytes last
-        written.
+        """Reads the whole file into the memory ``into``.
+
+        ``checked``: True to compare the hash of each block with that of its last write; a difference raises
+        EngineError.
         """
         for number, block in self._blocks(into):
             self._read_block(number, block, checked)
@@ -234,15 +249,15 @@ def _failure(what: str, path: Path, error: OSError) -> EngineError:
 
 
 class PageUse(Protocol):
-    """Interface of a transfer that still uses a page of :class:`MomentBuffers`."""
+    """Interface of a transfer in progress that uses a page of :class:`MomentBuffers`."""
 
     def result(self) -> object:
         """Waits until the transfer has ended."""
 
 
 class MomentBuffers:
-    """Pool of ``count`` pages of ``size`` bytes in host memory; a page being written becomes free when the write
-    ends.
+    """Pool of ``count`` pages of host memory, ``size`` bytes each, which the updates of all buckets share. A page that
+    is being written to disk becomes free when the write ends.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -253,12 +268,12 @@ class MomentBuffers:
 
     @property
     def spare(self) -> bool:
-        """True if a page is free or being written."""
+        """True if ``take`` can return a page: one is free, or is being written and will be free."""
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:
-        """Returns a free page, uint8 [size]; if none is free, waits for the oldest write, and raises the error if it
-        failed.
+        """Returns a free page, uint8 [size]. If none is free, waits for the oldest write, and raises its error if it
+        has failed.
         """
         if not self._free:
             page, write = self._busy.popleft()
@@ -267,10 +282,10 @@ class MomentBuffers:
         return self._free.pop()
 
     def give_back(self, page: Tensor, write: PageUse) -> None:
-        """Returns a page to the pool, usable again after ``write`` has ended."""
+        """Returns ``page`` to the pool. It is used again only after its transfer ``write`` has ended."""
         self._busy.append((page, write))
 
     def free_all(self) -> None:
-        """Marks all pages as free; all reads and writes must have ended."""
+        """Marks all pages as free. Call it only after all reads and writes have ended."""
         self._busy.clear()
         self._free = list(self._pages)

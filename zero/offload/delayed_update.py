@@ -24,9 +24,9 @@ from engine.zero.flat_buckets import FlatBucket
 
 
 class DelayedUpdate:
-    """Runner of this rank's update on the host, overlapped with the next step.
+    """Runner of weight updates on the host, each overlapped with the next step (ZeRO-Offload's delayed update).
 
-    An update is pending until its weights are on the device.
+    An update is pending from its start until its weights are on the device.
 
     Args:
         buckets: trained buckets, all updated by the host.
@@ -42,22 +42,24 @@ class DelayedUpdate:
 
     @property
     def pending(self) -> bool:
-        """True if a started update is not on the device yet."""
+        """True if an update was started and its weights are not on the device yet."""
         return self._update is not None
 
     def launch(self, update: Callable[[], None]) -> None:
-        """Starts ``update`` on a thread; it may access host memory only. No other update may be pending."""
+        """Starts ``update`` on a thread. It must access host memory only, and no other update may be pending."""
         assert self._update is None
         self._given = self._sums()
         self._update = self._thread.submit(update)
 
     def join(self) -> None:
-        """Waits for the running update, which stays pending."""
+        """Waits until the running update is computed. It remains pending, because its weights are still on the host."""
         if self._update is not None:
             self._update.exception()
 
     def problem(self) -> EngineError | None:
-        """Returns the error of the pending update (it raised, or its weights were changed meanwhile); None if valid."""
+        """Returns the error of the pending update: it has raised, or weights on the device were changed while it ran.
+        None if there is no error.
+        """
         if self._update is None or self._given is None:
             return None
         if (error := self._update.exception()) is not None:
@@ -77,7 +79,8 @@ class DelayedUpdate:
         return None
 
     def finish(self) -> bool:
-        """Copies the pending update to the device; returns False if there is none. Collective over dp.
+        """Waits for the pending update and copies its weights to the device, with a gather over dp. Returns False if no
+        update is pending. Collective over dp.
 
         Raises:
             EngineError: see ``problem``.

@@ -36,24 +36,22 @@ LABEL = "disk"
 
 
 class DiskAgreement:
-    """Collectives by which all ranks agree on failures of their disks; every call is collective over the world, label
-    "disk".
+    """Collectives by which all ranks learn of failures of each other's disks. Every call is collective over the world,
+    label "disk".
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
 
     def first(self, own: bool) -> int | None:
-        """Returns the lowest rank that passes ``own`` = True; None if no rank does. One 8-byte all-reduce over the
-        world.
-        """
+        """Returns the lowest rank that passes ``own`` = True; None if no rank does. One all-reduce of 8 bytes."""
         if self._comm.grid.world_size == 1:
             return 0 if own else None
         return first_rank(own, self._comm, self._device, LABEL)
 
     def sentence(self, rank: int, own: str) -> str:
-        """Returns the error message ``own`` of rank ``rank`` on all ranks, by two all-reduces: its length, then its
-        bytes.
+        """Returns the error message of rank ``rank`` on all ranks. ``own``: this rank's message. Two all-reduces: the
+        message's length, then its bytes.
         """
         if self._comm.grid.world_size == 1:
             return own
@@ -75,7 +73,7 @@ FoundMoment = tuple[Tensor, str, Tensor]
 
 
 class MomentPlace(NamedTuple):
-    """Position of one moment in a slot."""
+    """Position and dtype of one moment of one optimizer tensor in a slot, the file with a bucket's moments."""
 
     weights: Tensor
     name: str
@@ -83,13 +81,19 @@ class MomentPlace(NamedTuple):
     start: int
 
     def of(self, memory: Tensor) -> Tensor:
-        """Returns the moment as a view of ``memory``, a copy of the slot, uint8 [bytes]."""
+        """Returns the moment as a view of ``memory``, uint8 [bytes], which contains a copy of the slot. It has the
+        shape of its weights.
+        """
         size = self.weights.numel() * self.dtype.itemsize
         return memory[self.start : self.start + size].view(self.dtype).view(self.weights.shape)
 
 
 class BucketFiles:
-    """Files of one bucket's moments: two slots, each with space for the moments ``found``.
+    """Two files, called slots, for one bucket's moments. The valid slot has the moments of the last step, and an update
+    writes the other one.
+
+    Args:
+        found: the moments, for which each slot has space.
 
     Raises:
         EngineError: the disk is full or fails.
@@ -120,30 +124,38 @@ class BucketFiles:
         self._version = 0
 
     def fits(self, found: Sequence[FoundMoment]) -> bool:
-        """Returns True if a slot has exactly the positions of these moments."""
+        """Returns True if the slots have been made for moments with the same tensors, names and dtypes as ``found``."""
         kinds = [(id(weights), name, moment.dtype) for weights, name, moment in found]
         return [(id(place.weights), place.name, place.dtype) for place in self.places] == kinds
 
     def shown(self, state: MomentState) -> bool:
-        """Returns True if the moments in ``state`` are the views of the memory-mapped valid slot."""
+        """Returns True if the moments in the optimizer's ``state`` are still views of the valid slot, which is
+        memory-mapped.
+        """
         return self.valid is not None and all(
             state.get(place.weights, {}).get(place.name) is view
             for place, view in zip(self.places, self._views[self.valid], strict=True)
         )
 
     def start_read(self, page: Tensor, threads: Executor) -> BlocksUnderWay:
-        """Starts to read the valid slot into ``page``; hashes are checked unless the program has written to a view."""
+        """Starts to read the valid slot into ``page``, a buffer in host memory. Hashes are not checked if the program
+        has written to the slot's memory-mapped views.
+        """
         assert self.valid is not None
         checked = self._version == self._mapped[self.valid]._version
         return self.slots[self.valid].start_read(page.numpy().data[: self.size], threads, checked)
 
     def lend(self, page: Tensor, state: MomentState) -> None:
-        """Replaces the moments in the optimizer's ``state`` by views of ``page``, a buffer in host memory."""
+        """Replaces the moments in the optimizer's ``state`` by views of ``page``, a buffer in host memory with the
+        slot's contents.
+        """
         for place in self.places:
             state[place.weights][place.name] = place.of(page)
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
-        """Copies the moments of ``state`` to ``page``, and starts to write it to the invalid slot."""
+        """Copies the moments of the optimizer's ``state`` to ``page``, and starts to write it to the slot that is not
+        valid. The moments in ``state`` become views of this slot.
+        """
         now = [state[place.weights][place.name] for place in self.places]
         there = [place.of(page) for place in self.places]
         if any(moment.data_ptr() != place.data_ptr() for moment, place in zip(now, there, strict=True)):
@@ -158,7 +170,9 @@ class BucketFiles:
         self.valid, self._version = self._fresh, self._mapped[self._fresh]._version
 
     def show(self, state: MomentState) -> None:
-        """Replaces the optimizer's moments in ``state`` by views of the memory-mapped valid slot, if one exists."""
+        """Replaces the moments in the optimizer's ``state`` by views of the valid slot, which is memory-mapped. Does
+        nothing if no slot is valid.
+        """
         if self.valid is not None:
             self._show(state, self.valid)
 
@@ -176,9 +190,10 @@ logger = logging.getLogger("trine")
 
 
 class DiskMoments:
-    """Store of optimizer moments on disk, which loads and writes them bucket by bucket during an update.
+    """Store of optimizer moments on disk. An update loads the moments of one bucket after the other, and writes the new
+    ones.
 
-    A set is the optimizer tensors of one bucket; an :class:`UpdateOrder` visits the sets in order.
+    Buckets are visited in the order of an :class:`UpdateOrder`. A set is the optimizer tensors of one bucket.
 
     Args:
         sets: the optimizer tensors of each bucket; empty for a bucket that is not on disk.
@@ -222,10 +237,12 @@ class DiskMoments:
     # ------------------------------------------------------------------ an update of all ranks
 
     def update(self, attempt: Callable[[], None], put_back: Callable[[], None]) -> None:
-        """Runs an update on all ranks or on none; repeats a failed one once. Collective over the world.
+        """Runs an update on all ranks, or on none if a disk fails. A failed update is undone and repeated once.
+        Collective over the world.
 
-        ``attempt`` updates bucket by bucket; ``put_back`` copies restored weights to the device and restores step
-        counts.
+        Args:
+            attempt: updates all sets, with calls of ``allows``, ``begin`` and ``end`` for each.
+            put_back: calls :meth:`put_back`, copies the restored weights to the device, and restores step counts.
 
         Raises:
             EngineError: a disk has failed twice; the same on all ranks.
@@ -244,16 +261,16 @@ class DiskMoments:
                 self._refuse(failed, lost)
 
     def allows(self, number: int) -> bool:
-        """Returns True if the set ``number`` may be updated.
+        """Returns True if the set ``number`` may be updated, because no disk failure is known.
 
-        For a set after the last one on disk, all ranks first agree, by a collective, that no disk has failed.
+        For sets after the last one on disk, all ranks first agree, by a collective, that no disk has failed.
         """
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
-        """Loads the moments of the set ``number`` into host memory for its update, and prefetches the next set.
+        """Loads the moments of the set ``number`` into host memory for its update, and starts to read the next ones.
 
-        Returns False if the disk failed or lost the last write; the set must then not be updated.
+        Returns False if the disk has failed or has lost its last write. The set must then not be updated.
         """
         if not self._sets[number] or not self._buffers.size:
             return True
@@ -267,7 +284,7 @@ class DiskMoments:
         return self._failure is None
 
     def end(self, number: int) -> None:
-        """Starts to write the updated moments of the set ``number`` to disk."""
+        """Starts to write the new moments of the set ``number`` to disk, after its update."""
         if number not in self._pages or self._failure is not None:
             return
         page, found, uses = self._pages.pop(number), self._found(number), self._kept[number][1]
@@ -284,7 +301,9 @@ class DiskMoments:
             self._failure = error
 
     def agree(self) -> int | None:
-        """Waits for all writes; returns the lowest failed rank of the world. Collective, once per update."""
+        """Waits for all writes. Returns the lowest rank of the world with a failed disk; None if there is none. One
+        collective per update; later calls return the same result.
+        """
         if self._agreed is None:
             reads = [read for _, read in self._reads.values()]
             for blocks in (*self._under_way, *reads):
@@ -297,7 +316,9 @@ class DiskMoments:
         return self._agreed[0]
 
     def put_back(self) -> None:
-        """Restores moments and weights of this rank to the state before the update."""
+        """Restores this rank's moments, and the host's weights that the update has changed, to their values before the
+        update.
+        """
         for number in self._touched:
             replaced, files = self._replaced.pop(number, None), self._files.get(number)
             if files is not None and (replaced is not None or files.valid is None):
@@ -310,7 +331,8 @@ class DiskMoments:
         self._end_update()
 
     def refuse_failed(self) -> None:
-        """Refuses to continue or save after optimizer state was lost; every rank raises.
+        """Raises if an update has lost optimizer state, so that the run can neither continue nor save. Every rank
+        raises.
 
         Raises:
             EngineError: a disk has failed during an earlier update.
@@ -321,7 +343,7 @@ class DiskMoments:
             )
 
     def close(self) -> None:
-        """Ends the threads and deletes the files."""
+        """Ends the threads, and deletes the files and their folder."""
         self._threads.shutdown(wait=True)
         for files in self._files.values():
             files.close()

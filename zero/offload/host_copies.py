@@ -22,9 +22,10 @@ from engine.zero.layout import FlatLayout
 
 
 def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
-    """Returns the indices of the first buckets with together at least ``ratio`` of all trained elements.
+    """Returns the indices of the first buckets that together have at least the share ``ratio`` (0 to 1) of all trained
+    elements.
 
-    The first buckets are reduced first, so most of the backward overlaps with their copies.
+    Gradients of the first buckets are reduced first, so most of the backward overlaps with their copies to the host.
     """
     chosen: list[int] = []
     elements = 0
@@ -37,7 +38,8 @@ def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
 
 
 class HostCopies:
-    """Copies of gradients and weights between the device and the host shards of offloaded buckets.
+    """Copies between device and host for buckets that the host updates: gradients to the host, and new weights to the
+    device.
 
     Code that writes reduced gradients on the device calls ``changed``; ``wait`` then copies them again.
     """
@@ -58,15 +60,15 @@ class HostCopies:
         """Buckets with copied sums, or with sums on their way until the event."""
 
     def changed(self, flat: FlatBucket) -> None:
-        """Marks the host copy of a bucket's gradients as stale."""
+        """Marks the host's copy of a bucket's gradients as stale, so that ``wait`` copies them again."""
         self._brought.pop(flat.bucket.index, None)
 
     def forget(self) -> None:
-        """Marks the host copies of all buckets as stale."""
+        """Marks the host's copies of the gradients of all buckets as stale."""
         self._brought.clear()
 
     def follow(self, flat: FlatBucket, reduction: Pending) -> None:
-        """Copies the gradients to the host once ``reduction`` is complete, on a side stream of the device.
+        """Starts the copy of a bucket's gradients to the host on a side stream, once their ``reduction`` is complete.
 
         On a CPU device the copy is deferred to :meth:`wait`, because it would delay the backward.
         """
@@ -79,7 +81,7 @@ class HostCopies:
 
     @torch.no_grad()
     def wait(self, flat: FlatBucket) -> None:
-        """Waits until the host has the current reduced gradients of the bucket."""
+        """Waits until the host has the current reduced gradients of a bucket. Starts the copy if ``follow`` has not."""
         if flat.host_sums is None:
             return
         if flat.bucket.index not in self._brought:
@@ -90,16 +92,18 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the current stream wait for the gradient reductions for which the side stream waits."""
+        """Makes the device's current stream wait for the gradient reductions that the side stream of :meth:`follow`
+        waits for.
+        """
         if self._reduced is not None:
             self._reduced.wait()
             self._reduced = None
 
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:
-        """Copies a bucket's master weights to this rank's parameters, in their dtype.
+        """Copies this rank's master weights of a bucket to its parameters, cast to their dtype.
 
-        The host casts them in the memory of the gradients, which the update has already used.
+        A cast on the host uses the memory of the host's gradients, which the update has already read.
         """
         assert flat.master is not None
         if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here

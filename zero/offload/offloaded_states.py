@@ -51,7 +51,7 @@ class _Away:
 
 
 class OffloadedStates:
-    """Copies of one engine's state on this rank in host memory. Communicates nothing."""
+    """Training state of one engine on this rank that ``offload_states`` has moved to the host. Communicates nothing."""
 
     def __init__(self, inventory: StateInventory, device: torch.device) -> None:
         self._inventory, self._device = inventory, device
@@ -62,17 +62,17 @@ class OffloadedStates:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of state currently in host memory."""
+        """Kinds of state that are in host memory now, named as in DeepSpeed, such as "optim_states"."""
         return frozenset(self._moved)
 
     @property
     def bytes(self) -> int:
-        """Bytes of host memory of all copies."""
+        """Size in bytes of all copies in host memory."""
         return sum(each.copy.nbytes for kind in self._moved.values() for each in kind)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Prevents offload of state inside the context, which reads or writes the state."""
+        """Prevents offloads inside the context, because its caller reads or writes the state."""
         self._blocks += 1
         try:
             yield
@@ -80,7 +80,8 @@ class OffloadedStates:
             self._blocks -= 1
 
     def refuse_held(self) -> None:
-        """Refuses to offload state that an open context uses.
+        """Raises if a context that reads or writes the state is open (:meth:`held`), so that the state must not be
+        offloaded.
 
         Raises:
             EngineError: a context is open.
@@ -92,18 +93,20 @@ class OffloadedStates:
             )
 
     def expire(self, kinds: Collection[str]) -> None:
-        """Invalidates graphs that have saved parameters before the parameters are offloaded, so that a backward
-        raises.
+        """Invalidates the autograd graphs that have saved parameters, if ``kinds`` contains parameters ("lp_params"). A
+        later backward through them raises. Call it before :meth:`offload`.
         """
         if PARAMETERS in kinds and PARAMETERS not in self._moved:
             held = [each for each in self._inventory.model.parameters() if not isinstance(each, AbsentParameter)]
             torch.autograd.graph.increment_version(held)
 
     def offload(self, kinds: Collection[str], pinned: bool, blocking: bool) -> None:
-        """Copies these kinds of state to host memory and frees the device memory.
+        """Copies the state of ``kinds`` to host memory and frees its device memory. All host memory is allocated first,
+        so that a failure moves nothing.
 
-        All host memory is allocated first, so that a failure moves nothing. ``pinned``: page-locked memory.
-        ``blocking``: device memory is free when the call returns; False: copies may still run.
+        Args:
+            pinned: True for page-locked host memory.
+            blocking: True to return when all copies have ended; False: copies may still run.
 
         Raises:
             EngineError: the host memory cannot be allocated.
@@ -134,7 +137,9 @@ class OffloadedStates:
             finish(self._device)
 
     def reload(self, kinds: Collection[str] = KINDS, blocking: bool = True) -> None:
-        """Copies these kinds of state back to the device; skips kinds that are already there."""
+        """Copies the state of ``kinds`` back to the device; kinds that are not in host memory are skipped.
+        ``blocking``: True to wait for the copies.
+        """
         for kind in [kind for kind in KINDS if kind in kinds and kind in self._moved]:
             for each in self._moved[kind]:
                 each.whole.untyped_storage().resize_(each.copy.nbytes)
@@ -148,7 +153,7 @@ class OffloadedStates:
             finish(self._device)
 
     def refuse(self, call: str) -> None:
-        """Refuses ``call`` if it needs state that is offloaded to host memory.
+        """Raises if the public method ``call`` needs state that is in host memory.
 
         Raises:
             EngineError: the state is offloaded; the message names it.
@@ -202,7 +207,8 @@ class OffloadedStates:
 
 
 def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
-    """Returns the kinds of state in ``include``, given as strings or members of DeepSpeed's enum; None: all kinds.
+    """Returns the kinds of state that ``include`` lists, as names such as "optim_states". The items are strings or
+    members of DeepSpeed's enum. None: all kinds.
 
     Raises:
         EngineError: a name is not one of DeepSpeed's.

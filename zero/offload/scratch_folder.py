@@ -28,7 +28,7 @@ PREFIX = "trine-moments-"
 
 
 class ScratchFolder:
-    """Temporary folder in ``parent``, locked until ``close``; ``parent`` is created if missing.
+    """Temporary folder for files of one rank in ``parent``, locked until ``close``. ``parent`` is created if missing.
 
     Raises:
         EngineError: the folder cannot be created.
@@ -61,7 +61,9 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 
 def delete_left_behind(parent: Path) -> None:
-    """Deletes folders of engines that have ended without cleanup; folders of live engines remain."""
+    """Deletes the folders in ``parent`` that killed engines have left. Folders of running engines are locked and
+    remain.
+    """
     for folder in sorted(parent.glob(f"{PREFIX}*")):
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -80,15 +82,15 @@ def delete_left_behind(parent: Path) -> None:
 class MappedMemory:
     """Allocator of tensors in memory-mapped files in ``folder``, which is created if missing.
 
-    Under a cgroup memory limit the kernel writes these pages out instead of killing the processes. The files are
-    unlinked once mapped.
+    Under a cgroup memory limit, the kernel writes these pages to disk instead of killing the process. The files are
+    unlinked as soon as they are mapped, so they vanish with their tensors.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Returns ``count`` zeros of ``dtype``, with disk space reserved.
+        """Returns a tensor of ``count`` zeros of ``dtype`` in a memory-mapped file, with its disk space reserved.
 
         Raises:
             EngineError: the folder cannot be created or written, or the disk is full.

@@ -33,7 +33,7 @@ def average_dtype(weights: torch.dtype) -> torch.dtype:
 
 
 class WeightAverage:
-    """Exponential moving averages of the weights that this rank updates."""
+    """Exponential moving averages of the weights that this rank updates, sharded like the optimizer state."""
 
     def __init__(self, places: Sequence[OptimizerTensor], decay: float) -> None:
         self._places, self._decay = places, decay
@@ -56,11 +56,16 @@ class WeightAverage:
         self._values.clear()
 
     def tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Returns the averages by parameter, as stored in checkpoints; empty before the first update."""
+        """Returns optimizer parameter -> {"ema": average}, the form in which checkpoints store averages; {} before the
+        first update.
+        """
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Allocates the averages that the checkpoint ``stored`` has under "ema/" names; other averages restart."""
+        """Allocates an average for each parameter with a tensor "ema/NAME" in ``stored``, the tensors of a checkpoint
+        by name. Other averages restart from the weights. Returns the averages as ``tensors`` does, for the load to
+        fill.
+        """
         self.forget()
         for place in self._places:
             if all(f"{FAMILY}/{name}" in stored for name in place.names()):
@@ -70,7 +75,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages [owned] of a bucket; before the first update, its weights."""
+        """Returns the averages of the elements of a bucket that this rank updates, [owned]. Elements without an average
+        yet have their current weight.
+        """
         own = [place for place in self._places if place.flat is flat]
         if not own:  # frozen
             return flat.weights
@@ -93,11 +100,11 @@ class Average(Protocol):
     """Interface of an object that computes averages of a bucket's weights."""
 
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averaged weights [owned] of a bucket."""
+        """Returns averages of the elements of a bucket that this rank updates, [owned]."""
 
 
 class AveragedWeights:
-    """Temporary replacement of this rank's trained weights by their average."""
+    """Switch between the trained weights of a rank and their average, for evaluation and export."""
 
     def __init__(self, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer, average: Average) -> None:
         self._buckets, self._optimizer, self.average = buckets, optimizer, average
@@ -117,7 +124,9 @@ class AveragedWeights:
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Saves this rank's weights and replaces them by the average. All-gathers over dp, label "parameters"."""
+        """Stores a copy of this rank's trained weights, and writes the average into the model. All-gathers over dp,
+        label "parameters".
+        """
         self._before = []
         for flat in self._buckets:
             sync_masters(flat)
@@ -127,8 +136,8 @@ class AveragedWeights:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Restores the trained weights, and discards values written since :meth:`enter`. All-gathers over dp, label
-        "parameters".
+        """Writes the trained weights back into the model; changes made since :meth:`enter` are lost. All-gathers over
+        dp, label "parameters".
         """
         for flat, before in zip(self._buckets, self._before or (), strict=False):
             flat.weights.copy_(before)
@@ -136,8 +145,8 @@ class AveragedWeights:
         self._optimizer.refresh(self._buckets)
 
     def refuse(self, call: str) -> None:
-        """Refuses ``call``, which needs the trained weights or would overwrite them, while the model contains the
-        average.
+        """Raises if the model contains the average, and ``call`` needs or overwrites the trained weights. ``call``:
+        name of a public method.
 
         Raises:
             EngineError: the model contains the average.

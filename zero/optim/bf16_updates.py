@@ -28,7 +28,7 @@ PIECE = 1 << 20
 
 
 class UpdateRun(NamedTuple):
-    """Consecutive elements of one parameter that are updated together."""
+    """Consecutive elements of one parameter in an optimizer tensor, which are updated together."""
 
     part: slice
     """Slice of the optimizer's tensor."""
@@ -40,7 +40,9 @@ class UpdateRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FullShapes:
-    """Full shapes of a model's parameters, and this rank's shards of them."""
+    """Map from elements of this rank's parameter shards to their positions in the full parameters. The random bits of
+    an element depend on its full position, and so not on the sharding.
+    """
 
     numbers: Mapping[str, int]
     """Number of each parameter by name, equal on all ranks."""
@@ -49,14 +51,16 @@ class FullShapes:
     """Grid coordinates of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """Returns the indices in the full parameter, int64 [stop - start], of elements ``start:stop`` of this rank's
-        shard.
+        """Returns the flat indices in the full parameter ``name`` of the elements ``start:stop`` of this rank's
+        tensor-parallel shard, int64 [stop - start].
         """
         own, lines = torch.arange(start, stop, device=device), self.lines(name, device)
         return own if lines is None else lines.index(own)
 
     def lines(self, name: str, device: torch.device) -> Lines | None:
-        """Returns the positions of this rank's shard in the full parameter; None if the rank stores all of it."""
+        """Returns the positions of this rank's tensor-parallel shard in the full parameter ``name``. None if the
+        parameter is not sharded over tensor or expert ranks.
+        """
         row = self.rows[name]
         if not row.sharded:
             return None
@@ -93,9 +97,8 @@ class RoundedUpdates:
                 found.append((slot, start - slot.start, stop - slot.start, start - part.start))
 
     def pieces(self, weights: Tensor) -> Iterator[UpdateRun]:
-        """Yields slices of the optimizer tensor ``weights``, each of one parameter and at most ``PIECE`` elements.
-
-        A tensor of only padding yields one empty slice.
+        """Divides the optimizer tensor ``weights`` into slices of one parameter each, with at most ``PIECE`` elements,
+        and yields them. A tensor of only padding yields one empty slice.
         """
         if not self._slots[weights]:
             yield UpdateRun(slice(0, 0), 0, torch.empty(0, dtype=torch.int64, device=weights.device))
@@ -107,9 +110,8 @@ class RoundedUpdates:
                 yield UpdateRun(part, self.whole.numbers[slot.name], index)
 
     def runs(self, weights: Tensor, step: int) -> Iterator[tuple[slice, StochasticRounding]]:
-        """Yields (slice, rounding) for each parameter in the optimizer tensor ``weights``.
-
-        The rounding has the random keys of Adam's update number ``step``.
+        """Yields (slice, rounding) for each parameter in the optimizer tensor ``weights``. The rounding has the random
+        seeds for the weights and both moments in Adam's update number ``step``.
         """
         for slot, begin, end, place in self._slots[weights]:
             if slot.name not in self._lines:
@@ -120,9 +122,11 @@ class RoundedUpdates:
             yield slice(place, place + end - begin), how
 
     def store(self, target: Tensor, piece: UpdateRun, values: Tensor, step: int, kind: int) -> None:
-        """Writes fp32 ``values`` of update ``step`` into the elements ``piece`` of ``target``.
+        """Writes the fp32 results ``values`` of update number ``step`` into the elements ``piece`` of ``target``, which
+        is a tensor of weights or of a moment.
 
-        A bf16 ``target`` is rounded stochastically. ``kind``: 0 for weights; each moment has another number.
+        A bf16 ``target`` is rounded stochastically. ``kind`` selects the random bits: 0 for weights, and another number
+        for each moment.
         """
         # Every (update, quantity, parameter) has a key of its own, so no two roundings share random bits.
         if target.dtype == torch.bfloat16:

@@ -19,11 +19,12 @@ Groups = list[dict[str, Any]]
 
 
 class CompositeOptimizer(FlatOptimizer):
-    """Optimizer composed of flat optimizers, each for the groups with its number in ``group["entry"]``.
+    """Several built-in optimizers in the form of one. Each updates the parameter groups with its number in
+    ``group["entry"]``.
 
     Args:
         groups: torch parameter groups; groups without parameters on this rank are empty.
-        makers: function for each entry that makes its optimizer from its groups.
+        makers: for each number, a function that makes the optimizer from its groups.
         kind: name in checkpoints and messages.
     """
 
@@ -49,7 +50,7 @@ class CompositeOptimizer(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the moments of all optimizers, sorted."""
+        """Names of the moments of all its optimizers, sorted."""
         return tuple(sorted({name for part in self.parts.values() for name in part.moment_names}))
 
     def moment_dtype(self, weight: Tensor) -> torch.dtype:
@@ -58,15 +59,17 @@ class CompositeOptimizer(FlatOptimizer):
         return self.rounding.moments if rounded and self.rounding is not None else weight.dtype
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the optimizer state of ``weight`` from its own optimizer, in the shape of ``weight``."""
+        """Returns the moments of ``weight`` by name, in the shape of ``weight``. ``device``: device for copies of
+        encoded moments; None: the device of ``weight``.
+        """
         return self._part_of(weight).values(weight, device)
 
     def encoded(self, weight: Tensor) -> bool:
-        """Returns True if the optimizer of ``weight`` stores its state encoded."""
+        """Returns True if the optimizer of ``weight`` stores its moments encoded, such as in 8 bits."""
         return self._part_of(weight).encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Stores optimizer state ``values`` of ``weight`` in the optimizer that updates it."""
+        """Replaces the moments of ``weight`` by ``values`` (name -> tensor), encoded if its optimizer does so."""
         self._part_of(weight).keep(weight, values)
 
     def count(self, group: dict[str, Any]) -> None:
@@ -78,7 +81,7 @@ class CompositeOptimizer(FlatOptimizer):
         return self.parts[next(own)[ENTRY]]
 
     def keeps(self, name: str, group: int) -> bool:
-        """Returns True if the parameters of group number ``group`` have the moment ``name``."""
+        """Returns True if the optimizer of parameter group number ``group`` has a moment called ``name``."""
         return name in self.parts[self.param_groups[group][ENTRY]].moment_names
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -88,7 +91,9 @@ class CompositeOptimizer(FlatOptimizer):
 
 
 class PlainComposite(torch.optim.Optimizer):
-    """Optimizer composed of torch optimizers, for one process; groups select theirs by ``group["entry"]``."""
+    """Several torch optimizers in the form of one, for a single process. Each updates the parameter groups with its
+    number in ``group["entry"]``.
+    """
 
     def __init__(self, groups: Groups, makers: Sequence[Callable[[Groups], torch.optim.Optimizer]]) -> None:
         self.parts = [makers[entry](own) for entry, own in _by_entry(groups).items()]

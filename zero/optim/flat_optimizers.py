@@ -30,7 +30,9 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
 class UpdatePiece(NamedTuple):
-    """Slice ``part`` of a flat optimizer tensor; all of its elements have missed ``missed`` updates."""
+    """Slice ``part`` of a flat optimizer tensor. Its parameters had no gradient in ``missed`` earlier steps, so their
+    step count is lower by that number.
+    """
 
     part: slice
     missed: int
@@ -38,7 +40,9 @@ class UpdatePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UpdateOrder:
-    """Order in which an update visits its sets of tensors, with callbacks before and after each set."""
+    """Order in which an update visits sets of optimizer tensors, usually one set per bucket, with callbacks before and
+    after each set.
+    """
 
     sets: Sequence[Sequence[Tensor]]
     begins: Callable[[int], bool] | None
@@ -50,7 +54,9 @@ class UpdateOrder:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """Base class of flat optimizers; calls ``_update`` for each group with its tensors that have gradients."""
+    """Base class of the built-in optimizers over flat tensors. ``step`` calls ``_update``, which subclasses define,
+    with the tensors of each group that have gradients.
+    """
 
     elementwise = True
     encodes = False
@@ -67,7 +73,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the state tensors of every element, once a step has been made."""
+        """Names of the state tensors that have one number per weight, once a step has been made."""
         return ()
 
     @property
@@ -76,20 +82,24 @@ class FlatOptimizer(torch.optim.Optimizer):
         return type(self).__name__.removeprefix("Flat")
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the state of ``weight`` in its shape, by name; ``device``: device of decoded copies."""
+        """Returns the moments of ``weight`` by name, in the shape of ``weight``. ``device``: device for copies of
+        encoded moments; None: the device of ``weight``.
+        """
         own = self.state.get(weight, {})
         return {name: kept for name, kept in own.items() if isinstance(kept, Tensor) and kept.shape == weight.shape}
 
     def encoded(self, weight: Tensor) -> bool:
-        """Returns True if the state of ``weight`` is stored encoded."""
+        """Returns True if the moments of ``weight`` are stored encoded, such as in 8 bits."""
         return self.encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Replaces the state of ``weight`` by ``values``, loaded or written by the user."""
+        """Replaces the moments of ``weight`` by ``values`` (name -> tensor), which a load or the user has changed."""
         self.state[weight] = dict(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group as torch does, but without importing torch.compile, half of a rank's start-up time."""
+        """Adds a parameter group as torch does, but without the import of torch.compile, which takes half of a rank's
+        start-up time.
+        """
         unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @overload
@@ -100,7 +110,9 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every parameter group once."""
+        """Updates every parameter group once, from the gradients of its tensors. Returns the loss of ``closure``, or
+        None without one.
+        """
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             self.count(group)
@@ -115,7 +127,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of a group, before its update."""
+        """Increments the step count ``group["step"]`` of a parameter group. ``step`` calls it before the group's
+        update.
+        """
         group["step"] = group.get("step", 0) + 1
 
     @torch.no_grad()
@@ -190,7 +204,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class FusedAdam:
-    """Launcher of the fused Adam kernels of one step."""
+    """Launcher of the fused Adam kernels in one step. The kernels read on the device whether to update or to skip."""
 
     kernels: Kernels
     decision: DeviceDecision
@@ -202,7 +216,7 @@ class FusedAdam:
     """Update of bf16 weights with stochastic rounding; None if all weights have masters."""
 
     def moments(self, weights: Tensor) -> torch.dtype:
-        """Returns the dtype of the moments of ``weights``."""
+        """Returns the dtype in which the moments of ``weights`` are stored."""
         rounded = self.rounding is not None and weights.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weights.dtype
 
@@ -214,10 +228,10 @@ class FusedAdam:
         rule: AdamRule,
         pieces: Sequence[UpdatePiece] | None,
     ) -> None:
-        """Launches Adam's update ``step`` from ``weights.grad``: one kernel, or one per parameter with stochastic
-        rounding.
+        """Launches Adam's update of ``weights`` and ``moments`` (first, second) from ``weights.grad``. It is one
+        kernel, or one per parameter with stochastic rounding.
 
-        ``pieces``: slices to update; None: all elements.
+        ``step``: number of this update, from 1. ``pieces``: slices to update; None: all elements.
         """
         assert weights.grad is not None
         narrow = self.narrow[weights]
@@ -246,7 +260,7 @@ def _missed_at(pieces: Sequence[UpdatePiece] | None, place: int) -> int | None:
 
 
 class FlatAdam(FlatOptimizer):
-    """Adam, or AdamW with ``decoupled``; two moments per element."""
+    """Adam, or AdamW if ``decoupled`` is True, over flat tensors. It stores two moments per weight."""
 
     fused: FusedAdam | None = None
     """Launcher of fused kernels in a step with the skip decision on the device; otherwise None."""
@@ -285,7 +299,7 @@ class FlatAdam(FlatOptimizer):
 
 
 def adam_rule(group: Mapping[str, Any]) -> AdamRule:
-    """Returns Adam's hyperparameters in a parameter group."""
+    """Returns Adam's hyperparameters from the options of a parameter group."""
     return AdamRule(
         lr=float(group["lr"]),
         betas=tuple(group["betas"]),
@@ -297,7 +311,7 @@ def adam_rule(group: Mapping[str, Any]) -> AdamRule:
 
 
 class FlatSGD(FlatOptimizer):
-    """SGD; one momentum buffer per element, or none without momentum."""
+    """SGD over flat tensors. It stores a momentum buffer with one number per weight, or nothing without momentum."""
 
     def __init__(
         self,
@@ -327,7 +341,7 @@ class FlatSGD(FlatOptimizer):
 
 
 class FlatLion(FlatOptimizer):
-    """Lion; one momentum per element."""
+    """Lion over flat tensors. It stores one momentum per weight."""
 
     def __init__(
         self,
@@ -354,14 +368,16 @@ _COUNTED = ("step", "lr", "betas")
 
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
-    """Snapshot of step counts before an update, restored if the device skips the update."""
+    """Copy of the optimizer's step counts and rates before an update. It restores them if the device then skips the
+    update.
+    """
 
     groups: tuple[Mapping[str, Any], ...]
     states: frozenset[Tensor]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> "Bookkeeping":
-        """Records the current step counts of ``optimizer``."""
+        """Returns a copy of the step counts and rates that ``optimizer`` has now."""
         groups = optimizer.param_groups
         return cls(
             tuple({key: group[key] for key in _COUNTED if key in group} for group in groups),
@@ -369,7 +385,9 @@ class Bookkeeping:
         )
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restores the step counts from before a skipped update, and deletes optimizer state that it has created."""
+        """Restores the step counts and rates after a skipped update, and deletes optimizer state that the update has
+        created.
+        """
         for group, before in zip(optimizer.param_groups, self.groups, strict=True):
             for key in [key for key in _COUNTED if key in group and key not in before]:
                 del group[key]

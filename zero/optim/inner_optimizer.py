@@ -23,7 +23,7 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """Overrides of an optimizer group; None: the optimizer's own value."""
+    """Options of a parameter group that replace the optimizer's defaults; None: the default."""
 
     lr: float | None = None
     weight_decay: float | None = None
@@ -41,12 +41,15 @@ class GroupOptions:
 def make_inner(
     factory: OptimizerFactory, groups: Sequence[GroupOptions], members: Mapping[int, list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """Makes the optimizer by ``factory`` from groups with the parameters ``members[index]`` and their overrides."""
+    """Makes the torch optimizer that updates this rank's tensors. ``factory`` receives one parameter group for each of
+    ``groups``: the tensors ``members[index]`` with the group's options.
+    """
     return factory([{"params": members[index], **group.as_kwargs()} for index, group in enumerate(groups)])
 
 
 def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
-    """Returns ``inner`` as a built-in optimizer, which the configuration key ``key`` requires for ``ability``.
+    """Checks that the optimizer ``inner`` is a built-in one, which the configuration key ``key`` needs, and returns it.
+    ``ability`` completes the message "only the built-in optimizers ...".
 
     Raises:
         ConfigError: ``inner`` is the user's own optimizer.
@@ -60,7 +63,7 @@ def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimi
 
 
 def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group's options without its parameters."""
+    """Returns the options of a torch parameter group, without the key "params"."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -77,10 +80,11 @@ def refuse_own_step(*_: object) -> None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
-    """Refuses an optimizer that is not elementwise, because the setting ``by`` shards parameters.
+    """Raises unless the optimizer updates each element independently of the others, because the setting ``by`` gives it
+    shards of parameters.
 
     Raises:
-        ConfigError: the optimizer is neither a known one nor marked ``elementwise``.
+        ConfigError: the class is neither a known one nor marked ``elementwise``.
     """
     kind = type(optimizer)
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE

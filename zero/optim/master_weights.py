@@ -31,8 +31,11 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Returns the L2 norm of the averaged gradient, from the squared sum of the summed gradient and the step's
-    ``weight``.
+    """Returns the L2 norm of the averaged gradient. ``sum_of_squares``: squared L2 norm of the summed gradient.
+    ``weight``: total weight of the step's samples, by which the sum is divided.
+
+    Raises:
+        EngineError: ``weight`` is 0.
     """
     if weight == 0:
         raise EngineError("the weight of this step is 0 on all ranks: there is nothing to average; mask fewer labels.")
@@ -40,11 +43,12 @@ def gradient_norm(sum_of_squares: float, weight: float) -> float:
 
 
 def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Returns (norm, factor for the summed gradients) as fp64 scalars on the device, without host synchronization.
+    """Returns (gradient norm, factor that averages and clips the summed gradients) as fp64 scalars on the device,
+    without host synchronization.
 
-    Bitwise equal to ``gradient_norm``, and to ``clip_factor`` over ``weight``, on a GPU: a quotient of two tensors is
-    rounded once there, while a quotient by a Python number is a product with its reciprocal. (On a CPU, torch's square
-    root misses the last bit of one number in a hundred.)
+    On a GPU, the results are bitwise equal to ``gradient_norm``, and to ``clip_factor`` divided by ``weight``. They are
+    quotients of two tensors, which a GPU rounds once; a quotient by a Python number is a product with its reciprocal.
+    (On a CPU, torch's square root misses the last bit of one number in a hundred.)
     """
     one = torch.ones_like(weight)
     norm = sum_of_squares.sqrt() / weight
@@ -54,8 +58,8 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
 
 @torch.no_grad()
 def sync_masters(flat: FlatBucket) -> None:
-    """Copies elements that the user has written in the parameters to the master. Synchronizes only for a master on the
-    host.
+    """Copies elements of the parameters that the user has changed since the last update into the master weights of the
+    bucket. Synchronizes only if the master is on the host.
     """
     if flat.master is None:
         return
@@ -90,12 +94,13 @@ def _take_written(kept: Tensor, master: Tensor, among: Tensor | None = None) -> 
 def full_weights(
     buckets: Sequence[FlatBucket], comm: Comm, average: Callable[[FlatBucket], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, full values in the widest dtype) of each parameter, gathered over dp, bucket by bucket.
+    """Yields (name, full values) of each parameter, bucket by bucket. The values are gathered over dp, from fp32
+    masters if there are any. A tensor is a view of the parameters or of one gathered bucket.
 
-    ``average``: function that returns values [owned] in place of the weights.
+    ``average``: function that returns other values [owned] of a bucket in place of its weights.
 
-    Each bucket with sharded masters or parameters takes one all-gather over dp, label "full state"; every rank must
-    consume all items. A tensor is a view of the parameters or of one gathered bucket.
+    Collective: each bucket with sharded masters or parameters takes one all-gather over dp, label "full state". Every
+    rank must consume all items.
     """
     for flat in buckets:
         sync_masters(flat)
@@ -111,12 +116,16 @@ def full_weights(
 
 
 def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Copies elements that the user has written to masters, for buckets with encoded all-gathers."""
+    """Copies elements of the parameters that the user has changed into the masters, for the buckets with
+    ``rounds_in_gathers`` (quantized all-gathers).
+    """
     for flat in filter(lambda each: each.rounds_in_gathers, buckets):
         sync_masters(flat)
 
 
 def tell_autograd(buckets: Sequence[FlatBucket]) -> None:
-    """Increments the version of all parameters in ``buckets``, so that a backward through old graphs raises."""
+    """Tells autograd that all parameters in ``buckets`` have changed. A backward through a graph from before then
+    raises an error.
+    """
     torch.autograd.graph.increment_version([parameter for flat in buckets for parameter in flat.parameters])
     torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights

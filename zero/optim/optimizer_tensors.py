@@ -13,7 +13,9 @@ from engine.zero.optim.flat_optimizers import UpdatePiece
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
-    """Tensor that the inner optimizer updates, with the elements ``part`` of the bucket ``flat``."""
+    """Tensor that the inner optimizer updates, with its gradient. It contains the elements ``part`` of the bucket
+    ``flat``, in the bucket's positions.
+    """
 
     parameter: nn.Parameter
     grads: Tensor
@@ -21,8 +23,8 @@ class OptimizerTensor:
     part: slice
 
     def narrow(self) -> Tensor | None:
-        """Returns the low-precision weights that receive the updated values; None if there are none, or if a gather
-        writes them.
+        """Returns the bf16 or fp16 weights that receive the updated values of this fp32 master. None if the tensor is
+        no master, or if a quantized all-gather writes the weights.
         """
         if self.flat.master is None or self.flat.rounds_in_gathers:
             return None
@@ -30,7 +32,7 @@ class OptimizerTensor:
         return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
 
     def slots(self) -> Iterator[tuple[Slot, slice]]:
-        """Yields (slot, slice of this tensor) for each parameter with elements in this tensor."""
+        """Yields each parameter with elements in this tensor, as (slot in the bucket, slice of this tensor)."""
         for slot in self.flat.bucket.slots:
             start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
             if start < stop:
@@ -50,51 +52,60 @@ WholeShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
 class WholeUpdates(Protocol):
-    """Interface of updates that need whole parameters, run after the optimizer's step has visited all buckets."""
+    """Interface of optimizers that need whole parameters, such as Muon and Adafactor. Their updates run across ranks,
+    after the optimizer's step has visited all buckets.
+    """
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of the state tensors that the updates store."""
+        """Names of the state tensors that do not have the parameter's shape, such as row means of Adafactor."""
 
     @property
     def by_owner(self) -> bool:
-        """True if only the owner of a parameter stores its state; False if every rank with a part of it does."""
+        """True if one rank, the owner, stores the whole-parameter state of a parameter. False if every rank with a
+        shard of the parameter stores it.
+        """
 
     @property
     def on_all_data_ranks(self) -> bool:
-        """True if all data ranks store equal state."""
+        """True if all data ranks store equal copies of the state."""
 
     @property
     def shapes(self) -> WholeShapes:
-        """Shapes of the state of every parameter with such updates, on any rank."""
+        """Shapes of the state tensors of every parameter that is updated as a whole, by parameter and name. They
+        include parameters with state on other ranks only.
+        """
 
     @property
     def state(self) -> WholeState:
-        """State tensors on this rank; empty before the first update."""
+        """State tensors on this rank, by parameter and name; empty before the first update."""
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
+        """Returns the names of the parameters in a bucket that this object updates; the optimizer's own step leaves
+        them.
+        """
 
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all parameters except ``unused`` ones; yields the names of updated parameters.
+        """Updates all its parameters except ``unused`` ones, in one or more rounds. Yields the names of the parameters
+        that are done after each round.
 
-        ``missed``: number of missed updates, by parameter.
+        ``missed``: number of updates that each parameter has missed, by name.
         """
 
     def forget(self) -> None:
-        """Deletes the state of whole parameters; the next update creates new state."""
+        """Deletes the state tensors; the next update starts from new ones."""
 
     def prepare(self) -> WholeState:
-        """Returns the state tensors; zeros before the first update."""
+        """Returns the state tensors on this rank, by parameter and name. Allocates zeros if there are none yet."""
 
 
 def families_of(whole: Iterable[WholeUpdates]) -> frozenset[str]:
-    """Returns the names of all state tensors of whole-parameter updates."""
+    """Returns the names of all state tensors of the optimizers ``whole``, which update whole parameters."""
     return frozenset(family for each in whole for family in each.families)
 
 
 class LateBuckets:
-    """Tracker of buckets that are gathered once all of their whole-parameter updates are made."""
+    """Tracker of the buckets that can be gathered only after their whole-parameter updates."""
 
     def __init__(self, buckets: Sequence[FlatBucket], whole: Sequence[WholeUpdates]) -> None:
         names = {number: {n for each in whole for n in each.names(flat)} for number, flat in enumerate(buckets)}
@@ -104,7 +115,9 @@ class LateBuckets:
         return number in self._missing
 
     def complete(self, made: frozenset[str]) -> list[int]:
-        """Returns the numbers of the buckets that the updated parameters ``made`` complete, each once."""
+        """Records that the parameters ``made`` are updated. Returns the indices of the buckets that are now complete;
+        each index is returned once.
+        """
         for own in self._missing.values():
             own -= made
         ready = [number for number, own in self._missing.items() if not own]
@@ -114,16 +127,20 @@ class LateBuckets:
 
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
-    """Returns the gradient of a bucket's elements ``part``: on the device, or its copy on the host."""
+    """Returns the gradient that the update reads for the elements ``part`` of a bucket. It is on the device, or on the
+    host if the host updates the bucket.
+    """
     if flat.host_sums is None:
         return flat.gradient(part)
     return flat.host_sums[part.start - flat.owned.start : part.stop - flat.owned.start]
 
 
 def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mapping[str, int]) -> Iterator[UpdatePiece]:
-    """Yields slices of the tensor ``place``, each with the number of updates that its parameters have missed.
+    """Divides the tensor ``place`` into slices of parameters that have missed the same number of updates, and yields
+    them.
 
-    ``unused`` parameters are left out.
+    Parameters in ``unused`` are left out, because they have no gradient now. ``missed``: number of missed updates by
+    parameter name.
     """
     run: UpdatePiece | None = None
     for slot, part in place.slots():
@@ -139,23 +156,24 @@ def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mappi
 
 
 def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (group, slice, flat shape) for each run of owned elements of one optimizer group; long runs need few
-    kernels.
+    """Yields (optimizer group, slice of the bucket, flat shape) for each run of owned elements with the same group.
+    Long runs need few kernels.
     """
     for segment in flat.bucket.segments(flat.owned):
         yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
 
 
 def whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (group, slice, shape) of each parameter in the bucket."""
+    """Yields (optimizer group, slice of the bucket, shape) for each parameter in the bucket."""
     for slot in flat.bucket.slots:
         yield slot.group, slice(slot.start, slot.stop), slot.shape
 
 
 def parameter_parts(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (group, slice, flat shape) of the owned elements of each parameter, or of padding if there are none.
+    """Yields (optimizer group, slice of the bucket, flat shape) for each parameter's elements that this rank owns.
 
-    Thus every rank has state tensors for the gathers of other ranks.
+    A rank that owns only padding yields that, so that every rank has state tensors and takes part in the gathers of the
+    others.
     """
     owned = [(slot, max(slot.start, flat.owned.start), min(slot.stop, flat.owned.stop)) for slot in flat.bucket.slots]
     found = [(slot.group, slice(start, stop), (stop - start,)) for slot, start, stop in owned if start < stop]

@@ -57,17 +57,19 @@ logger = logging.getLogger("trine")
 
 
 class ShardedOptimizer:
-    """Optimizer step of a rank: updates the owned weights of every bucket and gathers the parameters over dp.
+    """Optimizer of a rank. A step updates the weights that this rank owns in every flat bucket, and gathers the updated
+    parameters over dp.
 
     Args:
         buckets: the flat buckets of this rank.
         groups: option overrides by group index.
         factory: builds the inner optimizer from torch parameter groups.
         comm: one all-gather over dp for each bucket and step, label "parameters".
-        sharded: update shards only (ZeRO 1); at ZeRO 0 every rank updates everything.
-        own: the inner optimizer is the user's and gets one tensor per parameter, so that parameters without gradients
-            retain their step counts. At ZeRO 0 tensors have the parameters' shapes, so that an optimizer of full
-            matrices works without tensor parallelism.
+        sharded: True if each data rank updates its shard only (ZeRO 1 and more); at ZeRO 0 every rank updates
+            everything.
+        own: True if the inner optimizer is the user's. It then gets one tensor per parameter, so that parameters
+            without gradients retain their step counts. At ZeRO 0 the tensors have the parameters' shapes, so that an
+            optimizer of full matrices works without tensor parallelism.
 
     Raises:
         ConfigError: ``sharded`` is True and the optimizer is not elementwise.
@@ -133,7 +135,7 @@ class ShardedOptimizer:
         return members
 
     def round(self, rounding: RoundedUpdates) -> None:
-        """Applies the stochastic rounding ``rounding`` to later updates of bf16 weights that have no fp32 masters.
+        """Makes later updates of bf16 weights without fp32 masters use the stochastic rounding ``rounding``.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -145,7 +147,9 @@ class ShardedOptimizer:
         self._rounding = inner.rounding = rounding
 
     def use_disk_moments(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
-        """Stores the moments of host-updated buckets on disk.
+        """Stores the moments of the buckets that the host updates in files in ``folder``. ``buffers``: host memory
+        through which they are read and written. ``device``: device for the collectives by which the ranks agree on disk
+        failures.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -162,7 +166,7 @@ class ShardedOptimizer:
         self.disk = DiskMoments(folder, sets, self.inner.state, buffers, DiskAgreement(self._comm, device))
 
     def delay(self) -> None:
-        """Makes every later update overlap with the next step; the host must update all buckets.
+        """Makes every later update run on the host while the next step computes. The host must update all buckets.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -172,12 +176,16 @@ class ShardedOptimizer:
         self.delayed = DelayedUpdate(self._buckets, partial(self.refresh, self._buckets))
 
     def join_delayed(self) -> None:
-        """Waits for the delayed update; its weights may still be on the host."""
+        """Waits until the host has computed the delayed update, if there is one. The new weights may still be on the
+        host.
+        """
         if self.delayed is not None:
             self.delayed.join()
 
     def end_delayed(self) -> None:
-        """Waits for the delayed update, and copies its weights to the device as far as possible without other ranks."""
+        """Waits for the delayed update at the end of the engine, and copies this rank's new weights to the device.
+        Communicates nothing, so shards of other ranks do not have the update.
+        """
         if self.delayed is None:
             return
         self.delayed.close()
@@ -197,7 +205,7 @@ class ShardedOptimizer:
                 )
 
     def use(self, kernels: Kernels) -> None:
-        """Sets the kernels of later updates, where they support the optimizer."""
+        """Sets the kernels for later updates; optimizers without kernels ignore them."""
         self._kernels = kernels
         if isinstance(self.inner, FlatOptimizer):
             self.inner.kernels = kernels
@@ -208,15 +216,19 @@ class ShardedOptimizer:
         )
 
     def gradient_squared_norm(self) -> Tensor:
-        """Returns this rank's summand of the squared norm of the reduced gradients, fp64, on the gradients' device."""
+        """Returns this rank's summand of the squared L2 norm of the reduced gradients. It is an fp64 scalar on the
+        gradients' device.
+        """
         return squared_norm(self._norm_parts, self._kernels)
 
     @torch.no_grad()
     def launch(self, decision: DeviceDecision) -> None:
-        """Launches a step with the ``decision`` to update or skip on the device only. No host synchronization.
+        """Launches a step with kernels that read ``decision``, to update or to skip, on the device. No host
+        synchronization.
 
-        Buckets are gathered over dp in either case. Afterwards ``settle`` ends an update, or ``Bookkeeping`` restores
-        the counts of a skipped one. Kernels apply the gradient factor as they read the reduced sums.
+        Buckets are gathered over dp in either case. Once the host knows the decision, the caller calls ``settle`` after
+        an update, or lets ``Bookkeeping`` restore the step counts after a skip. Kernels apply the gradient factor as
+        they read the reduced sums.
         """
         assert isinstance(self.inner, FlatAdam)
         sync_rounded(self._buckets)
@@ -229,7 +241,7 @@ class ShardedOptimizer:
             self.inner.fused = None
 
     def forget(self) -> None:
-        """Resets the optimizer state to its state before the first step; Adagrad's is created by its constructor."""
+        """Resets all optimizer state to that before the first step: moments, step counts and missed updates."""
         self.inner.state.clear()
         self.unused = frozenset()
         self.missed.clear()
@@ -241,13 +253,15 @@ class ShardedOptimizer:
                 group.pop(name, None)
 
     def first_state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """Returns the optimizer state before the first update, by tensor; only optimizers such as Adagrad have any."""
+        """Returns the state that the inner optimizer has before its first update, by tensor and name. {} for most;
+        Adagrad creates state in its constructor.
+        """
         return self._make().state if self._begins_with_state else {}
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """Multiplies the reduced gradients by ``scale``, updates, and all-gathers every bucket over dp (not at ZeRO
-        3).
+        """Multiplies the reduced gradients by ``scale`` and updates the owned weights. Then all-gathers every bucket
+        over dp, except at ZeRO 3.
         """
         if self._rounding is not None:
             self._rounding.scale = scale
@@ -278,21 +292,25 @@ class ShardedOptimizer:
                 self.copies.changed(flat)
 
     def settle(self) -> None:
-        """Counts one more missed update for each unused parameter, and marks all parameters as changed for autograd."""
+        """Ends an update: counts a missed update for each parameter without a gradient, and tells autograd that all
+        parameters have changed.
+        """
         for name in self.unused:
             self.missed[name] = self.missed.get(name, 0) + 1
         tell_autograd(self._buckets)
 
     @torch.no_grad()
     def refresh(self, buckets: Sequence[FlatBucket]) -> None:
-        """Copies user-written masters into the parameters of all data ranks, in their dtype, by an update's
-        all-gathers.
+        """Copies the masters of ``buckets`` into the parameters of all data ranks, after a write to the masters. It
+        uses the all-gathers of an update.
         """
         _wait([self._start_gather(flat, rounded=False) for flat in buckets])
         tell_autograd(buckets)
 
     def scales_in_place(self, flat: FlatBucket) -> bool:
-        """Returns True if ``step`` scales the gradients in the bucket; for host-updated buckets it scales the copy."""
+        """Returns True if ``step`` multiplies the gradients in the bucket's own memory. False if it scales their copy
+        on the host, or fp32 copies during stochastic rounding.
+        """
         return flat.host_sums is None and self._scales(flat)
 
     def _scales(self, flat: FlatBucket) -> bool:
@@ -301,12 +319,14 @@ class ShardedOptimizer:
 
     @property
     def whole_state(self) -> WholeState:
-        """State tensors of optimizers that update whole parameters, by parameter and name."""
+        """State tensors of optimizers that update whole parameters, such as Shampoo's preconditioners, by parameter and
+        name.
+        """
         return {name: kept for each in self.whole for name, kept in each.state.items()}
 
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
-        """Counts the parameters of ``among`` that had a gradient either in this step or in the last one, but not in
-        both.
+        """Returns the number of parameters that changed between used and unused since the last step. ``unused``: names
+        of the parameters in ``among`` without a gradient in this step.
         """
         return len(unused ^ (self.unused & among))
 

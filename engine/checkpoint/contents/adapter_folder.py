@@ -33,7 +33,9 @@ GatherState = Callable[[frozenset[str]], Mapping[str, Tensor]]
 
 
 def prompt_encoders(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Returns copies of a ``PeftModel``'s prompt encoders on the meta device. Call it before modules are changed."""
+    """Returns meta-device copies of a ``PeftModel``'s prompt encoders (PEFT's modules that compute prompt embeddings),
+    by adapter name. Returns {} for other models. Call it before the engine changes the modules.
+    """
     found = getattr(model, _ENCODERS, None) if is_peft_model(model) else None
     return {name: _without_content(encoder) for name, encoder in found.items()} if found is not None else {}
 
@@ -50,7 +52,7 @@ def _without_content(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """``PeftModel`` on its grid, as the source of an adapter folder."""
+    """Sharded ``PeftModel``, with the functions that :func:`write_adapters` needs to save its adapters."""
 
     model: nn.Module
     entries: Mapping[str, Any]
@@ -64,7 +66,8 @@ class AdapterSource:
 
 
 def write_adapters(folder: Path, source: AdapterSource, comm: Comm, device: torch.device) -> None:
-    """Writes the adapters of a ``PeftModel`` on any grid, replacing files of the same names. Collective.
+    """Writes the adapters of a sharded ``PeftModel`` into ``folder``, in PEFT's format. Existing files of the same
+    names are replaced, except README.md. Rank 0 gathers the full adapter weights and writes. Collective over the world.
 
     Raises:
         CheckpointError: the folder cannot be written; raised on all ranks.

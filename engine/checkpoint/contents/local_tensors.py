@@ -31,7 +31,9 @@ from engine.zero.state_inventory import StateInventory, StateTensor, UpdatedTens
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """Tensor of the Hugging Face folder ``model/`` of a checkpoint, which one rank writes in full."""
+    """Parameter or buffer of the model in a checkpoint's folder ``model/``, which has the Hugging Face format. One
+    rank, ``owner``, writes the full tensor.
+    """
 
     name: str
     """Name in the checkpoint: "param/..." or "buffer/..."."""
@@ -48,14 +50,16 @@ class ModelTensor:
 
     @property
     def entries(self) -> Sequence[FilePart]:
-        """Entries of the files in ``model/`` that contain the elements of this tensor, in order."""
+        """Safetensors entries in ``model/`` that together contain the elements of this tensor, in row-major order."""
         if self.row is None and self.parts:  # a buffer may have been replaced by one of another shape
             return file_parts(self.parts[0].key, self.kind.shape)
         return file_parts(self.key, self.kind.shape, self.parts)
 
 
 def local_region(row: ShardRow, holder: ShardHolder) -> Part:
-    """Returns the part of a parameter that a rank with coordinates ``holder`` has."""
+    """Returns the tensor-parallel and expert-parallel shard of a parameter at the grid coordinates ``holder``, before
+    ZeRO shards it over data ranks.
+    """
     return _region(row, row.tensor_ranges(holder), holder)
 
 
@@ -68,20 +72,24 @@ def _region(row: ShardRow, ranges: Sequence[Range], holder: ShardHolder) -> Part
 
 
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
-    """Returns the rows of a parameter that a rank saves, as the first of their owners; None if there are none."""
+    """Returns the rows of a parameter that the ranks at the grid coordinates ``holder`` save. If several tensor ranks
+    have the same rows, only the first of them saves these rows. None if the ranks save nothing of the parameter.
+    """
     first = [each for each in row.ranges if each.holders[0] == holder.tp]
     return _region(row, first, holder) if first and row.held(holder._replace(pp=row.owners[0])) else None
 
 
 @dataclass(frozen=True)
 class SaveOwnership:
-    """Assignment of the elements of all tensors to the ranks that save them."""
+    """Assignment of the elements of all parameters to ranks, so that a checkpoint has each element exactly once."""
 
     plan: Plan
 
     @cached_property
     def slots(self) -> Mapping[ShardHolder, Mapping[str, tuple[Bucket, Slot]]]:
-        """Bucket and slot of each parameter, by grid position and parameter name."""
+        """Flat bucket that contains each parameter, and the parameter's slot (element range) in it. The keys are grid
+        coordinates (pp, tp, ep), then parameter names.
+        """
         return {
             where: {slot.name: (bucket, slot) for bucket in (*layout.buckets, *layout.frozen) for slot in bucket.slots}
             for where, layout in self.plan.layouts.items()
@@ -89,16 +97,20 @@ class SaveOwnership:
 
     @cached_property
     def grid(self) -> Grid:
-        """Grid of ranks with the coordinates of rank 0."""
+        """Grid of all ranks, as seen from rank 0."""
         return self.plan.grid(0)
 
     def stores(self, row: ShardRow, coord: Coord) -> bool:
-        """Returns True if a rank is in the shard group that saves the parameter."""
+        """Returns True if the rank at ``coord`` is the first of the ranks with the same ZeRO shard of the parameter.
+        Only this rank saves the shard.
+        """
         spread = self.grid.expert_spread if row.experts else self.grid.spread
         return self.grid.is_first(spread.shard_copies, coord)
 
     def own(self, row: ShardRow, coord: Coord) -> Piece:
-        """Returns the elements of a parameter that the rank at ``coord`` updates, as a piece."""
+        """Returns the elements of a parameter that the rank at ``coord`` updates, as a flat range of its
+        tensor-parallel shard. The range may be empty.
+        """
         part = local_region(row, self.grid.holder(coord))
         found = self.slots[self.grid.holder(coord)].get(row.name)
         if found is None:
@@ -110,7 +122,9 @@ class SaveOwnership:
         return Piece(part, start - slot.start, max(start, min(slot.stop, shard.stop)) - slot.start)
 
     def stored(self, row: ShardRow, coord: Coord) -> Piece | None:
-        """Returns the elements of a parameter that the rank at ``coord`` saves; None if it saves none."""
+        """Returns the elements of a parameter that the rank at ``coord`` writes into a checkpoint; None if it writes
+        none. They are a flat range of :func:`stored_part`.
+        """
         part = stored_part(row, self.grid.holder(coord))
         if part is None or coord.pp != row.owners[0] or not self.stores(row, coord):
             return None
@@ -118,11 +132,11 @@ class SaveOwnership:
         return piece if piece.elements else None
 
     def frozen_dtype(self, row: ShardRow) -> torch.dtype:
-        """Returns the dtype of a frozen parameter in forward."""
+        """Returns the dtype that the forward pass uses for a frozen parameter."""
         return self.plan.precision.frozen(row.name, row.dtype)
 
     def kind(self, row: ShardRow) -> TensorKind:
-        """Returns the full shape of a parameter and its dtype in forward."""
+        """Returns the full shape of a parameter, and the dtype that the forward pass uses for it."""
         precision = self.plan.precision
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else self.frozen_dtype(row)
         return TensorKind(code_of(str(dtype).removeprefix("torch.")), row.shape)
@@ -131,7 +145,8 @@ class SaveOwnership:
 def model_tensors(
     ownership: SaveOwnership, keys: Mapping[str, str], buffers: Mapping[str, tuple[str, TensorKind]]
 ) -> tuple[ModelTensor, ...]:
-    """Returns all tensors of the folder ``model/``, each with the rank that writes it.
+    """Returns all parameters and buffers of the folder ``model/``, each with the rank that writes it. Ranks of one
+    pipeline stage write similar numbers of bytes.
 
     Args:
         keys: parameter name -> key in the folder.
@@ -170,7 +185,7 @@ def _spread(sizes: Sequence[tuple[int, int]], plan: Plan) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements of one full tensor that are in this rank's memory."""
+    """Elements of one tensor of the checkpoint that are in this rank's memory."""
 
     tensor: str
     """Name in the checkpoint: "param/...", "master/...", "exp_avg/..."."""
@@ -190,7 +205,9 @@ class Held:
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Live tensors of one rank, to save or to load, except for quantized frozen weights (``quantized``)."""
+    """Live weights, fp32 master weights and optimizer state of one rank, as sources of a save or targets of a load.
+    Quantized frozen weights are left out, because their memory contains codes.
+    """
 
     ownership: SaveOwnership
     coord: Coord
@@ -203,19 +220,20 @@ class LocalTensors:
 
     @property
     def places(self) -> Sequence[UpdatedTensor]:
-        """Flat tensors that the optimizer updates."""
+        """Flat tensors that this rank's optimizer updates."""
         return self.inventory.optimizer.places
 
     def weights(self, copies: bool = False) -> Iterator[Held]:
-        """Yields parameters in their dtype of forward; parameters outside buckets are full on every data rank.
+        """Yields this rank's parameters in the dtype of the forward pass. Parameters outside flat buckets are full on
+        every data rank.
 
-        ``copies``: with all elements that are in memory, also elements that another data rank saves.
+        ``copies``: True to yield all elements in memory, also elements that another data rank saves.
         """
         for state in self.inventory.weights():
             yield from self._of(state, "param", copies)
 
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
-        """Quantizes a full frozen weight, and stores this rank's shard."""
+        """Quantizes a full frozen weight, and stores this rank's shard of the codes in the model."""
         device = self.buckets[0].params.device if self.buckets else full.device
         holder = self.ownership.grid.holder(self.coord)
         codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, holder)
@@ -225,17 +243,21 @@ class LocalTensors:
         dict(self.inventory.model.named_parameters())[row.name].data.copy_(codes)
 
     def masters(self) -> Iterator[Held]:
-        """Yields the fp32 masters of bf16 and fp16 parameters."""
+        """Yields this rank's fp32 master weights of bf16 and fp16 parameters."""
         for state in self.inventory.masters():
             if state.flat is not None and state.flat.wide is not None:
                 yield from self._of(state, "master")
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:
-        """Yields optimizer moments as views of ``tensors``: updated parameter -> name -> moment of equal shape."""
+        """Yields optimizer moments as views of ``tensors``, which maps each flat parameter to its moments by name. A
+        moment has the shape of its parameter.
+        """
         return self._elements(self.inventory.element_state(tensors))
 
     def companions(self) -> Iterator[Held]:
-        """Yields the tensors that features store for each updated one: averages, anchors of the outer loop."""
+        """Yields the extra tensors that features store for each updated parameter, such as weight averages and anchors
+        of the outer optimizer.
+        """
         return self._elements(self.inventory.companion_state())
 
     def _elements(self, found: Iterable[StateTensor]) -> Iterator[Held]:
@@ -253,7 +275,9 @@ class LocalTensors:
                     yield Held(f"{state.kind}/{row.name}", row, kind_of(values, row.shape), piece, values)
 
     def apart(self, updates: WholeUpdates) -> Iterator[Held]:
-        """Yields optimizer state that is not sharded by elements, such as preconditioners of Shampoo."""
+        """Yields optimizer state of ``updates`` that does not have the parameter's shape, such as preconditioners of
+        Shampoo. A rank with any of a tensor has all of it.
+        """
         grid = self.ownership.grid
         kept: dict[str, list[StateTensor]] = {}
         for state in self.inventory.whole_state(updates):
@@ -310,14 +334,16 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Returns the positions of a piece in a buffer that begins with element ``owned.start`` of the bucket."""
+    """Returns the positions of the elements ``own`` of a parameter in a buffer. The buffer contains the range ``owned``
+    of a flat bucket, and ``slot`` is the parameter's range in the bucket.
+    """
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 
 
 @torch.no_grad()
 def copy_shared(source: Tensor, held: Piece, target: Tensor, wanted: Piece) -> None:
-    """Copies the elements that the pieces ``held`` and ``wanted`` share from the flat tensor ``source`` to
-    ``target``.
+    """Copies elements between flat tensors of the same parameter. ``source`` contains the piece ``held``, ``target``
+    the piece ``wanted``; their common elements are copied.
     """
     if held == wanted:
         target.copy_(source)

@@ -41,7 +41,7 @@ _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 
 
 def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
-    """Returns the optimizer's moments as flat parameter -> name -> tensor; empty before the first step.
+    """Returns the optimizer's moments as flat parameter -> moment name -> tensor; {} before the first step.
 
     Moments in another form, such as 8-bit codes, are decoded into host memory.
     """
@@ -49,9 +49,10 @@ def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
 
 
 def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers:
-    """Returns the scalars of optimizer state ("step") for each parameter that this rank updates.
+    """Returns the scalars of optimizer state, such as "step", for each parameter that this rank updates. {} for
+    built-in optimizers, which store their scalars as group options.
 
-    For a parameter of one element they may include moments; ``arranged`` separates them.
+    For a parameter of one element, moments may be among the scalars; :func:`arranged` separates them.
 
     Raises:
         CheckpointError: a state is neither a moment nor a number.
@@ -71,11 +72,13 @@ def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers
 def arranged(
     tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Returns the tensors and scalars of a save: scalars by group, and by parameter if they differ in a group.
+    """Arranges optimizer state for the manifest of a save; returns its tensors, and a dict of its scalars. Scalars are
+    stored by group, and by parameter where they differ within a group.
 
     State of a one-element parameter is saved as a moment, unless it is a scalar for other parameters of its group.
 
     Args:
+        tensors: all tensors of the save by name, such as "exp_avg/NAME".
         groups: parameter groups from ``describe_optimizer``.
         numbers: scalars of all ranks, by parameter.
 
@@ -115,7 +118,8 @@ def _fresh(tensors: Iterable[str], counts: Mapping[str, Any], names: Sequence[st
 
 
 def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
-    """Merges the scalars of all ranks; each rank reports the parameters that it updates.
+    """Merges the optimizer scalars that the ranks report, each for the parameters that it updates. Returns parameter ->
+    name -> value.
 
     Raises:
         CheckpointError: two ranks report different scalars for one parameter.
@@ -133,8 +137,8 @@ def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
 
 
 def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled: frozenset[str]) -> dict[str, Any]:
-    """Returns the optimizer's type and parameter groups for the manifest. ``scheduled``: options that a schedule
-    sets.
+    """Returns the optimizer's type and parameter groups as JSON for the manifest. ``scheduled``: names of the options
+    that a schedule sets; they are not recorded as changed by the user.
     """
     groups = [
         {
@@ -151,9 +155,10 @@ def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled
 
 
 def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
-    """Raises if ``stored`` is the state of another optimizer type than this run's.
+    """Raises CheckpointError if the saved optimizer state ``stored`` is of another optimizer type than this run's.
+    ``step`` names the checkpoint in the message.
 
-    Files of other engines identify the type only by the moments.
+    Checkpoints of other engines do not name the type, so any type with the same moments passes.
     """
     own = _type(optimizer)
     known = [stored["type"]] if stored.get("type") else stored.get("types", [])
@@ -165,14 +170,18 @@ def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: obj
 
 
 def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the parameters that the saved run's built-in optimizer has updated at least once."""
+    """Returns the names of the parameters that the saved run has updated at least once. ``stored`` is the state of a
+    built-in optimizer in the manifest.
+    """
     missed = stored.get("missed", {})
     updates = {name: each.get("options", {}).get("step", 0) for each in stored["groups"] for name in each["params"]}
     return frozenset(name for name, count in updates.items() if isinstance(count, int) and count > missed.get(name, 0))
 
 
 class Families:
-    """Names of the moments of each parameter in a checkpoint, equal within a group, to detect missing moments."""
+    """Names of the optimizer moments, such as "exp_avg", that a checkpoint must have for each parameter. A moment that
+    one parameter of a group has is expected for all of the group, so that a missing moment is found.
+    """
 
     def __init__(
         self, kinds: Mapping[str, TensorKind], stored: Mapping[str, Any], apart: frozenset[str] = frozenset()
@@ -190,7 +199,7 @@ class Families:
         self._groups, self._found, self._fresh = groups, found, frozenset(stored.get("fresh", ()))
 
     def of(self, parameters: Iterable[str]) -> set[str]:
-        """Returns the names of all moments that these parameters have."""
+        """Returns the names of all moments that the checkpoint must have for any of ``parameters``."""
         groups = self._groups
         return {
             family
@@ -200,15 +209,17 @@ class Families:
         }
 
     def begins_anew(self, parameter: str) -> bool:
-        """Returns True if the checkpoint has no optimizer state of a parameter."""
+        """Returns True if the checkpoint has no optimizer state for ``parameter``, so that its state starts fresh."""
         return parameter in self._fresh or parameter not in self._groups
 
 
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
-    """Replaces the optimizer's state by zeros in the shapes of the stored moments; the load then fills them.
+    """Replaces the optimizer's moments by zeros, which the load then fills. Returns flat parameter -> moment name ->
+    tensor.
 
-    8-bit moments are read into host memory, and ``keep_state`` encodes them afterwards. Tensors with only padding get
-    the moments of their group too, because an optimizer treats a partly filled state as complete.
+    Moments that the optimizer stores in 8 bits are made in host memory, and ``keep_state`` encodes them afterwards.
+    Tensors of padding alone get the moments of their group, because an optimizer treats a partly filled state as
+    complete.
     """
     inner, names = optimizer.inner, _names(optimizer, table)
     groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}
@@ -241,11 +252,14 @@ def _by_hand(group: Mapping[str, Any], configured: Mapping[str, Any], scheduled:
 def restore(
     optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any], scheduled: frozenset[str] = frozenset()
 ) -> None:
-    """Restores the optimizer's scalars and group options from ``stored``.
+    """Restores the optimizer's scalars and group options from the saved state ``stored``.
 
-    Built-in optimizers restore the step count, and options set by hand, unless the configured value has changed or a
-    schedule sets them (``scheduled``); other options come from the configuration. A group whose parameters differ from
-    the saved ones has its configured rate and weight decay.
+    A built-in optimizer restores its step count, and options that the user set by hand in the saved run. Such an option
+    is not restored if a schedule sets it (``scheduled``) or its configured value has changed. Other options come from
+    the configuration.
+
+    Another optimizer restores all saved options. But a group with other parameters than in the saved run keeps its
+    configured learning rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
     missed, known = stored.get("missed", {}), {name for each in stored["groups"] for name in each["params"]}
@@ -287,7 +301,7 @@ def _restored(number: Sequence[Any], device: torch.device) -> Any:
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Raises if scheduler state was saved with other parameter groups than this run's."""
+    """Raises CheckpointError if the saved learning-rate scheduler had other parameter groups than this run has."""
     sources, count = _sources(optimizer, table, stored), len(stored["groups"])
     if len(sources) != count or any(source not in (index, None) for index, source in enumerate(sources)):
         raise CheckpointError(
@@ -298,8 +312,8 @@ def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mappi
 
 
 def restore_schedule(optimizer: ShardedOptimizer, stored: Mapping[str, Any]) -> None:
-    """Restores the group options that a torch scheduler sets, such as the learning rate. Call ``check_schedule``
-    before.
+    """Restores the group options that a torch scheduler sets, such as the learning rate, from the saved state
+    ``stored``. Call :func:`check_schedule` before.
     """
     for group, then in zip(optimizer.inner.param_groups, stored["groups"], strict=True):
         own = optimizer.inner.defaults.keys() - _SCHEDULED
@@ -366,10 +380,11 @@ def _number(name: str, value: Any, optimizer: ShardedOptimizer) -> list[Any]:
 
 
 def unsaved_state(optimizer: ShardedOptimizer) -> str | None:
-    """Returns the name of an optimizer attribute with tensors that a checkpoint would miss, such as "self.muon"; or
-    None.
+    """Returns the name of an optimizer attribute with tensors that a checkpoint would miss, such as "self.muon"; None
+    if there is no such attribute.
 
-    A checkpoint stores the state of torch's optimizers: ``self.state[parameter]`` and the options of the groups.
+    A checkpoint stores only the usual state of torch's optimizers: ``self.state[parameter]`` and the options of the
+    groups.
     """
     inner = optimizer.inner
     if isinstance(inner, FlatOptimizer):

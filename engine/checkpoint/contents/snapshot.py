@@ -25,7 +25,9 @@ METADATA = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Fields of the manifest that are not about tensors; only rank 0's are written."""
+    """Metadata of a checkpoint for its manifest: step, counters, configuration and optimizer groups, but no tensors.
+    Only rank 0's is written.
+    """
 
     step: int
     aliases: Mapping[str, str]
@@ -39,7 +41,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """All state that this rank saves."""
+    """Live state of one rank that goes into a checkpoint: views of its tensors, and its optimizer scalars."""
 
     weights: Sequence[Held]
     """Parameters of this rank; their owners write them in full."""
@@ -55,7 +57,7 @@ class Ours:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """State of a rank in host memory, copied between two steps."""
+    """Copy of one rank's state in host memory, made between two steps, from which a save writes its files."""
 
     contents: Contents
     outgoing: Mapping[int, memoryview]
@@ -70,7 +72,7 @@ class Snapshot:
 
     @property
     def images(self) -> tuple[HostImage, ...]:
-        """Images of the files that this rank writes."""
+        """Safetensors images of the files that this rank writes; files without tensors are left out."""
         return tuple(image for image in (self.model, self.optim, self.state) if image.layout.places)
 
 
@@ -79,7 +81,9 @@ MessagePart = tuple[ModelTensor, Piece, int, int]
 
 @dataclass(frozen=True)
 class Messages:
-    """Layout of the weight message from each rank to each owner; sender and receiver derive it from the plan."""
+    """Byte layout of the messages that carry weight shards to the ranks that write full tensors. Sender and receiver
+    both derive it from the plan.
+    """
 
     ownership: SaveOwnership
     tensors: Sequence[ModelTensor]
@@ -87,10 +91,8 @@ class Messages:
     """Cache of layouts: the plan is constant, and training waits while a message is filled."""
 
     def parts(self, source: Coord, owner: int) -> list[MessagePart]:
-        """Returns (tensor, piece, first byte, last byte) for each piece in the message of the rank at ``source`` to
-        ``owner``.
-
-        First bytes are aligned.
+        """Returns the contents of the message from the rank at ``source`` to the rank ``owner``: (tensor, piece, start
+        byte, end byte) for each piece. The end is exclusive, and starts are multiples of 8.
         """
         if (source, owner) not in self._known:
             self._known[source, owner] = self._find(source, owner)
@@ -109,7 +111,9 @@ class Messages:
 
 
 class Snapshots:
-    """Maker of the snapshots of one rank; it also inserts the weights that other ranks send."""
+    """Maker of one rank's snapshots. It also copies weights that other ranks send into the image of this rank's model
+    file.
+    """
 
     def __init__(self, ownership: SaveOwnership, tensors: Sequence[ModelTensor], rank: int) -> None:
         self.owned = [tensor for tensor in tensors if tensor.owner == rank]
@@ -122,7 +126,9 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies all state that training will change into host memory. Communicates nothing."""
+        """Copies all state of this rank that training will change into host memory. It communicates nothing, and the
+        next snapshot reuses the memory.
+        """
         weights = {held.tensor: held for held in ours.weights}
         others = [owner for owner in self.writers if owner != self._grid.rank]
         outgoing = {owner: memory for owner in others if (memory := self._message(weights, owner)) is not None}
@@ -158,7 +164,7 @@ class Snapshots:
         )
 
     def incoming(self) -> Iterator[tuple[int, int]]:
-        """Yields (rank, bytes) of each weight message that this rank receives."""
+        """Yields (sending rank, bytes) of each weight message that this rank receives."""
         for coord in self._sources():
             parts = self._messages.parts(coord, self._grid.rank)
             if parts and coord != self._coord:
@@ -166,7 +172,9 @@ class Snapshots:
 
     @torch.no_grad()
     def put(self, snapshot: Snapshot, source: int, message: memoryview) -> None:
-        """Copies the weights of another rank's message into the image of this rank's model file."""
+        """Copies the weights in ``message``, which the rank ``source`` has sent, into the image of this rank's model
+        file.
+        """
         for tensor, piece, start, stop in self._messages.parts(self._grid.coord(source), self._grid.rank):
             values = as_tensor(message[start:stop], TensorKind(tensor.kind.dtype, (piece.elements,)))
             whole = snapshot.model.tensor(tensor.key).view(-1)

@@ -31,7 +31,9 @@ logger = logging.getLogger("trine")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Object that can be registered for checkpointing; its state is JSON, equal on every rank."""
+    """Interface of objects that can be registered for checkpointing, such as a data sampler. The state is JSON, and
+    equal on every rank.
+    """
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the object's state as JSON values, for ``load_state_dict``."""
@@ -42,9 +44,10 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """Counters, registered objects and random generators of a run; a load restores them even before the model is built.
+    """Counters, registered objects and random generators of a run: its state without the model and the optimizer.
 
-    A model that is built for its first batch draws that batch from a sampler, whose position must be restored before.
+    A load restores them before the model exists. A model that is built for its first batch takes that batch from a
+    sampler, so the sampler's position must be restored before.
     """
 
     update: Update
@@ -55,11 +58,11 @@ class TrainerState:
     """Names of objects that are registered when the model is built, and that a checkpoint may lack."""
 
     def check(self, reader: OpenCheckpoint) -> None:
-        """Raises if the checkpoint lacks the state of a registered object; warns if it has state of an object that is
-        not registered.
+        """Checks that the checkpoint has the state of every registered object. It warns of saved state of objects that
+        are not registered. A checkpoint of another engine has no such state, which is a warning too.
 
         Raises:
-            CheckpointError: names the first object without state.
+            CheckpointError: names the first registered object without saved state.
         """
         stored = Fields(reader.manifest.progress, str(reader.step)).object("tracked")
         missing = next((name for name in self.tracked if name not in stored and name not in self.late), None)
@@ -83,7 +86,9 @@ class TrainerState:
             )
 
     def restore(self, reader: OpenCheckpoint) -> dict[str, torch.Tensor]:
-        """Restores counters, registered objects and generators; returns the tensors of ``own_states``."""
+        """Restores counters, registered objects and random generators. Returns the tensors of this rank's state file,
+        or {} (see :func:`own_states`).
+        """
         manifest = reader.manifest
         self.update.load_state_dict(_counters(manifest.progress["update"]))
         if self.update.made != manifest.step:
@@ -98,7 +103,7 @@ class TrainerState:
         return states
 
     def restore_late(self, reader: OpenCheckpoint) -> None:
-        """Restores the objects that are registered when the model is built."""
+        """Restores the objects in ``late``, which are registered only when the model is built."""
         self._restore_tracked(reader, self.late)
 
     def _restore_tracked(self, reader: OpenCheckpoint, names: Iterable[str]) -> None:
@@ -126,7 +131,9 @@ def _counters(state: Any) -> dict[str, Any]:
 
 
 def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
-    """Returns the tensors of this rank's state file; {} if the checkpoint was saved on another grid."""
+    """Returns the tensors of this rank's state file by key: states of random generators, and other tensors of this rank
+    alone. Returns {} if the checkpoint was saved on another grid.
+    """
     saved = reader.manifest.info["grid"]
     if ({axis: saved.get(axis, 1) for axis in grid.sizes}, saved_order(saved)) != (grid.sizes, grid.order):
         return {}
@@ -138,7 +145,7 @@ def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of the random generators of torch, Python and NumPy as uint8 tensors."""
+    """Returns the states of the random generators of torch, Python and NumPy as uint8 tensors, by key."""
     states = {f"torch/{index}": generator.get_state() for index, generator in enumerate(generators_of(device))}
     states["python"] = _bytes(random.getstate())
     legacy: Any = np.random.get_state(legacy=False)
@@ -148,7 +155,9 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the random generators to the states from ``random_states``; missing ones are left unchanged."""
+    """Sets the random generators of torch, Python and NumPy to ``states`` from :func:`random_states`. Generators of
+    torch without a state in it are left unchanged.
+    """
     for index, generator in enumerate(generators_of(device)):
         if f"torch/{index}" in states:
             generator.set_state(states[f"torch/{index}"])
@@ -167,15 +176,17 @@ _LEAVES = (bool, int, float, str, type(None))
 
 
 def schedule_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON entries of a scheduler's ``state_dict()``, without functions, which the script makes again."""
+    """Returns the entries of a scheduler's ``state_dict()`` that are numbers, strings, lists or dicts, as JSON values.
+    Functions are left out, because the script makes them again.
+    """
     return {key: _plain(value) for key, value in state.items() if _is_plain(value)}
 
 
 def joined(fresh: Any, stored: Any) -> Any:
-    """Returns the state of a new scheduler, ``fresh``, with the entries of the saved state ``stored`` in place of its
-    own.
+    """Merges the saved state ``stored`` of a scheduler into the state ``fresh`` of a new one, and returns the result.
+    Saved values replace the new ones.
 
-    Dicts and lists are merged entry by entry.
+    Dicts, and lists of equal length, are merged entry by entry.
     """
     if isinstance(fresh, Mapping) and isinstance(stored, Mapping):
         return {**fresh, **{key: joined(fresh.get(key), value) for key, value in stored.items()}}
@@ -217,11 +228,13 @@ _REPLACED = frozenset({"optimizer.type", "optimizer.params"})
 def changed_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], own_optimizer: bool, among: Sequence[str] = TRAINING
 ) -> list[str]:
-    """Returns changed keys of two configurations, such as "optimizer.params.lr 0.001 -> 0.002".
+    """Returns a text for each setting that differs between two configurations, such as "optimizer.params.lr 0.001 ->
+    0.002".
 
     Args:
         before, now: the configurations as JSON.
-        own_optimizer: True if the script passed an optimizer, so that the section's type and params are unused.
+        own_optimizer: True if the script passed an optimizer, so that the configured type and params of the optimizer
+            are unused and not compared.
         among: dotted paths of the keys that are compared.
     """
     now, found = json.loads(json.dumps(now)), list[str]()
@@ -266,11 +279,13 @@ def _replaced(path: str) -> bool:
 def kept_options(
     groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], scheduled: frozenset[str]
 ) -> list[str]:
-    """Returns one text for each optimizer option that the checkpoint has restored although the script sets another
-    value.
+    """Returns a text for each optimizer option that a load has restored from the checkpoint although the script sets
+    another value.
 
-    ``groups``: groups after the restoration; ``before``: options of the script; ``scheduled``: options that a schedule
-    sets, which are left out.
+    Args:
+        groups: parameter groups after the load.
+        before: the script's options of each group.
+        scheduled: options that a schedule sets; they are not compared.
     """
     found = []
     for index, (group, own) in enumerate(zip(groups, before, strict=True)):

@@ -26,8 +26,8 @@ logger = logging.getLogger("trine")
 
 
 def foreign_folder(files: Files, folder: Path) -> Path | None:
-    """Returns the folder of another engine's checkpoint: ``folder``, or the one named in its file "latest"; None if
-    neither is one.
+    """Returns the path of another engine's checkpoint at ``folder``. The checkpoint may be ``folder`` itself, or the
+    subfolder that the file "latest" in it names. None if there is no such checkpoint.
     """
     for place in (folder, *_tag_folders(files, folder)) if files.is_folder(folder) else ():
         if _reader(files.names(place)) is not None:
@@ -36,9 +36,10 @@ def foreign_folder(files: Files, folder: Path) -> Path | None:
 
 
 def open_checkpoint(files: Files, folder: Path, optimizer: bool = True) -> OpenCheckpoint:
-    """Opens a checkpoint of this engine, or another engine's that ``foreign_folder`` has returned.
+    """Opens the checkpoint in ``folder``, saved by this engine or by another one. The folder of another engine's
+    checkpoint comes from :func:`foreign_folder`.
 
-    ``optimizer``: also reads the other engine's optimizer state.
+    ``optimizer``: True to read the optimizer state of another engine's checkpoint too.
     """
     return StepReader(files, folder) if is_step(files, folder) else open_foreign(files, folder, optimizer)
 

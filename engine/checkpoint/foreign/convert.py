@@ -29,10 +29,11 @@ FILE = 1 << 30
 
 
 def convert(folder: Path, out: Path, weights_only: bool = False) -> Path:
-    """Converts another engine's checkpoint in ``folder``; returns the new step folder in ``out``.
+    """Converts the checkpoint of another engine in ``folder`` to this engine's format. Returns the path of the new
+    checkpoint, a subfolder of ``out``.
 
     Args:
-        weights_only: leave out optimizer state, because some files do not name its parameters.
+        weights_only: True to leave out optimizer state, because some files do not name its parameters.
 
     Raises:
         CheckpointError: ``folder`` has no checkpoint of a known engine, or is damaged; the disk is full.

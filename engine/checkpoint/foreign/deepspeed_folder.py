@@ -49,7 +49,7 @@ _OWN = frozenset({
 
 
 def count_of(state: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Returns a counter of a DeepSpeed state by key; ``default`` if it is missing."""
+    """Returns the counter ``key`` of a DeepSpeed state; ``default`` if it is missing."""
     value = state.get(key, default)
     return numbers_of([default if value is None else value], key)[0]
 
@@ -62,21 +62,25 @@ def zero_stage_of(optimizer: Mapping[str, Any]) -> int:
 
 
 def client_state(state: Mapping[str, Any], dropped: list[str]) -> Any:
-    """Returns the ``client_state`` of a DeepSpeed checkpoint as JSON; paths of values that JSON cannot express are
-    added to ``dropped``.
+    """Returns the user's ``client_state`` of a DeepSpeed checkpoint as JSON values. Other values are left out, and
+    their paths are added to ``dropped``.
     """
     return plain({key: value for key, value in state.items() if key not in _OWN}, dropped)
 
 
 def first_flat(options: Mapping[str, Any], index: int) -> int:
-    """Returns the index of the flat tensor of a DeepSpeed parameter group; ``index`` if the group has none."""
+    """Returns the index of the flat tensor of a DeepSpeed parameter group with these ``options``. If the options list
+    no parameters, returns ``index``.
+    """
     params = options.get("params")
     first = params[0] if isinstance(params, list) and params else index
     return first if isinstance(first, int) else index
 
 
 def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
-    """Returns a dynamic loss scale of DeepSpeed as this engine's counters; None for a fixed one."""
+    """Returns the state of a DeepSpeed dynamic loss scaler as this engine's dict with keys value, forgiven and good.
+    None for a fixed loss scale.
+    """
     if not isinstance(scaler, PickledObject) or scaler.get("dynamic") is not True:
         return None
     value, window = scaler.get("cur_scale"), scaler.get("scale_window")
@@ -91,7 +95,9 @@ def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
 
 
 def scheduler_state(state: Any) -> dict[str, Any] | None:
-    """Returns the state of a DeepSpeed scheduler as torch's schedulers write it."""
+    """Returns the state of a DeepSpeed scheduler in the form of torch's schedulers ("last_epoch", "_step_count"). State
+    without DeepSpeed's counter is returned as JSON values; None if there is no state.
+    """
     if not isinstance(state, dict):
         return None
     found: dict[str, Any] = plain(state, [])
@@ -112,10 +118,12 @@ def is_deepspeed(names: Sequence[str]) -> bool:
 
 
 def read_deepspeed(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """Returns the checkpoint in ``folder``, and the paths of client state that JSON cannot express.
+    """Reads the DeepSpeed checkpoint in ``folder``. Returns its contents, and the paths of client state that JSON
+    cannot express.
 
     Args:
-        optimizer: True to read optimizer state; False also reads files that do not name its parameters.
+        optimizer: True to read optimizer state. False also allows files that do not name the parameters of the
+            optimizer state.
 
     Raises:
         CheckpointError: the files are damaged, or have tensor-parallel shards, experts or unnamed optimizer state.

@@ -45,7 +45,7 @@ Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class FlatFragment:
-    """Elements of a parameter within a flat tensor of one data rank."""
+    """Position of some elements of a parameter in the flat fp32 tensor of one data rank of a DeepSpeed checkpoint."""
 
     rank: int
     flat: int
@@ -56,7 +56,7 @@ class FlatFragment:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Optimizer state of one data rank in a DeepSpeed checkpoint."""
+    """ZeRO state of one data rank in a DeepSpeed checkpoint: flat fp32 weights and optimizer state."""
 
     flats: Sequence[TorchTensor]
     """Flat fp32 weights."""
@@ -70,7 +70,7 @@ class RankState:
 
 
 def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
-    """Returns the optimizer state of one data rank from ``optimizer_state_dict`` of a ZeRO file.
+    """Returns the state of one data rank from ``optimizer``, the dict ``optimizer_state_dict`` of its ZeRO file.
 
     Raises:
         CheckpointError: entries are missing, for example because state was offloaded to disk.
@@ -92,7 +92,9 @@ def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
 
 
 def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[FlatFragment]]]:
-    """Yields each parameter of ZeRO 1 or 2 files with its elements in the ranks' flat tensors."""
+    """Yields (name, fragments) for each parameter of a ZeRO 1 or 2 checkpoint. The fragments locate its elements in the
+    flat tensors of ``ranks``, each of which is a shard of a parameter group.
+    """
     for group, params in enumerate(shapes):
         ends = list(accumulate(rank.flats[group].kind.elements for rank in ranks))
         firsts, place = [0, *ends[:-1]], 0
@@ -107,7 +109,9 @@ def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 
 
 def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[FlatFragment]]]:
-    """Yields each parameter of ZeRO 3 files with its elements in the ranks' flat tensors."""
+    """Yields (name, fragments) for each parameter of a ZeRO 3 checkpoint, in which every rank has an equal share of
+    each parameter. The fragments locate these shares in the flat tensors of ``ranks``.
+    """
     flat, place = 0, 0
     sizes = [each.kind.elements for each in ranks[0].flats]
     for name, shape in ((name, shape) for params in shapes for name, shape in params.items()):
@@ -131,7 +135,13 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 def tensors_of_fragments(
     ranks: Sequence[RankState], found: Mapping[str, Sequence[FlatFragment]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SpannedTensor]:
-    """Returns weights and moments of all parameters as tensors in files: "param/NAME", "exp_avg/NAME"."""
+    """Returns the weights and moments of all parameters as tensors that are still in the files, by name, such as
+    "param/NAME" and "exp_avg/NAME".
+
+    Args:
+        found: fragments of each parameter in the flat tensors of ``ranks``.
+        shapes: full shape of each parameter.
+    """
     tensors: dict[str, SpannedTensor] = {}
     for name, fragments in found.items():
         held = {"param": [(ranks[each.rank].flats[each.flat], each) for each in fragments]}
@@ -173,11 +183,11 @@ class UniversalFolder:
 
 
 def read_universal(files: Files, folder: Path, shapes: Shapes, others: set[str]) -> UniversalFolder:
-    """Reads the folder ``zero`` of a universal DeepSpeed checkpoint.
+    """Reads the folder ``zero`` of a universal DeepSpeed checkpoint, which has a subfolder for each parameter.
 
     Args:
         shapes: trained parameters by group, from the model's file; if empty, all in the folder form one group.
-        others: names of buffers, and second names of tied parameters, which have folders too.
+        others: names of buffers, and second names of tied parameters, which have subfolders too and are skipped.
     """
     known = {name: shape for group in shapes for name, shape in group.items()}
     groups = [list(group) for group in shapes] or [[name for name in files.names(folder) if name not in others]]

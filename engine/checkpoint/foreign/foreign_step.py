@@ -27,7 +27,7 @@ _TYPES: Mapping[frozenset[str], tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
-    """Parameter group of the saved optimizer."""
+    """Parameter group of the optimizer in another engine's checkpoint."""
 
     params: Sequence[str]
     options: Mapping[str, Any]
@@ -38,7 +38,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignContents:
-    """Contents of another engine's checkpoint; tensor values stay on disk."""
+    """Contents of another engine's checkpoint in terms of this engine. Tensor values stay in the files."""
 
     origin: str
     """Words for logs: "DeepSpeed 0.19.8, ZeRO 2 over 2 data ranks"."""
@@ -57,7 +57,7 @@ class ForeignContents:
 
 
 class ForeignStep:
-    """Open checkpoint of another engine, with the interface of ``StepReader``.
+    """Open checkpoint of another engine, with the interface ``OpenCheckpoint`` of this engine's checkpoints.
 
     Raises:
         CheckpointError: the pieces of a tensor leave a gap or overlap.
@@ -76,7 +76,7 @@ class ForeignStep:
 
     @property
     def name(self) -> Path:
-        """The checkpoint's folder."""
+        """Folder of the checkpoint."""
         return self.step
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
@@ -87,19 +87,23 @@ class ForeignStep:
         """Does nothing, because files of other engines have no hashes."""
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """Returns {}, because random states of other engines are not read."""
+        """Returns {}, because the state files of other engines' ranks, such as random states, are not read."""
         return {}
 
 
 def spanned(kind: TensorKind, spans: Iterable[FileSpan]) -> SpannedTensor:
-    """Returns a tensor that consists of these pieces in files; empty pieces are dropped."""
+    """Returns a full tensor of dtype and shape ``kind`` that consists of the file pieces ``spans``. Empty pieces are
+    dropped.
+    """
     return SpannedTensor(kind, tuple(span for span in spans if span.piece.elements))
 
 
 def described_group(
     params: Sequence[str], options: Mapping[str, Any], state: Mapping[Any, Any], files: Files
 ) -> ParameterGroup:
-    """Returns a parameter group with its options, and the scalars in the state of one of its parameters."""
+    """Returns a parameter group of the parameters ``params``, with its options and optimizer scalars. The scalars, such
+    as "step", come from ``state``, the optimizer state of one of these parameters.
+    """
     kept = plain({key: value for key, value in options.items() if key != "params"}, [])
     numbers: dict[str, list[Any]] = {}
     for key, value in state.items():

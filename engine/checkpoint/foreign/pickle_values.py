@@ -20,7 +20,7 @@ NODES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PickledName:
-    """Name of a class or function in a pickle, which is not imported."""
+    """Module and name of a class or function that a pickle refers to. It is not imported."""
 
     module: str
     attribute: str
@@ -31,7 +31,7 @@ class PickledName:
 
 @dataclass(eq=False, repr=False, slots=True)
 class PickledObject:
-    """Object in a pickle, as its constructor arguments and state; it is not constructed."""
+    """Description of an object in a pickle: class, constructor arguments and state. The object is not constructed."""
 
     name: PickledName
     arguments: tuple[Any, ...] = ()
@@ -42,7 +42,7 @@ class PickledObject:
     """List elements that the pickle adds to the object."""
 
     def get(self, attribute: str) -> Any:
-        """Returns an attribute from the object's pickled state, or None."""
+        """Returns an attribute from the object's pickled state; None if the state lacks it."""
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
         return state.get(attribute) if isinstance(state, dict) else None
 
@@ -54,12 +54,13 @@ Call = Callable[[PickledName, tuple[Any, ...]], Any]
 def read_pickle(
     data: bytes | bytearray, what: str, call: Call = PickledObject, persistent: Callable[[Any], Any] = id
 ) -> Any:
-    """Returns the value of a pickle.
+    """Decodes a pickle without importing or calling anything that it names; returns its value.
 
     Args:
         what: name of the file, for messages.
-        call: returns the value of a call in the pickle.
-        persistent: returns the value of a persistent id, which torch uses for storages.
+        call: function that returns the value of a constructor or function call in the pickle; by default, a
+            ``PickledObject``.
+        persistent: function from a persistent id, by which torch refers to storages, to its value.
 
     Raises:
         CheckpointError: the pickle is damaged, or has opcodes that torch does not write.
@@ -79,8 +80,8 @@ def read_pickle(
 
 
 def plain(value: Any, dropped: list[str], path: str = "") -> Any:
-    """Returns a copy of ``value`` in JSON types; keys with other values are left out, and their paths added to
-    ``dropped``.
+    """Returns a copy of ``value`` in JSON types. Values of other types are left out of dicts and become None in lists;
+    their paths are added to ``dropped``.
 
     Raises:
         CheckpointError: the value has more than ``NODES`` entries.

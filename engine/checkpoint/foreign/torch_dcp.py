@@ -63,8 +63,8 @@ class _Parts:
 
 
 def read_dcp(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """Returns the torch.distributed.checkpoint in ``folder``, and the paths of values that JSON cannot express, which
-    are left out.
+    """Reads the checkpoint of torch.distributed.checkpoint in ``folder``. Returns its contents, and the paths of values
+    that JSON cannot express, which are left out.
 
     Args:
         optimizer: True to read optimizer state too.

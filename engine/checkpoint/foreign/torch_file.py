@@ -50,7 +50,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class TorchTensor:
-    """Tensor in a file of ``torch.save``; its values stay on disk."""
+    """Tensor in a file of ``torch.save``, as its dtype, shape and position. Its values stay in the file."""
 
     kind: TensorKind
     path: Path
@@ -59,7 +59,8 @@ class TorchTensor:
     strides: tuple[int, ...]
 
     def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
-        """Returns the position of ``piece`` in the file; its elements are this tensor's from element ``first`` on.
+        """Returns the position in the file of ``piece``, a piece of a parameter. Its elements are consecutive in this
+        tensor, from element ``first`` on. ``tensor`` names the parameter in messages.
 
         Raises:
             CheckpointError: the elements are not contiguous, or too few.
@@ -84,7 +85,7 @@ class TorchTensor:
             expected *= size
 
     def number(self, files: Files) -> float | int | bool | None:
-        """Returns the value of a one-element numeric tensor, otherwise None."""
+        """Returns the value of this tensor if it is numeric and has one element, otherwise None."""
         if self.kind.elements != 1 or self.kind.dtype not in _NUMBERS:
             return None
         data = bytearray(self.kind.width)
@@ -122,10 +123,11 @@ class _Range(io.RawIOBase):
 
 
 def read_torch_file(files: Files, path: Path, start: int = 0, size: int | None = None) -> Any:
-    """Reads a file of ``torch.save``: plain values, :class:`TorchTensor`, and :class:`PickledObject` for the rest.
+    """Reads a file of ``torch.save`` without running code from it. Returns plain values as they are, tensors as
+    :class:`TorchTensor`, and other objects as :class:`PickledObject`.
 
     Args:
-        start, size: first byte and size within ``path``; all by default.
+        start, size: range of bytes within ``path`` that contains the saved file; by default, all of it.
 
     Raises:
         CheckpointError: the file is damaged, compressed, in torch's format before 1.6, or of a big-endian machine.
@@ -218,8 +220,8 @@ _PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebui
 
 
 def call_of_torch(name: PickledName, arguments: tuple[Any, ...]) -> Any:
-    """Returns the value of a call that files of ``torch.save`` contain, such as a tensor; others become a
-    PickledObject.
+    """Returns the value of a function call in the pickle of a ``torch.save`` file: a tensor, dict, list or tuple. Calls
+    of other functions become a ``PickledObject``.
     """
     match str(name).replace("__builtin__.", "builtins."), arguments:  # the name of Python 2, which protocol 2 still has
         case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):
@@ -292,7 +294,7 @@ def value_list(value: Any, what: str) -> list[Any]:
 
 
 def numbers_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value`` as a tuple if it is a list of integers, such as a shape; raises CheckpointError otherwise."""
+    """Returns ``value`` as a tuple if it is a list or tuple of integers >= 0; raises CheckpointError otherwise."""
     found = value_list(value, what)
     if not all(map(_is_natural, found)):
         raise CheckpointError(
@@ -302,7 +304,7 @@ def numbers_of(value: Any, what: str) -> tuple[int, ...]:
 
 
 def shape_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value`` if it is a valid tensor shape; raises CheckpointError otherwise."""
+    """Returns ``value`` as a tuple if it is a valid tensor shape; raises CheckpointError otherwise."""
     found = numbers_of(value, what)
     if len(found) > 64 or prod(size or 1 for size in found) >= 2**62:
         raise CheckpointError(f"{what} has a shape that is too large for any tensor: it is damaged; {COPY_AGAIN}")

@@ -46,7 +46,9 @@ DEFAULT_ALGORITHM = next(iter(_ALGORITHMS))
 
 
 def block_count(size: int, block: int = BLOCK) -> int:
-    """Returns the number of hashed blocks in a file of ``size`` bytes."""
+    """Returns the number of blocks of ``block`` bytes in a file of ``size`` bytes, rounded up. Each block has its own
+    hash.
+    """
     return -(-size // block)
 
 
@@ -65,7 +67,9 @@ def hash_function(algorithm: str) -> _HashFunction:
 
 
 def hash_blocks(data: memoryview, algorithm: str = DEFAULT_ALGORITHM, block: int = BLOCK) -> Hashes:
-    """Returns the hash of every block of ``data`` (which starts at a block boundary): uint64 [blocks]."""
+    """Returns the hash of every block of ``block`` bytes in ``data``, as uint64 [blocks]. ``data`` starts at a block
+    boundary.
+    """
     function = hash_function(algorithm)
     starts = range(0, len(data), block)
     return np.fromiter((function(data[start : start + block]) for start in starts), dtype=np.uint64, count=len(starts))
@@ -82,7 +86,9 @@ Check = Callable[[memoryview, int], None]
 
 
 class ChunkReader:
-    """Reader of a file in chunks of at most ``size`` bytes, a whole number of pages."""
+    """Reader of open files in chunks of at most ``size`` bytes, a whole number of pages. Two threads read and check the
+    chunks.
+    """
 
     def __init__(self, files: Files, size: int) -> None:
         self._files, self._size = files, size
@@ -90,10 +96,12 @@ class ChunkReader:
         self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first read and end with the reader
 
     def read(self, file: int, target: ByteRange, start: int, check: Check) -> int:
-        """Fills ``target`` from byte ``start``, a page boundary; returns the number of bytes read.
+        """Fills ``target`` with the bytes of the open file from offset ``start`` on, a page boundary. Calls ``check``
+        on every chunk. Returns the number of bytes read.
 
         Raises:
-            OSError: an error of the disk, or whatever ``check`` raises; of several errors the first in the file.
+            OSError: the disk failed, or the file is too short. An error of ``check`` is raised as it is; of several
+                errors, the first in the file is raised.
         """
 
         def one(begin: int) -> int:
@@ -141,7 +149,7 @@ def _results(futures: Sequence[Future[int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class HashSlice:
-    """Position of one file's block hashes in ``checksums.safetensors``."""
+    """Position of one file's block hashes in ``checksums.safetensors``, and their sha256."""
 
     start: int
     """Offset of the hashes in that file, in bytes."""
@@ -150,7 +158,9 @@ class HashSlice:
 
 
 def hash_slices(hashes: Mapping[str, Hashes]) -> dict[str, HashSlice]:
-    """Returns the position of each file's hashes in ``checksums.safetensors``."""
+    """Returns the position of each file's block hashes in ``checksums.safetensors``, by file name. ``hashes``: the
+    block hashes of each file.
+    """
     layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
     return {
         name: HashSlice(start, hashlib.sha256(hashes[name].tobytes()).hexdigest())

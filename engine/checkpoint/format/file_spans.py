@@ -15,7 +15,7 @@ from engine.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Piece of a tensor that is contiguous in a file."""
+    """Piece of a tensor that is contiguous in a file, and its position in the file."""
 
     path: Path
     start: int
@@ -23,7 +23,9 @@ class FileSpan:
     piece: Piece
 
     def slice_of(self, index: int, kind: TensorKind) -> "FileSpan | None":
-        """Returns the part of this span in slice ``index`` along dim 0, a tensor of ``kind``; None if it is empty."""
+        """Returns the part of this span that is in slice ``index`` of the tensor along dim 0; None if they share no
+        element. ``kind``: dtype and shape of one slice.
+        """
         part = self.piece.part
         if part.dim == 0:  # adjacent rows of the first dim: contiguous elements of the full tensor
             inner, offset = Part(kind.shape), part.rows[0][0] * kind.elements
@@ -41,14 +43,15 @@ class FileSpan:
 
 @dataclass(frozen=True, slots=True)
 class SpannedTensor:
-    """Full tensor as a list of pieces in files."""
+    """Full tensor that is stored as pieces in one or more files. Its values stay in the files."""
 
     kind: TensorKind
     spans: tuple[FileSpan, ...]
 
 
 def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Iterable[ReadRequest]) -> None:
-    """Copies the requested pieces from files into their target memory; reads only the needed bytes.
+    """Copies the pieces that ``wanted`` requests from the files of ``tensors`` into their target memory. Reads only the
+    needed bytes.
 
     Raises:
         CheckpointError: a file ends too early, or the pieces of a tensor lack some of its elements.
@@ -74,10 +77,11 @@ def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Itera
 
 
 def pieces_of_box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[Piece, int]]:
-    """Yields the box ``start : start + size`` of a tensor as pieces, each with its first element's index in the box.
+    """Divides the box ``start : start + size`` of a tensor of ``shape`` into pieces. Yields each piece with the offset
+    of its first element in the flattened box.
 
-    Row 1 of a 3 x 4 tensor's columns 2:4 is elements 2:4 of the part with these columns. A cut along one dim, or along
-    the first and one other, is one piece.
+    Example: in a 3 x 4 tensor, columns 2:4 of row 1 are elements 2:4 of the part that consists of columns 2:4. A box
+    that is cut along one dim, or along the first dim and one other, is one piece.
     """
     cut = [dim for dim in range(len(shape)) if size[dim] != shape[dim]]
     if not cut:

@@ -18,14 +18,16 @@ PAGE = 4096
 
 
 class Files:
-    """File operations of a checkpoint on the local file system."""
+    """File operations that checkpoints use, on the local file system. Subclasses replace them, for example to read from
+    other hosts.
+    """
 
     def make_folder(self, path: Path) -> None:
         """Creates a folder in an existing parent."""
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """Creates a file for writing, with O_DIRECT if the file system supports it."""
+        """Creates a file for writing, with O_DIRECT if the file system supports it. Returns its descriptor."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
             return os.open(path, flags | os.O_DIRECT, 0o644)
@@ -37,7 +39,7 @@ class Files:
         return os.open(path, flags, 0o644)
 
     def write(self, file: int, data: memoryview) -> None:
-        """Appends ``data``; with O_DIRECT, it must be whole pages at page-aligned addresses."""
+        """Appends ``data`` to an open file. With O_DIRECT, ``data`` must be whole pages at page-aligned addresses."""
         while data:
             try:
                 written = os.write(file, data)
@@ -50,7 +52,7 @@ class Files:
             data = data[written:]
 
     def truncate(self, file: int, size: int) -> None:
-        """Cuts the file to ``size`` bytes."""
+        """Cuts an open file to ``size`` bytes."""
         os.ftruncate(file, size)
 
     def sync(self, file: int) -> None:
@@ -71,19 +73,20 @@ class Files:
         os.rename(path, target)
 
     def unlink(self, path: Path, parent: int | None = None) -> None:
-        """Removes a file or link; ``parent``: open descriptor of its folder, used even if the path leads elsewhere
-        now.
+        """Removes a file or link. ``parent``: open descriptor of its folder; the name is looked up there, even if the
+        path now leads elsewhere.
         """
         os.unlink(path if parent is None else path.name, dir_fd=parent)
 
     def remove_folder(self, path: Path, parent: int | None = None) -> None:
-        """Removes an empty folder; ``parent``: open descriptor of its parent folder."""
+        """Removes an empty folder. ``parent``: open descriptor of its parent folder, in which the name is looked up."""
         os.rmdir(path if parent is None else path.name, dir_fd=parent)
 
     # ------------------------------------------------------------------ reading
 
     def open(self, root: Path, name: str) -> int:
-        """Opens the regular file ``name`` ("model/x.safetensors") under ``root`` for reading; links are not followed.
+        """Opens the regular file ``name`` (such as "model/x.safetensors") under ``root`` for reading; returns its
+        descriptor. Links are not followed.
 
         Raises:
             CheckpointError: it is a link, a folder or a device, or its path contains a link.
@@ -116,7 +119,9 @@ class Files:
         return os.fstat(file).st_size
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` from byte ``offset`` on; returns the number of bytes read, fewer at the end of the file."""
+        """Fills ``target`` from byte ``offset`` of an open file on. Returns the number of bytes read, which is smaller
+        than ``target`` only at the end of the file.
+        """
         done = 0
         while done < len(target):
             count = os.preadv(file, [target[done:]], offset + done)
@@ -126,7 +131,9 @@ class Files:
         return done
 
     def is_cached(self, file: int, offset: int) -> bool:
-        """Returns True if the byte at ``offset`` is in the page cache, or if the system cannot tell."""
+        """Returns True if the byte at ``offset`` of an open file is in the page cache. Also True if the system cannot
+        tell.
+        """
         try:
             os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT)
         except BlockingIOError:
@@ -136,9 +143,10 @@ class Files:
         return True
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` like ``read_into``, with O_DIRECT, so that data read once does not evict cached pages.
+        """Fills ``target`` like ``read_into``, but with O_DIRECT: data that is read once then does not evict other
+        pages from the page cache.
 
-        ``target`` and ``offset`` are page-aligned, and the length is a whole number of pages, also at the end of the
+        ``target`` and ``offset`` are page-aligned, and the length is a whole number of pages, even at the end of the
         file.
         """
         try:
@@ -165,7 +173,7 @@ class Files:
         os.close(file)
 
     def names(self, path: Path) -> list[str]:
-        """Returns the names in a folder, sorted."""
+        """Returns the sorted names of the files and folders in a folder."""
         return sorted(os.listdir(path))
 
     def is_folder(self, path: Path) -> bool:
@@ -178,7 +186,9 @@ class Files:
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[bool]:
-        """Locks a folder until the context or the process ends; yields False if another process has the lock."""
+        """Locks a folder inside this context. Yields True with the lock, and False if another process has it. The lock
+        ends with the context or the process.
+        """
         file, free = os.open(path, os.O_RDONLY | os.O_NOFOLLOW), True
         try:
             try:
@@ -190,7 +200,7 @@ class Files:
             os.close(file)
 
     def free_bytes(self, path: Path) -> int:
-        """Returns the free bytes for this user on the file system of ``path``."""
+        """Returns the free bytes that this user may use on the file system of ``path``."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
@@ -201,7 +211,7 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 
 
 def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
-    """Returns the contents of a file of at most ``limit`` bytes.
+    """Returns the contents of the file ``name`` under ``root``, at most ``limit`` bytes.
 
     Raises:
         CheckpointError: the file cannot be read, or is larger.
@@ -220,7 +230,7 @@ def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
 
 
 def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
-    """Writes chunks to a new file and calls fsync; returns its size in bytes."""
+    """Writes ``chunks`` one after the other into a new file and calls fsync. Returns the file's size in bytes."""
     count = 0
     with named(path):
         file = files.create(path)
@@ -236,7 +246,7 @@ def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
 
 @contextmanager
 def opened(files: Files, root: Path, name: str) -> Iterator[int]:
-    """Opens a file for reading inside this context.
+    """Opens the file ``name`` under ``root`` for reading inside this context; yields its descriptor.
 
     Raises:
         CheckpointError: names the file and the reason why it cannot be read.
@@ -256,7 +266,9 @@ def opened(files: Files, root: Path, name: str) -> Iterator[int]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Adds ``path`` to an OSError raised inside this context, because errors of open files lack it."""
+    """Adds ``path`` to an OSError that is raised inside this context, because errors of file descriptors do not name
+    the file.
+    """
     try:
         yield
     except OSError as error:
@@ -265,9 +277,10 @@ def named(path: Path) -> Iterator[None]:
 
 
 def remove_tree(files: Files, path: Path) -> None:
-    """Removes a file, or a folder with its contents; links are removed and not followed.
+    """Removes a file, or a folder with its contents. Links are removed, but not followed.
 
-    Names are looked up in open folders, so that a folder replaced by a link meanwhile is not followed.
+    Names are looked up in open folders. A folder that another process replaces by a link during the removal is not
+    followed either.
     """
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 class ImageMemory:
-    """Reusable host buffers by name, each as large as its largest use so far."""
+    """Host buffers by name, which later snapshots reuse. Each is as large as its largest use so far."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, mmap.mmap] = {}
 
     def take(self, name: str, size: int) -> memoryview:
-        """Returns a buffer of at least ``size`` bytes, rounded up to pages, uninitialized."""
+        """Returns the buffer ``name`` with ``size`` bytes, rounded up to whole pages. Its contents are undefined."""
         wanted = max(PAGE, -(-size // PAGE) * PAGE)
         held = self._buffers.get(name)
         if held is None or len(held) < wanted:
@@ -48,7 +48,7 @@ class ImageMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostImage:
-    """Safetensors file in host memory, byte for byte as on disk."""
+    """Safetensors file in host memory, byte for byte as it will be on disk."""
 
     layout: FileLayout
     memory: memoryview
@@ -67,9 +67,13 @@ def make_image(
     name: str,
     parts: Mapping[str, Sequence[FilePart]] | None = None,
 ) -> HostImage:
-    """Returns a safetensors file in host memory with header and padding; tensor values are filled later.
+    """Makes a safetensors file in host memory, with its header and padding. The caller fills in the tensor values.
 
-    ``parts``: parts that replace a tensor in the header.
+    Args:
+        tensors: dtype and shape of each tensor, by key.
+        metadata: texts for the header's ``__metadata__``.
+        memory, name: buffers, and the name of the one to use.
+        parts: entries that the header lists in place of a tensor, such as one for each expert.
     """
     layout = lay_out(tensors, metadata, parts or {})
     image = HostImage(layout, memory.take(name, layout.size))
@@ -79,7 +83,7 @@ def make_image(
 
 
 def as_tensor(memory: memoryview, kind: TensorKind) -> Tensor:
-    """Returns a tensor of dtype and shape ``kind`` that shares ``memory``."""
+    """Returns a CPU tensor with the dtype and shape of ``kind`` that shares ``memory``."""
     if not len(memory):
         return torch.empty(kind.shape, dtype=torch_dtype(kind))
     return torch.frombuffer(memory, dtype=torch_dtype(kind)).view(kind.shape)
@@ -94,7 +98,9 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def kind_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorKind:
-    """Returns dtype and shape of a tensor as safetensors names them; ``shape`` replaces the tensor's shape."""
+    """Returns the dtype of a tensor, as safetensors names it, and its shape. ``shape``: shape to return in place of the
+    tensor's own.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorKind(code_of(dtype), tuple(tensor.shape) if shape is None else shape)
 
@@ -110,9 +116,10 @@ CHUNK = 1 << 24
 
 
 def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashes:
-    """Writes the first ``size`` bytes of ``memory`` to a new file; returns the hashes of its blocks.
+    """Writes the first ``size`` bytes of ``memory`` to a new file and calls fsync. Returns the hashes of the file's
+    blocks, uint64 [blocks].
 
-    ``memory`` is page-aligned and consists of whole pages, so that every write can use O_DIRECT.
+    ``memory`` must be page-aligned and consist of whole pages, so that every write can use O_DIRECT.
 
     Raises:
         OSError: names ``path``; the file may have been written in part.
@@ -142,7 +149,9 @@ def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yields consecutive ``items`` in lists of at most ``limit`` total bytes; a larger item has its own list."""
+    """Yields consecutive ``items`` in lists of at most ``limit`` bytes in total, by ``size_of``. An item above the
+    limit has a list of its own.
+    """
     batch: list[T] = []
     size = 0
     for item in items:

@@ -31,7 +31,7 @@ _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class FileNames(Protocol):
-    """Sequence of file names by number."""
+    """Sequence of a checkpoint's file names. Manifests refer to files by their index in it."""
 
     def __len__(self) -> int: ...
 
@@ -40,7 +40,7 @@ class FileNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """Piece of a tensor, and the file and key that contain its values."""
+    """Piece of a tensor in a checkpoint, with the file and the safetensors key that contain its values."""
 
     file: str
     key: str
@@ -49,7 +49,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Dtype and shape of a full tensor, and the pieces that cover each element exactly once."""
+    """Tensor of a checkpoint: dtype, full shape, and stored pieces, which together cover each element exactly once."""
 
     kind: TensorKind
     pieces: Sequence[StoredPiece]
@@ -57,7 +57,9 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Hash algorithm of the blocks, and size and sha256 of ``checksums.safetensors``."""
+    """Manifest entry about block hashes: their algorithm and block size, and the size and sha256 of
+    ``checksums.safetensors``, which contains the hashes.
+    """
 
     algorithm: str
     block_bytes: int
@@ -91,13 +93,13 @@ class Manifest:
 
     @property
     def kinds(self) -> dict[str, TensorKind]:
-        """Dtype and full shape of every tensor, without reading further files."""
+        """Dtype and full shape of every tensor, by name. Reads no further files."""
         known: dict[str, TensorKind] | None = getattr(self.tensors, "kinds", None)
         return {name: tensor.kind for name, tensor in self.tensors.items()} if known is None else known
 
     @property
     def signature(self) -> str:
-        """Hash (sha256) of names, shapes and dtypes of the model's tensors."""
+        """Hex sha256 over names, shapes and dtypes of the model's parameters and buffers."""
         rows = [(name, kind.dtype, kind.shape) for name, kind in sorted(self.model_kinds().items())]
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
@@ -107,7 +109,9 @@ class Manifest:
 
 
 def hashes_file(hashes: Mapping[str, Hashes]) -> tuple[bytearray, Checksum]:
-    """Returns the bytes of ``checksums.safetensors`` and its manifest entry."""
+    """Returns the bytes of the file ``checksums.safetensors`` with the block hashes of each file, and the manifest
+    entry that describes it.
+    """
     layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
     data = bytearray(layout.size)
     data[: len(layout.header)] = layout.header
@@ -117,7 +121,7 @@ def hashes_file(hashes: Mapping[str, Hashes]) -> tuple[bytearray, Checksum]:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """Returns the text of ``manifest.json``.
+    """Returns the text of ``manifest.json``, as UTF-8 bytes.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.
@@ -137,7 +141,9 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def head_to_json(manifest: Manifest, version: str) -> dict[str, Any]:
-    """Returns the JSON fields of a manifest except tensors and files."""
+    """Returns the JSON fields of a manifest, except for its tensors and files. ``version``: format version, such as
+    "1.0".
+    """
     return {
         "format": FORMAT, "version": version, "step": manifest.step, "attempt": manifest.attempt,
         "signature": manifest.signature, "aliases": dict(manifest.aliases), "info": dict(manifest.info),
@@ -165,7 +171,9 @@ def dumped(fields: Mapping[str, Any]) -> bytes:
 
 
 def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
-    """Returns the JSON of a piece; ``file`` is the file's number in a manifest, or its name in a rank's report."""
+    """Returns a stored piece as a JSON dict. ``file``: the file's index in a manifest, or its name in the report that a
+    rank sends.
+    """
     part = stored.piece.part
     rows = None if part.dim is None else [part.dim, [list(row) for row in part.rows]]
     if rows is not None and part.outer is not None:
@@ -174,7 +182,12 @@ def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
 
 
 def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) -> StoredPiece:
-    """Returns the piece of a tensor of ``shape`` from the JSON of ``piece_to_json``."""
+    """Returns the stored piece that ``piece_to_json`` has written as ``value``, and checks its bounds. ``shape``: full
+    shape of the tensor; ``file``: name of the file.
+
+    Raises:
+        CheckpointError: the value is damaged.
+    """
     fields = Fields(value, what)
     flat = naturals(fields.any("flat"), f"{what}: flat")
     piece = Piece(_part(fields.any("rows"), shape, what), *flat) if len(flat) == 2 else None
@@ -186,7 +199,7 @@ def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) ->
 
 
 def from_fields(fields: Fields) -> Manifest:
-    """Returns the checked manifest from the fields of a single-file manifest.
+    """Parses and checks a manifest that is one file. ``fields``: the fields of its JSON object.
 
     Raises:
         CheckpointError: the manifest is damaged, has an unknown format or version, names a file outside the folder, or
@@ -199,7 +212,12 @@ def from_fields(fields: Fields) -> Manifest:
 
 
 def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) -> Manifest:
-    """Returns a manifest with these tensors and files, and all other values from ``fields``."""
+    """Returns a manifest that has the given tensors and files (name -> bytes), and takes all other values from the JSON
+    ``fields``.
+
+    Raises:
+        CheckpointError: a field is damaged, or the saved signature does not match the tensors.
+    """
     what = fields.what
     aliases = fields.each("aliases", lambda value, where: _text(value, where))
     checksum = _checksum(Fields(fields.any("checksum"), f"{what}: checksum"))
@@ -221,7 +239,7 @@ def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[
 
 
 def check_version(fields: Fields, known: int = MAJOR) -> None:
-    """Raises if the format is unknown, or the major version is not ``known``."""
+    """Raises CheckpointError if the format in ``fields`` is unknown, or its major version is not ``known``."""
     if fields.text("format") != FORMAT:
         raise CheckpointError(
             f"{fields.what} has format {fields.text('format')[:40]!r}, but this engine reads {FORMAT!r}; pass a "
@@ -247,7 +265,9 @@ def _files(fields: Fields) -> dict[str, int]:
 
 
 def check_file_name(name: Any, known: Container[str], what: str) -> None:
-    """Raises if a file name is outside the folders of a checkpoint, or is in ``known`` already."""
+    """Raises CheckpointError if ``name`` is not a file name of a checkpoint, such as "optim/x.safetensors", or is in
+    ``known`` already.
+    """
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name in known:
         raise CheckpointError(
             f"{what} names file {str(name)[:80]!r}; files must be in model/, optim/ or state/ and be listed once: the "
@@ -271,8 +291,11 @@ def _checksum(fields: Fields) -> Checksum:
 
 
 def read_tensor(value: Any, files: FileNames, what: str) -> StoredTensor:
-    """Returns a tensor from JSON; checks that its pieces cover each element exactly once. ``files`` are names by
-    number.
+    """Returns a tensor from its JSON entry ``value`` in a manifest. ``files``: file names, to which the entry refers by
+    index.
+
+    Raises:
+        CheckpointError: the entry is damaged, or its pieces do not cover each element exactly once.
     """
     fields = Fields(value, what)
     kind = read_kind(fields)
@@ -343,7 +366,7 @@ def _piece(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece:
 
 
 def check_cover(what: str, shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> None:
-    """Raises if pieces omit an element of a tensor or contain one twice."""
+    """Raises CheckpointError if ``pieces`` omit an element of a tensor of ``shape``, or contain an element twice."""
     if not covers_once(shape, [stored.piece for stored in pieces]):
         held = sum(stored.piece.elements for stored in pieces)
         raise CheckpointError(

@@ -53,7 +53,9 @@ ReadPart = Callable[[str, int], bytes | bytearray]
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Index entry for many equal pieces of a tensor, stored in files with evenly spaced numbers."""
+    """Compact index entry for many equal pieces of a tensor, such as the shards of all data ranks. Their file numbers
+    are evenly spaced.
+    """
 
     run: PieceRun
     key: str
@@ -63,7 +65,7 @@ class StoredRun:
 
 
 class StoredRuns(Sequence[StoredPiece]):
-    """Pieces of a tensor, expanded from runs on access."""
+    """Sequence of the pieces of a tensor, expanded on access from compact :class:`StoredRun` entries."""
 
     def __init__(self, runs: Sequence[StoredRun], files: FileNames) -> None:
         self._runs, self._files = runs, files
@@ -85,7 +87,7 @@ class StoredRuns(Sequence[StoredPiece]):
             yield from self._stored(one, range(one.run.count))
 
     def sharing(self, want: Piece) -> Iterator[StoredPiece]:
-        """Yields the pieces that may overlap with ``want``."""
+        """Yields the stored pieces that may have elements in common with ``want``."""
         for one in self._runs:
             yield from self._stored(one, one.run.sharing(want))
 
@@ -95,12 +97,14 @@ class StoredRuns(Sequence[StoredPiece]):
 
 
 def sharing(tensor: StoredTensor, want: Piece) -> Iterable[StoredPiece]:
-    """Returns the pieces of a tensor that may overlap with ``want``; some without overlap may be included."""
+    """Returns the stored pieces of ``tensor`` that may have elements in common with ``want``. Some of them may have
+    none.
+    """
     return tensor.pieces.sharing(want) if isinstance(tensor.pieces, StoredRuns) else tensor.pieces
 
 
 def fold(pieces: Iterable[StoredPiece], number: Mapping[str, int]) -> list[StoredRun]:
-    """Returns the pieces of a tensor folded into runs; ``number`` maps file names to numbers."""
+    """Combines the pieces of a tensor into runs of equal pieces. ``number`` maps each file name to its number."""
     groups: dict[tuple[str, Part], list[StoredPiece]] = {}
     for stored in pieces:
         groups.setdefault((stored.key, stored.piece.part), []).append(stored)
@@ -124,13 +128,20 @@ def _fold_part(key: str, members: list[StoredPiece], number: Mapping[str, int]) 
 
 
 def run_to_json(stored: StoredRun) -> dict[str, Any]:
-    """Returns the JSON of a run: first piece, number of pieces, and difference between file numbers."""
+    """Returns the JSON of a run: its first piece, the number of pieces, and the difference between consecutive file
+    numbers.
+    """
     told = piece_to_json(StoredPiece("", stored.key, stored.run.first), stored.file)
     return told if stored.run.count == 1 else told | {"step": stored.step, "count": stored.run.count}
 
 
 def runs_from_json(values: Sequence[Any], shape: tuple[int, ...], files: FileNames, what: str) -> StoredRuns:
-    """Returns the runs of a tensor of ``shape`` from JSON; checks that their pieces cover each element exactly once."""
+    """Returns the pieces of a tensor of ``shape`` from the JSON of its runs, ``values``. ``files``: file names by
+    number.
+
+    Raises:
+        CheckpointError: a run is damaged, or the pieces do not cover each element exactly once.
+    """
     runs = [_run(value, shape, len(files), what) for value in values]
     found, wholes = StoredRuns(runs, files), _wholes(runs)
     check_cover(what, shape, list(found) if wholes is None else wholes)
@@ -174,7 +185,8 @@ def _wholes(runs: Sequence[StoredRun]) -> list[StoredPiece] | None:
 
 
 def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes, dict[str, bytes]]:
-    """Returns the text of ``manifest.json``, and the texts of the index files by name.
+    """Returns the texts of a manifest that is split into several files: the text of ``manifest.json``, and the texts of
+    the index files by name. ``slices``: position of each file's block hashes.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.
@@ -269,7 +281,9 @@ class _Parts:
 
 
 class IndexedFiles(Mapping[str, int]):
-    """Sizes of a checkpoint's files by name; an index file is read when one of its entries is accessed."""
+    """Mapping from the names of a checkpoint's files to their sizes in bytes. An index file is read only when one of
+    its entries is accessed.
+    """
 
     def __init__(self, fields: Fields, read: ReadPart) -> None:
         entries = fields.list("file_parts")
@@ -293,11 +307,11 @@ class IndexedFiles(Mapping[str, int]):
         return self._count
 
     def names_of(self, number: int) -> list[str]:
-        """Returns the file names that index file ``number`` lists, in order."""
+        """Returns the names of the checkpoint's files that index file ``number`` lists, in its order."""
         return list(self._part(number))
 
     def slice_of(self, name: str) -> HashSlice:
-        """Returns the position of a file's hashes in ``checksums.safetensors``."""
+        """Returns the position of the block hashes of file ``name`` in ``checksums.safetensors``."""
         return self._row(name)[1]
 
     def _row(self, name: str) -> tuple[int, HashSlice]:
@@ -341,7 +355,9 @@ class _Names:
 
 
 class IndexedTensors(Mapping[str, StoredTensor]):
-    """Tensors of a checkpoint by name; an index file is read when one of its tensors is accessed."""
+    """Mapping from names to the tensors of a checkpoint. An index file is read only when one of its tensors is
+    accessed.
+    """
 
     def __init__(self, fields: Fields, files: IndexedFiles, read: ReadPart) -> None:
         given = fields.each("tensors", lambda value, where: Fields(value, where))
@@ -380,7 +396,8 @@ class IndexedTensors(Mapping[str, StoredTensor]):
 
 
 def from_index(fields: Fields, read: ReadPart) -> Manifest:
-    """Returns the manifest of an indexed checkpoint; index files are read on demand.
+    """Returns the manifest of a checkpoint from the JSON ``fields`` of a ``manifest.json`` that refers to index files.
+    ``read`` reads an index file when it is needed.
 
     Raises:
         CheckpointError: ``manifest.json`` is damaged. Damaged index files raise when they are read.
@@ -391,5 +408,5 @@ def from_index(fields: Fields, read: ReadPart) -> Manifest:
 
 
 def is_indexed(fields: Fields) -> bool:
-    """Returns True if a manifest is split into index files."""
+    """Returns True if the manifest with these JSON ``fields`` is split into ``manifest.json`` and index files."""
     return str(fields.any("version")).split(".")[0] == str(INDEXED)

@@ -24,10 +24,10 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a tensor along one dim, concatenated; the full tensor if ``dim`` is None.
+    """Selection of rows along one dim of a tensor, concatenated to a smaller tensor, such as a tensor-parallel shard.
+    If ``dim`` is None, it is the full tensor.
 
-    ``outer`` restricts the rows of another dim than the first to a range of the first dim, such as the experts of a
-    rank.
+    With ``dim`` > 0, ``outer`` also restricts the first dim to one range, such as the experts of a rank.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def box(self) -> tuple[int, ...]:
-        """Shape of the full tensor with the first dim cut to ``outer``."""
+        """Shape of the full tensor, with the first dim reduced to the range ``outer``."""
         if self.outer is None:
             return self.shape
         return (self.outer[1] - self.outer[0], *self.shape[1:])
@@ -59,7 +59,9 @@ class Part:
 
     @property
     def is_inside(self) -> bool:
-        """True if the rows ascend and are inside the full tensor; a part that was received may have others."""
+        """True if the rows ascend and are inside the full tensor. A part that comes from a file or another rank may not
+        be.
+        """
         if self.dim is None:
             return not self.rows and self.outer is None
         if not 0 <= self.dim < len(self.shape):
@@ -71,7 +73,9 @@ class Part:
 
 
 class Spans(NamedTuple):
-    """Contiguous ranges of a full tensor that make up a piece, ascending; three arrays of equal length."""
+    """Contiguous ranges of a flattened full tensor that make up a piece, in ascending order. The three arrays have an
+    entry for each range.
+    """
 
     full: Numbers
     """Offset of each range in the full tensor."""
@@ -82,7 +86,7 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start:stop`` of a part, in row-major order."""
+    """Elements ``start:stop`` of a flattened part, in row-major order, such as the ZeRO shard of one data rank."""
 
     part: Part
     start: int
@@ -99,7 +103,7 @@ class Piece:
         return self.part.is_inside and 0 <= self.start <= self.stop <= self.part.elements
 
     def spans(self) -> Spans:
-        """Returns the ranges of the full tensor that the piece consists of."""
+        """Returns the contiguous ranges of the flattened full tensor that make up the piece."""
         full, count = _full_spans(self.part)
         local = np.cumsum(count) - count
         first = np.maximum(local, self.start)
@@ -109,9 +113,8 @@ class Piece:
         return Spans(full + first - local, first - self.start, last - first)
 
     def within(self, part: Part) -> "Piece":
-        """Returns the elements of this piece that are inside ``part``, as a piece of ``part``.
-
-        All rows of ``part`` must be in this piece's part.
+        """Returns the elements of this piece that are in ``part``, as a piece of ``part``. All rows of ``part`` must be
+        in this piece's own part.
         """
         if part == self.part:
             return self
@@ -121,7 +124,9 @@ class Piece:
 
 
 class Runs(NamedTuple):
-    """Ranges that are contiguous in both a source and a target piece; three arrays of equal length."""
+    """Ranges of elements that are contiguous both in a source piece and in a target piece. The three arrays have an
+    entry for each range: its offset in the source, its offset in the target, and its length.
+    """
 
     source: Numbers
     target: Numbers
@@ -129,9 +134,11 @@ class Runs(NamedTuple):
 
 
 def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: Iterable[Piece] = ()) -> Runs:
-    """Returns the overlap of two pieces of one tensor, as ranges in the order of the full tensor.
+    """Returns the elements that two pieces of one tensor have in common, as ranges in the order of the full tensor.
 
-    ``inside``: pieces that contain the elements, too. ``outside``: pieces that contain none of them.
+    Args:
+        inside: further pieces, each of which must contain a returned element.
+        outside: pieces, none of which may contain a returned element.
     """
     left, right = source.spans(), target.spans()
     within, without = [piece.spans() for piece in inside], [piece.spans() for piece in outside]
@@ -154,10 +161,10 @@ def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: It
 
 
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
-    """Returns True if every element of a tensor of ``shape`` is in exactly one piece.
+    """Returns True if every element of a tensor of ``shape`` is in exactly one of ``pieces``.
 
-    Pieces must tile parts, and parts, all along one dim, must tile the tensor. The cost does not depend on the tensor's
-    size.
+    The pieces of each part must cover it without overlap, and the parts, all along one dim, must cover the tensor.
+    Other arrangements return False. The cost does not depend on the tensor's size.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:
@@ -223,18 +230,18 @@ def _joined(found: Runs) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """Consecutive pieces of one part with equal sizes, such as the shards of all data ranks."""
+    """Consecutive pieces of equal size in one part, such as the shards of all data ranks."""
 
     first: Piece
     count: int = 1
 
     def piece(self, index: int) -> Piece:
-        """Returns the piece with this index in the run."""
+        """Returns piece number ``index`` of the run, counted from 0."""
         size = self.first.elements
         return Piece(self.first.part, self.first.start + index * size, self.first.stop + index * size)
 
     def sharing(self, want: Piece) -> range:
-        """Returns the indices of pieces that may overlap with ``want``."""
+        """Returns the indices of the run's pieces that may have elements in common with ``want``."""
         size, (start, stop) = self.first.elements, _bounds(self.first.part, want)
         if not size:
             return range(0)

@@ -41,7 +41,7 @@ _CODES: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPE
 
 
 class TensorKind(NamedTuple):
-    """Dtype and shape of a tensor."""
+    """Dtype and full shape of a stored tensor."""
 
     dtype: str
     """Dtype as safetensors names it, such as "BF16"."""
@@ -79,7 +79,9 @@ def code_of(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Contiguous elements of a tensor that a file stores as a tensor with its own key, such as one expert of many."""
+    """Contiguous elements of a tensor that a file stores under a key of their own, for example one expert of a stacked
+    expert weight.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -93,13 +95,15 @@ class FilePart:
 
 
 def file_parts(key: str, shape: tuple[int, ...], parts: Sequence[FilePart] = ()) -> Sequence[FilePart]:
-    """Returns the entries of a file that contain the tensor ``key``: its ``parts``, or one entry with all of it."""
+    """Returns the file entries that contain the tensor ``key`` of ``shape``: ``parts`` if there are any, otherwise one
+    entry for the full tensor.
+    """
     return parts or (FilePart(key, shape, 0),)
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Header, tensor offsets and size of a safetensors file."""
+    """Layout of a safetensors file: header bytes, tensor offsets and file size."""
 
     header: bytes
     places: Mapping[str, tuple[TensorKind, int]]
@@ -112,7 +116,8 @@ def lay_out(
     metadata: Mapping[str, str] | None = None,
     parts: Mapping[str, Sequence[FilePart]] = MappingProxyType({}),
 ) -> FileLayout:
-    """Returns the layout of a safetensors file with these tensors; ``parts`` replace a tensor in the header.
+    """Returns the layout of a safetensors file that contains ``tensors`` (dtype and shape by key) and ``metadata`` in
+    its header. ``parts``: entries that the header lists in place of a tensor, by the tensor's key.
 
     Raises:
         CheckpointError: a tensor has the reserved name "__metadata__".
@@ -137,8 +142,11 @@ def lay_out(
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict[str, tuple[TensorKind, int]]:
-    """Returns dtype, shape and byte offset of each tensor in a safetensors file of ``size`` bytes; ``read(start,
-    stop)`` returns bytes of it.
+    """Reads the header of a safetensors file of ``size`` bytes. Returns dtype and shape, and byte offset, of each
+    tensor by key.
+
+    Args:
+        read: function that returns the bytes of the file from a start to a stop offset.
 
     Raises:
         CheckpointError: the file is not safetensors, or its tensors leave gaps.
@@ -177,7 +185,11 @@ def _place(entry: object, what: str) -> tuple[TensorKind, int]:
 
 
 def read_kind(fields: Fields) -> TensorKind:
-    """Returns the dtype and shape in the JSON fields "dtype" and "shape"."""
+    """Returns the dtype and shape of a tensor from the fields "dtype" and "shape" of a JSON object.
+
+    Raises:
+        CheckpointError: the dtype is unknown, or the shape is too large for a tensor.
+    """
     dtype = fields.text("dtype")
     if dtype not in DTYPES:
         raise CheckpointError(
@@ -212,10 +224,10 @@ def shard_bytes(size: int | str) -> int:
 
 
 def repack(files: Files, source: Path, target: Path, keys: Sequence[str], limit: int) -> None:
-    """Copies tensors ``keys`` of the safetensors files in ``source`` into new files of at most ``limit`` bytes in
-    ``target``.
+    """Copies the tensors ``keys`` from the safetensors files in the folder ``source`` into new files of at most
+    ``limit`` bytes in ``target``.
 
-    A larger tensor has its own file. Several files get an index.
+    A larger tensor has its own file. If there are several files, an index in Hugging Face's format is written too.
     """
     with _opened(files, source) as opened:
         places = {key: (file, *place) for file, own in opened for key, place in own.items()}

@@ -49,13 +49,17 @@ WHOLE_PIECES = 1 << 14
 
 
 def step_of(name: str) -> tuple[int, int] | None:
-    """Returns (step, revision) from the name of a step folder; None for another name."""
+    """Returns (step, revision) from the name of a checkpoint's folder, such as (20, 1) for "step-00000020-r1". None for
+    any other name.
+    """
     found = _STEP.fullmatch(name)
     return (int(found[1]), int(found[2] or 0)) if found else None
 
 
 def committed(files: Files, folder: Path) -> list[Path]:
-    """Returns the step folders of a run, the newest last; [] if the run's folder does not exist."""
+    """Returns the folders of the complete checkpoints in the folder of a run, the newest last. [] if the run's folder
+    does not exist.
+    """
     if not files.is_folder(folder):
         return []
     found = [(key, folder / name) for name in files.names(folder) if (key := step_of(name)) is not None]
@@ -63,7 +67,7 @@ def committed(files: Files, folder: Path) -> list[Path]:
 
 
 def make_run_folder(files: Files, folder: Path) -> None:
-    """Creates the folder of a run and its missing parents, and calls fsync so that they survive a crash."""
+    """Creates the folder of a run and its missing parents. It calls fsync, so that they survive a crash."""
     if files.is_folder(folder):
         return
     make_run_folder(files, folder.parent)
@@ -75,22 +79,28 @@ def make_run_folder(files: Files, folder: Path) -> None:
 
 
 def temporary(folder: Path, step: int, attempt: str) -> Path:
-    """Returns the path of the temporary folder into which a save of ``step`` writes."""
+    """Returns the path of the temporary folder into which a save of ``step`` writes. ``attempt`` is the random id of
+    the save.
+    """
     return folder / f"step-{step:08d}.tmp-{attempt}"
 
 
 def is_step(files: Files, path: Path) -> bool:
-    """Returns True if ``path`` is the folder of one checkpoint, under any name, and not of a run."""
+    """Returns True if ``path`` is the folder of one checkpoint, by its name or because it contains a manifest. False
+    for the folder of a run.
+    """
     return step_of(path.name) is not None or (files.is_folder(path) and NAME in files.names(path))
 
 
 def steps_of(files: Files, path: Path) -> list[Path]:
-    """Returns [path] if it is a checkpoint, or else the checkpoints of the run at ``path``, the newest last."""
+    """Returns [``path``] if it is the folder of one checkpoint. Otherwise ``path`` is the folder of a run; returns its
+    checkpoints, the newest last.
+    """
     return [path] if is_step(files, path) else committed(files, path)
 
 
 def read_manifest(files: Files, step: Path) -> Manifest:
-    """Returns the manifest of a committed checkpoint.
+    """Reads and checks the manifest of the checkpoint in the folder ``step``, against the sha256 in its file COMMIT.
 
     Raises:
         CheckpointError: COMMIT is missing, the manifest differs from the committed one, or it is of another step.
@@ -120,10 +130,10 @@ def read_manifest(files: Files, step: Path) -> Manifest:
 
 
 def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping[str, HashSlice] | None = None) -> None:
-    """Writes ``manifest.json`` and then ``COMMIT``, each with fsync.
+    """Writes the files ``manifest.json`` and then ``COMMIT`` into the folder ``step``, each with fsync.
 
-    With ``slices``, the position of each file's hashes, a manifest of many pieces is split into index files, of which a
-    rank reads only some.
+    ``slices``: position of each file's block hashes. If it is given, a manifest of many pieces is split into index
+    files, of which a rank reads only some.
     """
     if slices is not None and sum(len(tensor.pieces) for tensor in manifest.tensors.values()) > WHOLE_PIECES:
         data, parts = to_parts(manifest, slices)
@@ -138,11 +148,12 @@ def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping
 
 
 def commit(files: Files, written: Path, step: int) -> Path:
-    """Renames the finished folder ``written`` to its step's name; returns the new path.
+    """Commits a checkpoint: renames its finished temporary folder ``written`` to the name of its step, and returns the
+    new path. Checkpoints of later steps in the same run are set aside, renamed to "abandoned-...".
 
     Raises:
         OSError: the folder was not committed.
-        CheckpointError: it was committed, but the new name could not be forced to disk.
+        CheckpointError: it was committed, but a power failure may still lose the new name.
     """
     folder = written.parent
     for name in files.names(written):
@@ -171,14 +182,16 @@ def commit(files: Files, written: Path, step: int) -> Path:
 
 
 def point_to(files: Files, step: Path, attempt: str) -> None:
-    """Writes the name of the newest checkpoint into the file ``latest``."""
+    """Writes the name of the checkpoint ``step`` as the newest one into the run's file ``latest``. ``attempt`` is the
+    random id of the save.
+    """
     hint = step.parent / f"latest.tmp-{attempt}"
     write_new(files, hint, [memoryview(dump({"newest": step.name}))])
     files.rename(hint, step.parent / "latest")
 
 
 def retain(files: Files, folder: Path, keep: int) -> list[Path]:
-    """Deletes all but the newest ``keep`` checkpoints (at least one remains); returns the deleted folders."""
+    """Deletes all but the newest ``keep`` checkpoints of a run; at least one remains. Returns the deleted folders."""
     old = committed(files, folder)[: -max(1, keep)]
     for path in old:
         trash = folder / f".trash-{path.name}"
@@ -189,7 +202,7 @@ def retain(files: Files, folder: Path, keep: int) -> list[Path]:
 
 
 def sweep(files: Files, folder: Path) -> None:
-    """Deletes temporary folders of interrupted saves and deletions."""
+    """Deletes the temporary folders that interrupted saves and deletions have left in the folder of a run."""
     for name in files.names(folder) if files.is_folder(folder) else ():
         path = folder / name
         if not _LEFTOVER.fullmatch(name):
@@ -211,7 +224,9 @@ LOCK = ".trine.lock"
 
 
 class FolderLocks:
-    """Locks of one engine on run folders; two engines of one process exclude each other too."""
+    """Locks of one engine on the folders of runs, so that no second engine saves there. Engines of one process exclude
+    each other too.
+    """
 
     def __init__(self) -> None:
         self._held: dict[Path, int | None] = {}
@@ -219,10 +234,11 @@ class FolderLocks:
         self._closed = False
 
     def hold(self, folder: Path, early: bool = False) -> None:
-        """Locks an existing folder until ``close``; a second call locks it again if the folder was replaced.
+        """Locks an existing folder until ``close``. A second call does nothing, unless the folder was replaced; it then
+        locks the new folder.
 
-        ``early``: nothing is written yet, so another engine of this process may still have the lock, because ``eng =
-        initialize(...)`` drops an old engine only after making the new one.
+        ``early``: True before the first save. Another engine of this process may then have the lock without an error.
+        The reason is that ``eng = initialize(...)`` drops an old engine only after it has made the new one.
 
         Raises:
             CheckpointError: another engine has the lock; the message names its process and machine.

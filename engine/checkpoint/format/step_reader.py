@@ -47,7 +47,7 @@ class ReadRequest:
 
 
 class Copy(NamedTuple):
-    """Bytes of a file, and the memory that receives them."""
+    """Bytes of a file to read, and the memory that receives them."""
 
     start: int
     length: int
@@ -56,7 +56,7 @@ class Copy(NamedTuple):
 
 
 class OpenCheckpoint(Protocol):
-    """Interface of an open checkpoint, of this engine or of another one."""
+    """Interface of a checkpoint that is open for reading, saved by this engine or by another one."""
 
     step: Path
     """Folder of the checkpoint."""
@@ -66,20 +66,21 @@ class OpenCheckpoint(Protocol):
 
     @property
     def name(self) -> Path:
-        """Folder of the checkpoint, for messages."""
+        """Folder of the checkpoint, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Reads the requested pieces into their target memory."""
+        """Copies the requested pieces of tensors into their target memory."""
 
     def check_file(self, file: str) -> None:
-        """Reads and checks every block of a file."""
+        """Reads a file and checks the hash of every block, if the checkpoint has hashes."""
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """Returns all tensors of a file: key -> (dtype and shape, bytes)."""
+        """Returns all tensors in the file ``file`` of the checkpoint: key -> (dtype and shape, bytes)."""
 
 
 class StepReader:
-    """Open checkpoint of this engine. ``bytes_read`` counts bytes read from tensor files.
+    """Checkpoint of this engine, open for reading. Its reads check block hashes, and ``bytes_read`` counts the bytes of
+    tensor files that were read.
 
     Raises:
         CheckpointError: the checkpoint is not committed or is damaged, or a file is missing or has another length.
@@ -102,7 +103,7 @@ class StepReader:
         """Dtype and shape of every stored tensor."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Reads the requested pieces into their target memory.
+        """Copies the requested pieces of tensors into their target memory.
 
         Raises:
             CheckpointError: names the damaged file, and the tensor in the damaged block.
@@ -112,7 +113,9 @@ class StepReader:
                 self._fetch(file, opened_file, found)
 
     def verify(self) -> int:
-        """Reads and checks every block of every file, and all headers; returns the bytes read."""
+        """Reads and checks every block of every file, and the header entry of every piece. Returns the number of bytes
+        read.
+        """
         before = self.bytes_read
         for file in self.manifest.files:
             self.check_file(file)
@@ -122,13 +125,17 @@ class StepReader:
         return self.bytes_read - before
 
     def check_file(self, file: str) -> None:
-        """Reads a file and checks the hash of every block."""
+        """Reads the file ``file`` of the checkpoint and checks the hash of every block.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
         for _ in self.chunks(file):
             pass
 
     def chunks(self, file: str) -> Iterator[memoryview]:
-        """Yields the contents of a file in order, with hashes checked; a chunk is valid until the next one is
-        requested.
+        """Yields the bytes of a file in consecutive chunks, with hashes checked. A chunk is valid until the next one is
+        requested, because they share a buffer.
         """
         size = self.manifest.files[file]
         buffer = np.empty(min(size, 8 * max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
@@ -155,12 +162,12 @@ class StepReader:
         return {key: (kind, data.data[start : start + kind.bytes]) for key, (kind, start) in header.items()}
 
     def kind_of(self, stored: StoredPiece) -> TensorKind:
-        """Returns dtype and shape of the tensor of a file that contains a piece."""
+        """Returns dtype and shape of the file's tensor that contains the piece ``stored``."""
         return self._header(stored.file)[stored.key][0]
 
     @property
     def name(self) -> Path:
-        """Folder of the checkpoint, for messages."""
+        """Folder of the checkpoint, for use in messages."""
         return self.step
 
     # ------------------------------------------------------------------ from pieces to bytes
@@ -352,8 +359,12 @@ def _listed(tensors: Sequence[str]) -> str:
 
 
 def copies(shared: Runs, begin: int, width: int, want: ReadRequest) -> Iterator[Copy]:
-    """Yields the byte copies for ``shared``, an overlap with a piece that begins at byte ``begin`` of a file; ``width``
-    is bytes per element.
+    """Yields the byte ranges to copy from a file into the target of the request ``want``.
+
+    Args:
+        shared: elements that the stored piece (source) and the requested piece (target) have in common.
+        begin: offset of the stored piece in the file, in bytes.
+        width: bytes per element.
     """
     for source, target, count in zip(*(column.tolist() for column in shared), strict=True):
         place = want.target[target * width : (target + count) * width]

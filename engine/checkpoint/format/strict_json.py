@@ -11,20 +11,20 @@ _Value = TypeVar("_Value")
 
 
 def decode_json(data: bytes | bytearray) -> Any:
-    """Returns the JSON value in UTF-8 text, without duplicate keys, NaN and infinity.
+    """Decodes UTF-8 JSON text and returns its value. Duplicate keys, NaN and infinity are errors.
 
     Raises:
-        ValueError: the text is no such value.
+        ValueError: the text is not valid UTF-8 or JSON, or has one of these.
         RecursionError: the value is nested too deeply.
     """
     return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
 def parse(data: bytes | bytearray, what: str) -> dict[str, Any]:
-    """Parses a JSON object without duplicate keys.
+    """Decodes the UTF-8 text of a JSON object and returns its dict.
 
     Raises:
-        CheckpointError: the text is not such an object.
+        CheckpointError: the text is no JSON object, or has duplicate keys, NaN or infinity.
     """
     try:
         value = decode_json(data)
@@ -36,12 +36,14 @@ def parse(data: bytes | bytearray, what: str) -> dict[str, Any]:
 
 
 def dump(value: Mapping[str, Any]) -> bytes:
-    """Returns JSON text with sorted keys, without spaces; NaN raises."""
+    """Encodes a dict as UTF-8 JSON text with sorted keys and without spaces. NaN and infinity raise ValueError."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 class Fields:
-    """Reader of a JSON object's fields; a field of a wrong type or range raises a CheckpointError that names it."""
+    """Typed access to the fields of a JSON object. A field that is missing or has a wrong type or range raises a
+    CheckpointError that names it.
+    """
 
     def __init__(self, value: Any, what: str) -> None:
         self.what = what
@@ -77,7 +79,9 @@ class Fields:
         return self._value.get(name)
 
     def each(self, name: str, read: Callable[[Any, str], _Value]) -> dict[str, _Value]:
-        """Returns the JSON object in field ``name``, each value converted by ``read``."""
+        """Returns the JSON object in field ``name``, with each value converted by ``read(value, description for
+        messages)``.
+        """
         return {key: read(value, f"{self.what}: {name}[{key!r}]") for key, value in self.object(name).items()}
 
     def _must(self, value: Any, kind: type[_Value], name: str = "") -> _Value:

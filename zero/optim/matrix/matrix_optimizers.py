@@ -13,10 +13,10 @@ from engine.zero.optim.flat_optimizers import FlatOptimizer
 
 
 class FlatMatrixOptimizer(FlatOptimizer):
-    """Base class of optimizers that update whole matrices.
+    """Base class of optimizers that need whole matrices: Muon, SOAP and Shampoo.
 
-    With whole matrices, ``step`` updates them. With sharded ones (``apart``), ``step`` writes update directions to
-    ``directions``, from which ``MatrixUpdates`` computes the update across ranks.
+    If its tensors are whole matrices, ``step`` updates them. If they are shards (``apart``), ``step`` only stores
+    update directions in ``directions``. ``MatrixUpdates`` then computes the updates across ranks.
     """
 
     apart = False
@@ -35,7 +35,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
         """Whole matrix -> updates that it has had."""
 
     def rule(self, group: Mapping[str, Any]) -> MatrixRule:
-        """Returns the hyperparameters of a parameter group."""
+        """Returns the update rule with the hyperparameters of a parameter group."""
         raise NotImplementedError
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
@@ -61,7 +61,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
 
 
 class FlatMuon(FlatMatrixOptimizer):
-    """Muon; one momentum per element, and the update direction of each matrix."""
+    """Muon. It stores one momentum per weight, from which the update direction of a matrix is computed."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class FlatMuon(FlatMatrixOptimizer):
         return ("momentum_buffer",)
 
     def rule(self, group: Mapping[str, Any]) -> MuonRule:
-        """Returns Muon's hyperparameters in a parameter group."""
+        """Returns Muon's update rule with the hyperparameters of a parameter group."""
         return MuonRule.of(group)
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
@@ -86,20 +86,20 @@ class FlatMuon(FlatMatrixOptimizer):
 
 
 class FlatSOAP(FlatMatrixOptimizer):
-    """SOAP optimizer; its update direction is the gradient, and all of its state belongs to full matrices."""
+    """SOAP. Its update direction is the gradient, and its state, such as preconditioners, belongs to whole matrices."""
 
     families = SOAP_STATE
 
     def rule(self, group: Mapping[str, Any]) -> SoapRule:
-        """Returns SOAP's hyperparameters in a parameter group."""
+        """Returns SOAP's update rule with the hyperparameters of a parameter group."""
         return SoapRule.of(group)
 
 
 class FlatShampoo(FlatMatrixOptimizer):
-    """Shampoo optimizer; its update direction is the gradient, and all of its state belongs to full matrices."""
+    """Shampoo. Its update direction is the gradient, and its state (preconditioners) belongs to whole matrices."""
 
     families = SHAMPOO_STATE
 
     def rule(self, group: Mapping[str, Any]) -> ShampooRule:
-        """Returns Shampoo's hyperparameters in a parameter group."""
+        """Returns Shampoo's update rule with the hyperparameters of a parameter group."""
         return ShampooRule.of(group)

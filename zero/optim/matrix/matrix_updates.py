@@ -47,7 +47,7 @@ _UNDER_WAY = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRound:
-    """Matrices that a step updates together, in one round: their shards are in the same messages."""
+    """Matrices of one round of a step: they are sent to their owners, updated and sent back in the same messages."""
 
     data: OwnerRoute
     """Route over the data ranks that share buckets, for shards of one tensor rank."""
@@ -57,8 +57,8 @@ class MatrixRound:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRoutes:
-    """Routes of shards to owner ranks and back, for all matrices of one pipeline and tensor coordinate, in a shard
-    group.
+    """Plan that assigns each matrix to an owner rank, which updates it, and divides the matrices into rounds. It covers
+    the matrices of one pipeline and tensor coordinate, within one ZeRO shard group.
     """
 
     rows: Mapping[str, ShardRow]
@@ -76,7 +76,7 @@ class MatrixRoutes:
 
     @cached_property
     def made(self) -> tuple[str, ...]:
-        """Names of the matrices that this rank owns: it updates them and stores their state."""
+        """Names of the matrices that this rank owns. It updates them and stores their state."""
         found: list[str] = []
         for each in self.rounds:
             cut = each.tensor.owners if each.tensor is not None else {}
@@ -85,9 +85,10 @@ class MatrixRoutes:
 
 
 class MatrixUpdates:
-    """Updates of all matrices of a rank, once per step, with communication to the owners and back.
+    """Updates of sharded matrices, once per step: shards go to each matrix's owner, which computes the update and sends
+    it back.
 
-    The optimizer stores momenta of shards; this object stores state of full matrices, on their owner.
+    The optimizer stores momenta of shards. This object stores state of full matrices, each on its owner.
 
     Args:
         places: the tensors of the optimizer.
@@ -118,7 +119,7 @@ class MatrixUpdates:
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of the state tensors of full matrices, over all optimizers."""
+        """Names of the state tensors that belong to full matrices, such as preconditioners, over all optimizers."""
         return frozenset(family for maker in self._makers for family in maker.families)
 
     @property
@@ -127,16 +128,20 @@ class MatrixUpdates:
         return all(len(each.data.members) == 1 for each in self._routes.rounds)
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
+        """Returns the names of the parameters in a bucket that this object updates; the optimizer's own step leaves
+        them.
+        """
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._routes.rows)
 
     def forget(self) -> None:
-        """Deletes the state of whole parameters; the next update creates new state."""
+        """Deletes the state of all matrices; the next update starts from new state."""
         self.state.clear()
         self._begun.clear()
 
     def prepare(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the state of the matrices that this rank owns; zeros before the first update."""
+        """Returns the state of the matrices that this rank owns, by matrix and name. Allocates zeros if there is none
+        yet.
+        """
         for name in self._routes.made if not self.state else ():
             if own := self.shapes[name]:
                 dtype, device = state_dtype(self._routes.rows[name]), self._blank.device
@@ -145,9 +150,10 @@ class MatrixUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all matrices from the directions of the step; yields the names of matrices with new weights.
+        """Updates all matrices from the update directions that the optimizer's step has stored. Yields the names of the
+        matrices that are done, or an empty set while a round is in progress.
 
-        Matrices without a gradient, ``unused``, do not change. ``missed``: number of updates without a gradient, by
+        Matrices in ``unused``, without a gradient, do not change. ``missed``: number of updates without a gradient, by
         matrix.
         """
         step = _Step(self._places, self._take_directions(), self._routes.dtype, unused, missed)
@@ -260,7 +266,9 @@ class _Step:
 
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
-    """Overlaps rounds: starts one, then continues the started ones, newest first; yields the results of all rounds."""
+    """Overlaps rounds, each an iterator over its phases. Repeatedly starts a new round and then advances all started
+    ones by one phase, newest first. Yields the results of all phases.
+    """
     waiting, begun = iter(rounds), list[Iterator[Made]]()
     while True:
         new = next(waiting, None)
@@ -276,7 +284,9 @@ def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
 
 
 def state_dtype(row: ShardRow) -> torch.dtype:
-    """Returns the dtype of a matrix's state and decompositions: fp32, or fp64 for an fp64 parameter."""
+    """Returns the dtype in which a matrix's optimizer state is stored and decomposed: fp64 for an fp64 parameter,
+    otherwise fp32.
+    """
     return torch.float64 if row.dtype == torch.float64 else torch.float32
 
 

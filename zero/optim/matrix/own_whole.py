@@ -22,8 +22,8 @@ Shape = tuple[int, ...]
 
 
 def declares_whole(given: object) -> bool:
-    """Returns True for an optimizer class with ``whole_parameters = True``, an instance of it, or a factory of
-    either.
+    """Returns True if the user's optimizer declares ``whole_parameters = True``. ``given`` may be its class, an
+    instance, or a function that makes one.
     """
     if getattr(given, "whole_parameters", False):
         return True
@@ -38,7 +38,9 @@ def declares_whole(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnWholeRule:
-    """Update rule of a group: one step of the user's optimizer on a whole parameter."""
+    """Update rule that runs one step of the user's optimizer on a whole parameter, with the options of a parameter
+    group.
+    """
 
     make: OptimizerFactory
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -46,16 +48,20 @@ class OwnWholeRule:
     """State after an update by parameter shape and name: meta tensors and numbers."""
 
     def cost(self, shape: Shape) -> int:
-        """Returns the number of elements as the estimated cost, because the user's operations are unknown."""
+        """Returns the estimated cost of an update of a parameter of ``shape``, to balance owners: its number of
+        elements, because the user's operations are unknown.
+        """
         return prod(shape)
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
-        """Returns the shapes of a parameter's optimizer state; numbers have no dims."""
+        """Returns the shapes of the optimizer state of a parameter of ``shape``, by name. State that is a number has
+        shape ().
+        """
         return {name: tuple(getattr(value, "shape", ())) for name, value in self._state(shape).items()}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the weights after a step of the user's optimizer on ``direction_AB`` [2, ...]: gradient and
-        weights.
+        """Runs a step of the user's optimizer and returns the new weights. ``direction_AB`` [2, ...] contains the
+        gradient and the weights. ``state`` is updated in place; ``step`` is the number of this update, from 1.
         """
         gradient, weights = direction_AB
         parameter = nn.Parameter(weights.clone())
@@ -69,7 +75,7 @@ class OwnWholeRule:
         return parameter.detach()
 
     def apply_(self, weights: Tensor, update: Tensor, shape: Shape, step: int) -> None:
-        """Copies ``update``, the new weights, to ``weights``."""
+        """Copies ``update``, which has the new values, into ``weights``."""
         weights.copy_(update.view(weights.shape))
 
     def _over(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
@@ -128,8 +134,8 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """Optimizer over parameter shards, with the groups and options of the user's optimizer, which updates whole
-    parameters.
+    """Optimizer over parameter shards in place of the user's optimizer, which updates whole parameters. It has the
+    user's groups and options.
     """
 
     reads_weights = True
@@ -149,10 +155,10 @@ class FlatWhole(FlatMatrixOptimizer):
 
     @property
     def families(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of the state tensors of this run's parameters."""
+        """Names of the state tensors that the user's optimizer stores for this run's parameters."""
         return frozenset(name for state in self._known.values() for name in state)
 
     def rule(self, group: Mapping[str, Any]) -> OwnWholeRule:
-        """Returns the update rule with the options of a parameter group."""
+        """Returns the update rule that runs the user's optimizer with the options of a parameter group."""
         options = {name: value for name, value in group.items() if name in self._options}
         return OwnWholeRule(self._make, options, self._known)

@@ -34,7 +34,7 @@ Arrived = TypeVar("Arrived")
 
 @dataclass(frozen=True)
 class OwnerRoute:
-    """Owner of each matrix, and each rank's number of elements of it; equal on all ranks of an axis."""
+    """Owner rank of each matrix, and the number of its elements on each rank. Equal on all ranks of an axis."""
 
     axis: Axis
     members: tuple[int, ...]
@@ -45,12 +45,14 @@ class OwnerRoute:
     """Number of elements of each matrix on every member."""
 
     def owned(self, place: int) -> list[str]:
-        """Returns the names of the matrices that the member at position ``place`` owns, in order."""
+        """Returns the names of the matrices that the member at position ``place`` in ``members`` owns, in order."""
         return [name for name, owner in self.owners.items() if owner == place]
 
     @cached_property
     def message(self) -> int:
-        """Elements of the largest message between two members; 0: no communication."""
+        """Number of elements of the largest message between two members; all messages are padded to it. 0: no
+        communication.
+        """
         places = range(len(self.members))
         sums = [
             sum(self.sizes[name][source] for name in self.owned(owner))
@@ -61,8 +63,12 @@ class OwnerRoute:
         return max(sums, default=0)
 
     def traffic(self, counted: Axis, itemsize: int, ways: int = 2) -> tuple[Traffic, ...]:
-        """Returns the traffic of a step: ``ways`` all-to-alls, 2 or, if owners need weights too, 3; ``counted``: axis
-        of the tally.
+        """Returns the traffic of a step, for the engine's traffic counts.
+
+        Args:
+            counted: axis to which the traffic is attributed.
+            itemsize: bytes per element.
+            ways: number of all-to-alls: 2 (to owners and back), or 3 if owners need the weights too.
         """
         if not self.message:
             return ()
@@ -71,9 +77,14 @@ class OwnerRoute:
 
 
 def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Assigns each matrix to the rank with most of its elements, among ranks with less work than a fair share.
+    """Chooses an owner rank for each matrix. Owners are ranks with many of the matrix's elements and less work than a
+    fair share. Returns matrix name -> rank.
 
-    No owner exceeds a fair share by more than one matrix. ``held``: elements of each matrix on every rank.
+    No owner exceeds a fair share by more than one matrix.
+
+    Args:
+        costs: work of each matrix's update.
+        held: number of elements of each matrix on every rank.
     """
     ranks = len(next(iter(held.values()), ()))
     loads = [0] * ranks
@@ -94,13 +105,16 @@ def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]])
 def rounds_of(
     owners: Mapping[str, int], costs: Mapping[str, int], held: Mapping[str, Sequence[int]], order: Sequence[str]
 ) -> list[list[str]]:
-    """Divides the matrices into rounds with about equal work for every owner.
+    """Divides the matrices into rounds with about equal work for every owner. Returns the names in each round.
 
-    There are at most ``ROUNDS``; fewer if owners have fewer matrices, or if padded messages exceed ``SURPLUS`` times a
-    single round's; more if an owner would gather over ``ROUND_ELEMENTS`` in a round.
+    There are at most ``ROUNDS`` rounds. There are fewer if owners have fewer matrices, or if padding would make
+    messages exceed ``SURPLUS`` times a single round's. There are more if an owner would gather over ``ROUND_ELEMENTS``
+    in a round.
 
     Args:
-        held: elements of each matrix on every rank.
+        owners: owner rank of each matrix.
+        costs: work of each matrix's update.
+        held: number of elements of each matrix on every rank.
         order: matrices in bucket order, so that early rounds complete the first buckets.
     """
     of_owner: dict[int, list[str]] = {}
@@ -142,7 +156,7 @@ def _message_elements(
 
 
 class Arriving(Generic[Arrived]):
-    """Handle of an exchange in progress."""
+    """Handle of an exchange of matrices in progress."""
 
     def __init__(self, pending: Pending | None, read: Callable[[], Arrived]) -> None:
         """Takes ``read``, which computes the result from the received messages. ``pending`` None: nothing is sent."""
@@ -163,10 +177,10 @@ class OwnerExchange:
         self._here = route.members.index(comm.grid.index(route.axis))
 
     def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> Arriving[dict[str, list[Tensor]]]:
-        """Starts the all-to-all that sends the pieces of every matrix to its owner.
+        """Starts the all-to-all that sends the pieces of every matrix to its owner. The result has, for each matrix
+        that this rank owns, the flat pieces of all members in order.
 
-        The result has, for each matrix that this rank owns, the flat pieces of all members in order. ``pieces``: this
-        rank's pieces by matrix. ``blank``: empty tensor with their dtype and device.
+        ``pieces``: this rank's pieces by matrix. ``blank``: empty tensor with their dtype and device.
         """
         own = {name: pieces.get(name, blank).reshape(-1) for name in self._route.owners}
         places = range(len(self._route.members))
@@ -185,8 +199,11 @@ class OwnerExchange:
         return Arriving(pending, read)
 
     def scatter(self, results: Mapping[str, Sequence[Tensor]], blank: Tensor) -> Arriving[dict[str, Tensor]]:
-        """Starts the all-to-all that returns this rank's flat piece of each matrix; ``results``: pieces of the matrices
-        that this rank owns, for each member.
+        """Starts the all-to-all that sends updated matrices back from their owners. The result has this rank's flat
+        piece of each matrix.
+
+        ``results``: for each matrix that this rank owns, the pieces of all members in order. ``blank``: empty tensor
+        with their dtype and device.
         """
         places, mine = range(len(self._route.members)), self._route.owned(self._here)
         pending, received = self._swap([[results[name][place] for name in mine] for place in places], blank)

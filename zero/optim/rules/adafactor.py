@@ -39,7 +39,7 @@ from engine.zero.optim.rules.counted_parts import LABEL, CountedPart, SumRoutes,
 
 
 class FlatAdafactor(FlatOptimizer):
-    """Adafactor; a step records the tensors to update, and :class:`FactoredUpdates` updates them across ranks."""
+    """Adafactor. A step only records the tensors to update, and :class:`FactoredUpdates` updates them across ranks."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         """Takes ``options``: all params of the configuration."""
@@ -53,15 +53,19 @@ class FlatAdafactor(FlatOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class FactorRoutes(SumRoutes):
-    """Parameters that Adafactor updates, and the axes over which their row and column statistics are summed."""
+    """Parameters that Adafactor updates, and the axes over which their row and column statistics are all-reduced."""
 
     @property
     def elements(self) -> int:
-        """Elements of a step's first all-reduce: squared gradients by row and column, and squared weights."""
+        """Number of elements in a step's first all-reduce: sums of squared gradients by row and column, and the sum of
+        squared weights of each parameter.
+        """
         return sum(mean_elements(row.shape) + 1 for row in self.rows)
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Returns the traffic of a step: two all-reduces per axis, of row and column sums, then of squared updates."""
+        """Returns the traffic of a step: two all-reduces for each axis. The first sums row and column statistics, and
+        the second sums squared updates.
+        """
         sizes = [count * self.dtype.itemsize for count in (self.elements, len(self.rows))]
         return tuple(
             Traffic(axis, LABEL, 2, sum(sent_bytes("all_reduce", size, ranks) for size in sizes))
@@ -70,7 +74,8 @@ class FactorRoutes(SumRoutes):
 
 
 class FactoredUpdates:
-    """Adafactor's updates of all parameters on this rank, once per step.
+    """Adafactor's updates of all sharded parameters on this rank, once per step. Sums over whole parameters are
+    all-reduced.
 
     Args:
         places: the tensors of the optimizer.
@@ -94,26 +99,32 @@ class FactoredUpdates:
 
     @property
     def shapes(self) -> WholeShapes:
-        """Shapes of the row and column means of each parameter."""
+        """Shapes of the running means of squared gradients, by parameter and name. A matrix has row and column means,
+        and a vector has one mean per element.
+        """
         return {row.name: mean_shapes(row.shape) for row in self._routes.rows}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
+        """Returns the names of the parameters in a bucket that this object updates; the optimizer's own step leaves
+        them.
+        """
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._numbers)
 
     def forget(self) -> None:
-        """Deletes the running means; the next update starts new ones."""
+        """Deletes the running means of squared gradients; the next update starts new ones."""
         self.state.clear()
 
     def prepare(self) -> WholeState:
-        """Returns the row and column means; zeros before the first update."""
+        """Returns the running means of squared gradients, by parameter and name; zeros before the first update."""
         if not self.state:
             self.state.update(self._views(self._zeros(self._routes.elements - len(self._numbers))))
         return self.state
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all parameters except ``unused`` ones, which retain values and step counts; yields updated names."""
+        """Updates all parameters except ``unused`` ones, which retain values and step counts. Yields the names of all
+        its parameters once. ``missed``: number of missed updates by parameter.
+        """
         due = {weight for maker in self._makers for weight in maker.due}
         for maker in self._makers:
             maker.due.clear()

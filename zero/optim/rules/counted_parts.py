@@ -22,7 +22,7 @@ LABEL = "statistics"
 
 @dataclass(frozen=True, slots=True)
 class SumRoutes:
-    """Parameters with sums over all of their elements, and the axes over which the ranks' sums are all-reduced."""
+    """Parameters that need a sum over all of their elements, and the axes over which partial sums are all-reduced."""
 
     rows: tuple[ShardRow, ...]
     """Parameters of one pipeline coordinate, as rows of the shard table."""
@@ -36,7 +36,9 @@ class SumRoutes:
 
 @dataclass(frozen=True, slots=True)
 class CountedPart:
-    """Elements of one parameter in one optimizer tensor of this rank."""
+    """Elements of one parameter in one optimizer tensor of this rank, and which of them this rank adds to a sum over
+    the parameter.
+    """
 
     row: ShardRow
     number: int
@@ -50,16 +52,16 @@ class CountedPart:
 
     @property
     def weights(self) -> Tensor:
-        """Weights of these elements, [n]."""
+        """Weights of the part's elements, a flat view [n]."""
         return self.place.parameter.detach().view(-1)[self.part]
 
     @property
     def grads(self) -> Tensor:
-        """Gradients of these elements, [n]."""
+        """Gradients of the part's elements, a flat view [n]."""
         return self.place.grads.view(-1)[self.part]
 
     def own(self, squares_n: Tensor) -> Tensor:
-        """Returns ``squares_n`` with zeros for elements that another tensor rank adds."""
+        """Returns a copy of ``squares_n`` [n] in which elements that another rank adds are 0."""
         if self.counted is None:
             return squares_n
         kept = torch.zeros_like(squares_n)
@@ -68,7 +70,9 @@ class CountedPart:
         return kept
 
     def square(self, values_n: Tensor) -> Tensor:
-        """Returns the sum of squares, fp64 0-dim, of the ``counted`` elements, which no other rank adds."""
+        """Returns the sum of squares of ``values_n`` [n] over the elements that this rank adds, as an fp64 scalar
+        tensor.
+        """
         found = values_n.new_zeros((), dtype=torch.float64)
         for part in (slice(None),) if self.counted is None else self.counted:
             found += torch.linalg.vector_norm(values_n[part], dtype=torch.float64).square()
@@ -78,7 +82,9 @@ class CountedPart:
 def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
-    """Yields the elements of each parameter in each optimizer tensor that is ``due`` for an update."""
+    """Yields the elements of each parameter in each optimizer tensor that is in ``due``. Each states which elements
+    this rank adds, so that no element is added twice.
+    """
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}
     for place in places:

@@ -21,8 +21,8 @@ _SCALE = "{}_scale"
 
 
 class FlatAdamW8bit(FlatOptimizer):
-    """AdamW with 8-bit moments; its state has codes under "exp_avg", in the shape of the weights, and scales under
-    "exp_avg_scale".
+    """AdamW with 8-bit moments over flat tensors. Its state has 8-bit codes under "exp_avg" and "exp_avg_sq", in the
+    shape of the weights, and their scales under "exp_avg_scale" and "exp_avg_sq_scale".
     """
 
     encodes = True
@@ -38,7 +38,7 @@ class FlatAdamW8bit(FlatOptimizer):
 
     @property
     def kind(self) -> str:
-        """Name of the optimizer in checkpoints: Adam, because they store the moments as fp32."""
+        """Name of the optimizer in checkpoints: "Adam", because checkpoints store the decoded fp32 moments."""
         return "Adam"
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -64,10 +64,8 @@ class FlatAdamW8bit(FlatOptimizer):
         return [BlockCodes(state[name].view(-1), state[_SCALE.format(name)]) for name in _SIGNED]
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns decoded copies of the moments of ``weight``, in its shape and dtype; ``device``: None for its own
-        device.
-
-        Before the first update the result is empty.
+        """Returns decoded copies of the moments of ``weight`` by name, in its shape and dtype; {} before the first
+        update. ``device``: device of the copies; None: the device of ``weight``.
         """
         if not self.state.get(weight):
             return {}
@@ -82,7 +80,7 @@ class FlatAdamW8bit(FlatOptimizer):
         return found
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Encodes and stores moments ``values``, loaded or written by the user."""
+        """Encodes the moments ``values`` (name -> tensor) and stores them as the moments of ``weight``."""
         self.state.pop(weight, None)
         if not values:
             return

@@ -15,7 +15,9 @@ ElementState = dict[nn.Parameter, dict[str, Tensor]]
 
 
 def element_state(optimizer: ShardedOptimizer, device: torch.device | None = None) -> ElementState:
-    """Returns the state tensors, or decoded copies on ``device`` of encoded state; empty before the first update."""
+    """Returns the optimizer's moments: flat parameter -> name -> tensor of its shape; {} before the first update.
+    Encoded moments are returned as decoded copies on ``device``.
+    """
     inner = optimizer.inner
     known = [place for place in optimizer.places if place.parameter in inner.state]
     if isinstance(inner, FlatOptimizer):
@@ -31,12 +33,16 @@ def element_state(optimizer: ShardedOptimizer, device: torch.device | None = Non
 
 
 def kept_encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
-    """Returns True if the state of ``parameter`` is encoded, so that ``element_state`` returns copies."""
+    """Returns True if the optimizer stores the moments of ``parameter`` encoded, so that ``element_state`` returns
+    copies.
+    """
     return isinstance(optimizer.inner, FlatOptimizer) and optimizer.inner.encoded(parameter)
 
 
 def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Encodes and stores changed copies from ``element_state``; does nothing for state that is not encoded."""
+    """Stores changed copies from ``element_state`` in the optimizer, encoded. Does nothing for moments that are not
+    stored encoded.
+    """
     inner = optimizer.inner
     for parameter, values in state.items():
         if isinstance(inner, FlatOptimizer) and inner.encoded(parameter):
@@ -45,16 +51,17 @@ def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping
 
 @contextmanager
 def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
-    """Yields the state for in-place reads and writes; encoded state is encoded again at the end."""
+    """Yields the optimizer's moments for reads and in-place writes: flat parameter -> name -> tensor. Moments that are
+    stored encoded are encoded again at the end of the context.
+    """
     state = element_state(optimizer)
     yield state
     keep_state(optimizer, state)
 
 
 def state_names(optimizer: ShardedOptimizer) -> list[str]:
-    """Returns the names of state tensors with one number per element on this rank, such as "exp_avg", sorted.
-
-    For several optimizers: the names of all, independent of this rank's elements.
+    """Returns the sorted names of the optimizer's moments on this rank, such as "exp_avg". For several optimizers,
+    returns the names of all, even if this rank has no elements of some.
     """
     if optimizer.delayed is not None:
         optimizer.delayed.join()

@@ -28,10 +28,10 @@ _SUM = torch.float64
 
 
 class FlatLayerwise(FlatOptimizer):
-    """Base class of optimizers with steps that depend on norms of whole parameters.
+    """Base class of LAMB and LARS. Their steps depend on norms of whole parameters.
 
-    With full parameters, ``step`` updates them. With shards (``apart``), ``step`` records the tensors, and
-    :class:`LayerwiseUpdates` updates them across ranks.
+    If its tensors are full parameters, ``step`` updates them. If they are shards (``apart``), ``step`` only records the
+    tensors, and :class:`LayerwiseUpdates` updates them across ranks.
     """
 
     apart = False
@@ -47,15 +47,17 @@ class FlatLayerwise(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the moments of all groups."""
+        """Names of the moments that any parameter group has."""
         return tuple(dict.fromkeys(name for group in self.param_groups for name in self.rule(group).moment_names))
 
     def rule(self, group: Mapping[str, Any]) -> LayerRule:
-        """Returns the hyperparameters of a parameter group."""
+        """Returns the update rule with the hyperparameters of a parameter group."""
         raise NotImplementedError
 
     def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
-        """Returns the moments of ``weight``, in its shape."""
+        """Returns the moments of ``weight`` in the order of the rule's names, each in the shape of ``weight``.
+        ``group``: the parameter group of ``weight``.
+        """
         return [self._moments([weight], name)[0] for name in self.rule(group).moment_names]
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -75,33 +77,34 @@ class FlatLayerwise(FlatOptimizer):
 
 
 class FlatLamb(FlatLayerwise):
-    """LAMB; both of Adam's averages per element."""
+    """LAMB over flat tensors. It stores Adam's two moments per weight."""
 
     def rule(self, group: Mapping[str, Any]) -> LambRule:
-        """Returns LAMB's hyperparameters in a parameter group."""
+        """Returns LAMB's update rule with the hyperparameters of a parameter group."""
         return LambRule.of(group)
 
 
 class FlatLARS(FlatLayerwise):
-    """LARS; one momentum of steps per element."""
+    """LARS over flat tensors. It stores one number per weight: the momentum of its steps."""
 
     def rule(self, group: Mapping[str, Any]) -> LarsRule:
-        """Returns the hyperparameters of LARS in a parameter group."""
+        """Returns the update rule of LARS with the hyperparameters of a parameter group."""
         return LarsRule.of(group)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRoutes(SumRoutes):
-    """Parameters that LAMB or LARS updates, and the axes over which their squared norms are summed."""
+    """Parameters that LAMB or LARS updates, and the axes over which their squared norms are all-reduced."""
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Returns the traffic of a step: one all-reduce per axis, of two sums for each parameter."""
+        """Returns the traffic of a step: for each axis, one all-reduce of two sums for each parameter."""
         size = 2 * len(self.rows) * _SUM.itemsize
         return tuple(Traffic(axis, LABEL, 1, sent_bytes("all_reduce", size, ranks)) for axis, ranks in self.axes)
 
 
 class LayerwiseUpdates:
-    """Updates by LAMB and LARS of all parameters on this rank, once per step; all state is per element.
+    """Updates of sharded parameters by LAMB and LARS, once per step. Only norms of the parameters are all-reduced; all
+    state is per weight and sharded.
 
     Args:
         places: the tensors of the optimizer.
@@ -126,19 +129,23 @@ class LayerwiseUpdates:
         self.shapes: WholeShapes = {}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
+        """Returns the names of the parameters in a bucket that this object updates; the optimizer's own step leaves
+        them.
+        """
         return frozenset(slot.name for slot in flat.bucket.slots) & self._names
 
     def forget(self) -> None:
-        """Does nothing: there is no state of full parameters."""
+        """Does nothing, because LAMB and LARS have no state other than moments."""
 
     def prepare(self) -> WholeState:
-        """Returns an empty mapping: there is no state of full parameters."""
+        """Returns {}, because LAMB and LARS have no state other than moments."""
         return self.state
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all parameters except ``unused`` ones, which retain values and step counts; yields updated names."""
+        """Updates all parameters except ``unused`` ones, which retain values and step counts. Yields the names of all
+        its parameters once. ``missed``: number of missed updates by parameter.
+        """
         due = {weight: maker for maker in self._makers for weight in maker.due}
         parts = counted_parts(self._places, due.keys(), self._routes, self._comm.grid)
         used = [(part, *self._of(part, due, missed)) for part in parts if part.row.name not in unused]

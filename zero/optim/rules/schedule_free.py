@@ -17,8 +17,8 @@ ITERATE, SQUARES = "z", "exp_avg_sq"
 
 
 class FlatScheduleFreeAdamW(FlatOptimizer):
-    """Schedule-free AdamW, with an iterate z and a mean square per element; the weights are y, where gradients are
-    computed.
+    """Schedule-free AdamW (Defazio et al. 2024) over flat tensors. The weights are y, at which gradients are computed.
+    The state has the iterate z and a mean square for each weight.
     """
 
     counted = ("step", "lr_max", "weight_sum")
@@ -29,11 +29,11 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the mean square and the iterate."""
+        """Names of the mean square ("exp_avg_sq") and of the iterate ("z")."""
         return (SQUARES, ITERATE)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of ``group``, and sets the weight of this update's iterate in the average."""
+        """Increments the step count of ``group``, and sets the weight that this update's iterate has in the average."""
         count(group)
 
     def _update_pieces(self, weight: Tensor, group: dict[str, Any]) -> None:
@@ -55,7 +55,9 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces unsharded weights of ``optimizer`` by their schedule-free averages, in place."""
+    """Replaces the weights of ``optimizer``, which are not sharded, by their schedule-free averages, in place. Weights
+    of other optimizers do not change.
+    """
     parts = optimizer.parts if isinstance(optimizer, PlainComposite) else [optimizer]
     for part in (part for part in parts if isinstance(part, FlatScheduleFreeAdamW)):
         for group in part.param_groups:
@@ -64,7 +66,9 @@ def take_averages(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ScheduleFreeAverage:
-    """Evaluation weights of schedule-free optimizers: the averages x; weights of other optimizers are unchanged."""
+    """Weights for evaluation with schedule-free optimizers: the averages x. Weights of other optimizers are returned
+    unchanged.
+    """
 
     def __init__(self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer) -> None:
         self._places, self._inner = places, inner
@@ -74,7 +78,9 @@ class ScheduleFreeAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages [owned] of a bucket, in the dtype of the weights."""
+        """Returns the averages of the elements of a bucket that this rank updates, [owned], in the dtype of the
+        weights.
+        """
         betas = {id(weight): group["betas"] for group in self._groups for weight in group["params"]}
         found = flat.weights.clone()
         for place in self._places:
