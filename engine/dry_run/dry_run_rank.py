@@ -37,6 +37,7 @@ from engine.parallel.pipeline.runtime.transport import Arrival, MemoryTransport,
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.planning.activation_memory import ActionMemory, LiveStorages, MessageBuffer
 from engine.planning.budgets import reduces_each_microbatch
+from engine.planning.flat_layouts import without_unread_heads
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, map_tensors
 from engine.step.microbatches import MicrobatchRunner
@@ -275,7 +276,7 @@ class DryRunRank:
         example: Batch,
         kernels: Kernels | None = None,
     ) -> None:
-        self.plan, self._mode = plan, shape_mode()
+        self._mode = shape_mode()
         self._model = copied = deepcopy(model)
         example = map_tensors(example, _real)
         most = 4 if reduces_each_microbatch(plan.config) else 3
@@ -284,6 +285,8 @@ class DryRunRank:
         given = replace(request, patches=ForwardPatches(), placing=lambda: self._mode, example_batch=example)
         prepare(copied, plan.config, given)
         given = replace(given, changes=change_forwards(copied, plan.config, CPU, given.patches, kernels))
+        late, _ = without_unread_heads(copied, given.changes.replacements, plan.layouts)
+        self.plan = plan = replace(plan, replacements=late)  # of the absent device
         take_content(copied, self._mode)
         grid = plan.grid(rank)
         self._comm = Comm(grid, EqualRanksBackend(grid, exchanges=kernels is None))

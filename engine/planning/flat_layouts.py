@@ -88,7 +88,7 @@ class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
     """
 
     def __init__(self, table: ShardTable, config: Config, precision: Precision, users: Users) -> None:
-        self._table, self._config, self._precision, self._users = table, config, precision, users
+        self._table, self._config, self._precision, self.users = table, config, precision, users
         self._formats = wire_formats(config, precision)
         self._grid = config.grid(0)
         self._made: dict[ShardHolder, FlatLayout] = {}
@@ -113,7 +113,7 @@ class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
     def _make(self, holder: ShardHolder) -> FlatLayout:
         formats, config = self._formats, self._config
         return build_layout(
-            _items(self._table.held_by(holder), holder, self._precision, self._users, self._grid, formats.any),
+            _items(self._table.held_by(holder), holder, self._precision, self.users, self._grid, formats.any),
             config.shards,
             config.zero_optimization.bucket_elements,
             max(formats.alignment, block_of_codes(site_optimizer(config.outer, config.optimizer))),
@@ -172,13 +172,13 @@ SHARDED_DTYPES = (
 
 
 def without_unread_heads(
-    model: nn.Module, replacements: Sequence[Replacement], users: Users, layouts: FlatLayouts
+    model: nn.Module, replacements: Sequence[Replacement], layouts: FlatLayouts
 ) -> tuple[tuple[Replacement, ...], tuple[str, ...]]:
     """Returns ``replacements`` without lazy heads whose weight the loss cannot read, and a note for each of these.
 
     The weight is on an earlier pipeline stage, or in a gather group that ZeRO 3 frees before the forward ends.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    users, names = layouts.users, {id(parameter): name for name, parameter in model.named_parameters()}
     stage = max(max(stages) for stages in users.stages_of_rank)
     last = next(pp for pp, stages in enumerate(users.stages_of_rank) if stage in stages)
     kept, notes = list[Replacement](), list[str]()

@@ -23,7 +23,7 @@ from engine.parallel.comm.traffic import Tally, Traffic
 from engine.parallel.context.recurrence.followed import ContextPlan
 from engine.parallel.context.rows.rowwise import RowwiseModule
 from engine.parallel.experts.router_bias import RouterBias
-from engine.parallel.grid import Coord, Grid, ShardHolder
+from engine.parallel.grid import Coord, Grid
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.pipeline.partition.auto_schedule import ScheduleDecision
 from engine.parallel.pipeline.partition.partition import Partition
@@ -85,7 +85,7 @@ class Plan:
 
     config: Config
     table: ShardTable
-    layouts: Mapping[ShardHolder, FlatLayout]
+    layouts: FlatLayouts
     """Flat layout (buckets) of every grid position."""
     groups: tuple[GroupOptions, ...]
     precision: Precision
@@ -360,7 +360,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     gathers = _gather_groups(config, request, analysis)
     users = Users(schedule.stages_of_rank, analysis.partition, analysis.trace, gathers)
     layouts = FlatLayouts(table, config, precision, users)
-    replacements, full = without_unread_heads(model, request.replacements, users, layouts)
+    replacements, full = without_unread_heads(model, request.replacements, layouts)
     return _settled(Plan(
         config=config,
         table=table,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.parallel.model.forward_patch import PatchLayer
+from engine.parallel.tensor.logits.sharded_logits import compute_lazy
 from engine.program.batch import Batch
 from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable, with_metrics
 from engine.step.batch_check import check_batch
@@ -153,6 +154,8 @@ class UserLoop:
             raise
         if training and self._calls is None:
             self._dates.note(output)
+            if runtime.gatherer is not None:
+                compute_lazy(output, unread=True)
         return output
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], moved: bool) -> Any:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
 from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.tensor.logits.sharded_logits import compute_lazy
 from engine.zero.gather.gather_schedule import GatherOrder
 from engine.zero.gather.gatherer import ParameterGatherer
 
@@ -103,13 +104,19 @@ class GatheredModules:
             outer.install(name, model.get_submodule(name), "gathers for a call outside the engine too")
 
     def _call_outer(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._gathering.around(None):
-            return forward(*args, **kwargs)
+        with self._gathering.around(None) as outermost:
+            out = forward(*args, **kwargs)
+            if outermost:
+                compute_lazy(out)
+            return out
 
     def _call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group = self._group[unit]
-        with self._gathering.around(group):
-            return self._call_gathered(group, forward, args, kwargs)
+        with self._gathering.around(group) as outermost:
+            out = self._call_gathered(group, forward, args, kwargs)
+            if outermost:
+                compute_lazy(out)
+            return out
 
     def _call_gathered(
         self, group: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

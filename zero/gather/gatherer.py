@@ -24,6 +24,7 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.schedule.actions import Action, Op
+from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.call_agreement import GatherRounds, PassCalls, Said
 from engine.zero.gather.gather_schedule import GatherOrder
@@ -256,9 +257,9 @@ class ParameterGatherer:
             with torch.no_grad():
                 (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
-    def around(self, group: int | None) -> AbstractContextManager[None]:
+    def around(self, group: int | None) -> AbstractContextManager[bool]:
         """Returns the context of one module call. ``group``: the module's gather group; None for a module that contains
-        groups.
+        groups. The context yields True in the outermost call outside a pass.
 
         Outside a pass, the context gathers the module's buckets. Recomputation in another engine's backward starts a
         pass.
@@ -266,7 +267,7 @@ class ParameterGatherer:
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()
         if self._pass is not None or self._reads_shapes or self.holds:
-            return nullcontext()
+            return nullcontext(False)
         used = self._order.everywhere
         if group is not None and (position := self._anywhere.get(group)) is not None:
             used |= self._order.members[position]
@@ -282,7 +283,8 @@ class ParameterGatherer:
             arrive = partial(self._arrive, position, self._calls)
             with torch._C.DisableTorchFunctionSubclass():  # some subclasses refuse hooks; ours only observes
                 for tensor in outputs:
-                    tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
+                    hooked = tensor.when_differentiated if isinstance(tensor, ShardedLogits) else tensor.register_hook
+                    hooked(arrive)
 
     def _position(self, group: int) -> int | None:
         """Returns the position of the group in this pass, or else its first position on this rank; None if it has

@@ -27,8 +27,11 @@ class OutsideCalls:
         return self._depth > 0
 
     @contextmanager
-    def call(self, indices: frozenset[int]) -> Iterator[None]:
-        """Gathers the buckets ``indices`` for one module call inside the context, and frees them at its end."""
+    def call(self, indices: frozenset[int]) -> Iterator[bool]:
+        """Gathers the buckets ``indices`` for one module call inside the context, and frees them at its end.
+
+        Yields True in the outermost call, after which the module's parameters are not readable.
+        """
         if not self._depth:
             self._comm.join("a call of the model outside the engine")
         opened = indices - self._whole.live
@@ -37,7 +40,7 @@ class OutsideCalls:
             with torch.no_grad():
                 self._whole.ask_alike(opened)
                 self._whole.show(opened | (indices & self._whole.live))
-            yield
+            yield self._depth == 1
             self._whole.refuse_written(opened)
         finally:
             self._depth -= 1

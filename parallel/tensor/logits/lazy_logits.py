@@ -8,7 +8,7 @@ computes the logits in chunks. Every other function computes the logits first.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -95,6 +95,8 @@ class LazyLogits:
     """Shard of the hidden states, with the head's product."""
     compute: Callable[[], LogitShard]
     source: LogitsSource | None = None
+    arrivals: list[Callable[[Tensor], None]] = field(default_factory=list)
+    """Functions that are called when a gradient of the logits arrives, with that gradient."""
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:

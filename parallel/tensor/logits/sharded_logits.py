@@ -15,6 +15,7 @@ Shape suffixes: V the vocabulary, W this rank's shard of it.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class ShardedLogits(Tensor):
     _full: Tensor | None
     _waiting: LazyLogits | None
     _derived: "list[weakref.ref[ShardedLogits]]"
+    _in_loss: bool
+    """True if a loss has been computed from these lazy logits."""
 
     @staticmethod
     def wrap(local_W: Tensor, vocabulary: Vocabulary) -> "ShardedLogits":
@@ -58,7 +61,24 @@ class ShardedLogits(Tensor):
     @staticmethod
     def late(hidden: LogitShard, compute: Callable[[], LogitShard]) -> "ShardedLogits":
         """Returns lazy logits of the ``hidden`` states; ``compute`` returns the computed shard of the logits."""
-        return _wait(LazyLogits(hidden, compute))
+        arrivals = list[Callable[[Tensor], None]]()
+
+        def computed() -> LogitShard:
+            part = compute()
+            if part.local.requires_grad:
+                part.local.register_hook(partial(_call, arrivals))  # type: ignore[no-untyped-call]
+            return part
+
+        return _wait(LazyLogits(hidden, computed, arrivals=arrivals))
+
+    def when_differentiated(self, hook: Callable[[Tensor], None]) -> None:
+        """Calls ``hook`` at the start of each backward through these logits, lazy or computed.
+
+        A hook on the tensor itself misses a loss that reads the hidden states of lazy logits.
+        """
+        self.register_hook(hook)  # type: ignore[no-untyped-call]
+        if self._waiting is not None:
+            self._waiting.arrivals.append(hook)
 
     @property
     def part(self) -> LogitShard:
@@ -70,6 +90,10 @@ class ShardedLogits(Tensor):
         if part.local.requires_grad or not self.requires_grad:  # a result computed below autograd lacks its graph
             self._part = part
         return part
+
+    def compute(self) -> None:
+        """Computes this rank's shard, if these logits are still lazy."""
+        _ = self.part
 
     @property
     def waits(self) -> bool:
@@ -171,6 +195,16 @@ def gather_logits(tree: Any) -> Any:
     return _gathered(pytree.tree_map(_plain, tree, is_leaf=lambda node: type(node) is GlobalTensor), "whole")
 
 
+def compute_lazy(tree: Any, unread: bool = False) -> None:
+    """Computes the lazy logits in ``tree`` before ZeRO 3 frees the head's weight; communicates nothing.
+
+    ``unread``: computes only logits without a loss; a user's loop may compute the loss after it has run a backward.
+    """
+    for logits in _found(tree):
+        if logits.waits and not (unread and _source_of(logits)._in_loss):
+            logits.compute()
+
+
 def _plain(leaf: Any) -> Any:
     return full(leaf, "whole") if type(leaf) is GlobalTensor else leaf
 
@@ -203,6 +237,8 @@ def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     if isinstance(found, LogitShard):
         return _wait(derived(logits, found, lambda part: answer(func, (part, *rest), named)))
     if not isinstance(found, tuple):
+        if isinstance(found, Tensor) and found.requires_grad:
+            _announce(found, _source_of(logits))
         return found
 
     def piece(place: int) -> Callable[[LogitShard], Any]:
@@ -211,15 +247,44 @@ def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     return tuple(_wait(derived(logits, one, piece(place))) for place, one in enumerate(found))
 
 
+def _call(hooks: Sequence[Callable[[Tensor], None]], grad: Tensor) -> None:
+    for hook in hooks:
+        hook(grad)
+
+
+def _source_of(logits: ShardedLogits) -> ShardedLogits:
+    """Returns the output of the head from which ``logits`` derive."""
+    while logits._waiting is not None and isinstance(logits._waiting.source, ShardedLogits):
+        logits = logits._waiting.source
+    return logits
+
+
+def _announce(loss: Tensor, source: ShardedLogits) -> None:
+    """Calls the hooks of the lazy logits ``source`` when a backward of ``loss`` begins.
+
+    ZeRO 3 frees the head's weight in this backward. If it retains the graph, a later loss may read the logits for the
+    first time, so they are computed before.
+    """
+    assert source._waiting is not None
+    source._in_loss = True
+    arrivals, reference = source._waiting.arrivals, weakref.ref(source)
+
+    def arrive(grad: Tensor) -> None:
+        _call(arrivals, grad)
+        still = reference()
+        if arrivals and still is not None and torch._C._autograd._get_current_graph_task_keep_graph():
+            still.compute()
+
+    loss.register_hook(arrive)  # type: ignore[no-untyped-call]
+
+
 def _settle(logits: Iterator[ShardedLogits]) -> None:
     """Computes all lazy logits that derive from the same source, before a function writes into it."""
-    for one in logits:
-        while one._waiting is not None and isinstance(one._waiting.source, ShardedLogits):
-            one = one._waiting.source
+    for one in map(_source_of, logits):
         pending = [one]
         while pending:
             one = pending.pop()
-            _ = one.part
+            one.compute()
             pending += [made for made in (reference() for reference in one._derived) if made is not None]
 
 
@@ -292,7 +357,7 @@ def _empty(part: LogitShard) -> ShardedLogits:
     made: ShardedLogits = Tensor._make_wrapper_subclass(
         ShardedLogits, part.shape, dtype=part.dtype, device=part.local.device
     )
-    made._part, made._full, made._waiting, made._derived = None, None, None, []
+    made._part, made._full, made._waiting, made._derived, made._in_loss = None, None, None, [], False
     return made
 
 
