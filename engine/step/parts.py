@@ -66,10 +66,10 @@ class Rerun(Protocol):
     """Comparison of two runs of the same step, to detect silent corruption."""
 
     def see(self, name: str, gradient: Tensor) -> None:
-        """Receives the gradient of a parameter in the current run."""
+        """Receives the gradient of parameter ``name`` in the current run, before its reduction."""
 
     def end(self, loss: Tensor) -> None:
-        """Ends the current run; ``loss`` is its sum of losses."""
+        """Ends the current run; ``loss`` is the sum of this rank's losses in it."""
 
 
 class StepPart:
@@ -79,7 +79,9 @@ class StepPart:
 
     @property
     def hides(self) -> bool:
-        """True if weights or state are offloaded, so that later parts must not read them."""
+        """True if weights or state are offloaded. Parts after this one are then left out of ``changing`` and
+        ``saving``.
+        """
         return False
 
     def taken(self, microbatches: Sequence[Batch]) -> None:
@@ -89,12 +91,14 @@ class StepPart:
         """Runs before the first forward of a training step."""
 
     def counts(self) -> Tensor | None:
-        """Returns zeros to which the forwards of a new step add; None if this part counts nothing."""
+        """Returns a tensor of zeros in which the forwards of a new step count, such as the tokens of each expert; None
+        if this part counts nothing.
+        """
         return None
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
-        """Returns a context around one forward, which adds to ``counts``; ``counts`` is None outside of training
-        steps.
+        """Returns a context around one forward, in which this part adds to ``counts``; ``counts`` is None outside of
+        training steps.
         """
         return nullcontext()
 
@@ -102,18 +106,19 @@ class StepPart:
         """Runs before the backward of a microbatch, in which blocks may be recomputed."""
 
     def end_backward(self) -> None:
-        """Runs after a backward."""
+        """Runs after the backward of a microbatch."""
 
     def rerun(self) -> Rerun | None:
-        """Returns a comparison if the step that begins shall run twice; None if it runs once."""
+        """Returns a comparison of two runs if the step about to begin has to run twice; None if it runs once."""
         return None
 
     def refuse_own_loop(self) -> None:
         """Raises if this feature works only with ``train_batch``."""
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Runs after gradients are reduced, on every rank even if the step has failed; returns the step's error, if
-        any.
+        """Runs after gradients are reduced, on every rank even if the step has failed.
+
+        Returns the error of the step (``step.problem``), an error of this part, or None.
         """
         return step.problem
 
@@ -133,8 +138,10 @@ class StepPart:
         """Runs at the end of every step that has not failed; ``made`` is the number of updates so far. Collective."""
 
     def scaled(self, factor: float) -> None:
-        """Multiplies gradient-like state by ``factor`` when the loss scale changes; 0 drops it after a step without
-        update.
+        """Multiplies state in units of the scaled gradient, such as error-feedback residuals, by ``factor``.
+
+        Runs when the loss scale changes: ``factor`` is the new scale divided by the old one. A factor of 0 drops that
+        state.
         """
 
     def changing(self) -> AbstractContextManager[None]:
@@ -149,11 +156,13 @@ class StepPart:
         """Resets this part after weights were loaded or built; ``made`` is the number of updates so far."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Returns this rank's tensors of this part by name; a checkpoint restores them at the same grid coordinates."""
+        """Returns this rank's tensors of this part by name. A checkpoint saves them, and restores them at the same grid
+        coordinates.
+        """
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restores this part from the tensors that ``state`` has returned."""
+        """Restores this part from ``state``, the tensors by name that :meth:`state` has returned."""
 
     def close(self) -> None:
         """Releases memory and files of this part when the engine closes."""
@@ -175,7 +184,9 @@ class StepParts:
         self._having.clear()
 
     def having(self, phase: Callable[..., object]) -> tuple[StepPart, ...]:
-        """Returns the parts that override a method of ``StepPart``, such as ``StepPart.agreed``."""
+        """Returns the parts that override ``phase``, a method of ``StepPart`` such as ``StepPart.agreed``, in the order
+        of calls.
+        """
         found = self._having.get(phase.__name__)
         if found is None:
             name = phase.__name__
@@ -194,7 +205,7 @@ class StepParts:
 
     @contextmanager
     def undoing_failures(self) -> Iterator[None]:
-        """Returns a context that calls ``undo_step`` of all parts if its block raises."""
+        """Opens a context that calls ``undo_step`` of all parts if its block raises."""
         try:
             yield
         except BaseException:
@@ -203,7 +214,11 @@ class StepParts:
 
     @contextmanager
     def entering(self, contexts: Callable[[StepPart], AbstractContextManager[None]]) -> Iterator[None]:
-        """Enters the context ``contexts`` (``StepPart.changing`` or ``StepPart.saving``) of all parts."""
+        """Opens the contexts that all parts return for ``contexts``, which is ``StepPart.changing`` or
+        ``StepPart.saving``.
+
+        Parts after one that ``hides`` are left out.
+        """
         with ExitStack() as stack:
             for part in self.having(contexts):
                 stack.enter_context(getattr(part, contexts.__name__)())
