@@ -13,7 +13,9 @@ from engine.planning.plan import Plan
 
 
 def measured_overlap(config: Config, device: torch.device, card: str | None = None) -> OverlapChoices | None:
-    """Returns the cases in which overlap "auto" runs fused communication kernels on this GPU; None: no case.
+    """Returns the sizes for which overlap "auto" runs fused communication kernels, from measurements on this GPU type.
+
+    None if there is no such size, or overlap is not "auto".
 
     Args:
         card: GPU name by which all ranks choose, "" if kernels do not run on all ranks; None: this rank's GPU.
