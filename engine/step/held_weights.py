@@ -74,7 +74,7 @@ class ForwardDates:
                     leaf.register_hook(check)  # type: ignore[no-untyped-call]
 
     def expire(self) -> None:
-        """Makes backwards of all earlier pipeline calls raise from now on; does nothing without a pipeline."""
+        """Makes backwards of all earlier ``eng(batch)`` on a pipeline raise; does nothing without a pipeline."""
         if self._calls is not None:
             self._calls.updates += 1
 
@@ -135,7 +135,9 @@ class HeldWeights:
 
 
 class WeightHolds(StepPart):
-    """Step part that copies the weights before they change, if a :class:`HeldWeights` refers to them."""
+    """Hooks around a training step that copy the weights before they change, if a :class:`HeldWeights` refers to
+    them.
+    """
 
     order = PartOrder.HELD
 

@@ -28,7 +28,7 @@ from engine.step.state import StepState, StepTotals
 
 
 class PartOrder(IntEnum):
-    """Order in which step parts are called, the same in every phase."""
+    """Order in which the hooks of step parts (optional features of a step) are called, the same in every phase."""
 
     HELD = auto()
     """Part that copies weights for late backwards before any other part may change them."""
@@ -73,7 +73,9 @@ class Rerun(Protocol):
 
 
 class StepPart:
-    """Base class of features that act during a step; every method does nothing by default."""
+    """Base class of optional features, with hooks for the phases of a training step; every method does nothing by
+    default.
+    """
 
     order: ClassVar[PartOrder]
 
@@ -113,7 +115,7 @@ class StepPart:
         return None
 
     def refuse_own_loop(self) -> None:
-        """Raises if this feature works only with ``train_batch``."""
+        """Raises if this feature works only with ``train_batch``, not with a training loop of the user."""
 
     def before_update(self, step: StepState) -> BaseException | None:
         """Runs after gradients are reduced, on every rank even if the step has failed.
@@ -132,7 +134,7 @@ class StepPart:
         """Runs after a step that was skipped because of a non-finite gradient."""
 
     def undo_step(self) -> None:
-        """Reverts changes of this part after a step has failed."""
+        """Reverts this part's changes of state after a step has failed."""
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
         """Runs at the end of every step that has not failed; ``made`` is the number of updates so far. Collective."""
@@ -172,14 +174,16 @@ Part = TypeVar("Part", bound=StepPart)
 
 
 class StepParts:
-    """Step parts of one engine on this rank, sorted by :class:`PartOrder`."""
+    """Step parts (optional features with hooks around a step) of one engine on this rank, sorted by
+    :class:`PartOrder`.
+    """
 
     def __init__(self, parts: Iterable[StepPart]) -> None:
         self._parts = sorted(parts, key=lambda part: part.order)
         self._having: dict[str, tuple[StepPart, ...]] = {}
 
     def add(self, part: StepPart) -> None:
-        """Adds the part of a feature that a call has turned on."""
+        """Adds ``part``, a feature that a call of the user has turned on during the run."""
         self._parts = sorted((*self._parts, part), key=lambda each: each.order)
         self._having.clear()
 

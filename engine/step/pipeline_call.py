@@ -132,7 +132,7 @@ def resume_graph(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> T
 
 
 class GradedInputs:
-    """Inputs of a call that require gradients; the stages differentiate copies of them.
+    """Inputs of ``eng(batch)`` that require gradients; the pipeline stages differentiate copies of them.
 
     Raises:
         EngineError: such an input has a graph of its own, which the backward of the stages would not continue.
@@ -381,7 +381,8 @@ class PipelineCall:
             self._executor.run_part(self._row, self, backwards)
 
     def arrive(self, part: int, gradients: Sequence[Tensor | None]) -> None:
-        """Stores ``gradients``, the output gradients of a part. The stages run their backward once all parts have some.
+        """Stores ``gradients``, the output gradients of a part. The stages run their backward once all parts have
+        theirs.
 
         Raises:
             EngineError: ``loss.backward()`` was called without the engine, a second backward reached the call, or
@@ -442,7 +443,7 @@ class PipelineCall:
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Runs one stage on one part of the batch; the last stage returns the root of its later backward."""
+        """Runs a stage on one part of the batch; the last stage returns the root tensor of its later backward."""
         runtime, (trace, partition) = self._runtime, self._traced[microbatch]
         run, plan = partial(_run, runtime, self._arguments[microbatch]), partition.stages[stage]
         key = self._key if len(self._arguments) == 1 else (*self._key, -1 - microbatch)

@@ -30,7 +30,7 @@ from engine.zero.reduce.weight_copies import WeightCopies
 
 
 class DelayedUpdates(StepPart):
-    """Step part that finishes an optimizer update overlapped with the next step (``offload_optimizer``)."""
+    """Hooks around a training step that finish an optimizer update overlapped with it (``offload_optimizer``)."""
 
     order = PartOrder.DELAYED_UPDATE
 
@@ -80,7 +80,9 @@ class DelayedUpdates(StepPart):
 
 
 class BackgroundReads(StepPart):
-    """Step part that lets a thread read weights after a step, until the next update or change."""
+    """Hooks around a training step that let a background thread read weights, until the next update or change of
+    them.
+    """
 
     order = PartOrder.BACKGROUND_READS
 
@@ -122,8 +124,8 @@ class BackgroundReads(StepPart):
 
 
 class MomentsOnDisk(StepPart):
-    """Step part for optimizer moments on a disk: it refuses saves after the disk has lost some, and closes their files
-    at the end.
+    """Hooks for optimizer moments on a disk: they refuse saves after the disk has lost some, and close its files at the
+    end.
     """
 
     order = PartOrder.DISK
@@ -143,7 +145,7 @@ class MomentsOnDisk(StepPart):
 
 
 class StatesOnHost(StepPart):
-    """Step part for state that ``offload_states`` moves to host memory between two phases of a run.
+    """Hooks for state that ``offload_states`` moves to host memory between two phases of a run.
 
     Args:
         states: the offloaded state.
@@ -173,7 +175,7 @@ class StatesOnHost(StepPart):
 
 
 class CountedExperts(StepPart):
-    """Step part that counts the tokens routed to each expert."""
+    """Hooks around a training step that count the tokens routed to each expert."""
 
     order = PartOrder.EXPERTS
 
@@ -192,8 +194,8 @@ class CountedExperts(StepPart):
 
 
 class BalancedRouters(StepPart):
-    """Step part that balances experts after each update: it adds ``rate`` to the router bias of an expert with less
-    than the mean load, and subtracts ``rate`` above the mean.
+    """Hooks that balance experts after each update. They add ``rate`` to the router bias of an expert with less than
+    the mean load, and subtract ``rate`` above the mean.
 
     The load is summed over the whole step and all ranks; each token counts once, also under recomputation.
 
@@ -220,7 +222,7 @@ class BalancedRouters(StepPart):
 
 
 class ReplayedRouters(StepPart):
-    """Step part for router replay: routers read recorded choices of experts from the batch instead of choosing.
+    """Hooks for router replay, by which routers read recorded choices of experts from the batch instead of choosing.
 
     Args:
         replay: recorded choices of the running microbatches.
@@ -250,7 +252,7 @@ class ReplayedRouters(StepPart):
 
 
 class EqualGradients(StepPart):
-    """Step part that compares, in the first step, gradients that must be equal on all tensor ranks."""
+    """Hooks that compare, in the first step, gradients that must be equal on all tensor ranks."""
 
     order = PartOrder.REPLICAS
 
@@ -271,7 +273,7 @@ _OFTEN = 64
 
 
 class EqualWeights(StepPart):
-    """Step part that compares replicated weights in some steps, by a digest that travels with the all-reduced step
+    """Hooks that compare replicated weights in some steps, by a digest that travels with the all-reduced step
     totals.
     """
 
@@ -297,7 +299,7 @@ class EqualWeights(StepPart):
 
 
 class EncodingResiduals(StepPart):
-    """Step part that rescales error-feedback residuals of compressed gradients when the loss scale changes."""
+    """Hooks that rescale error-feedback residuals of compressed gradients when the loss scale changes."""
 
     order = PartOrder.RESIDUALS
 
@@ -320,7 +322,7 @@ class EncodingResiduals(StepPart):
 
 
 class AverageOfWeights(StepPart):
-    """Step part that updates the moving average of the weights after each update.
+    """Hooks around a training step that update the moving average of the weights after each update.
 
     Args:
         weights: the average, with a switch that puts it into the model.
@@ -358,7 +360,7 @@ class _Seen(NamedTuple):
 
 
 class WrittenBuffers(StepPart):
-    """Step part that copies module buffers before a step, and restores them if the step makes no update.
+    """Hooks that copy module buffers before a step, and restore them if the step makes no update.
 
     The first step in each combination of train and eval modes copies all buffers, to find the ones that forwards write.
     Later steps copy only these, and new buffers. A buffer that the model registers during a step is not removed.

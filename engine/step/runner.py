@@ -230,7 +230,7 @@ class StepRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Iterator[Batch], kind: StepKind) -> FinishedStep:
-        """Computes the loss of one batch; ``kind`` "output" returns the model's outputs too. See
+        """Computes the loss of one batch; with ``kind`` "output", the returned state has the outputs. See
         :meth:`engine.Engine.eval_batch`.
         """
         with evaluating(self._model):

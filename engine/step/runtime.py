@@ -194,7 +194,7 @@ class RankRuntime:
                     part.end_backward()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Prepares the step parts for the backward of a microbatch, which may recompute blocks."""
+        """Prepares optional features for the backward of a microbatch, which may recompute blocks."""
         for part in self.parts.having(StepPart.begin_backward):
             part.begin_backward(microbatch)
 
@@ -265,7 +265,7 @@ class RankRuntime:
         self.parts.undo_step()
 
     def close(self) -> None:
-        """Closes the step parts, removes every patch from the model, and stops gathering."""
+        """Closes the optional features, removes every patch from the model, and stops gathering."""
         for part in self.parts.having(StepPart.close):
             part.close()
         self.patches.remove()

@@ -35,7 +35,7 @@ class TrialControl(Protocol):
     """True on rank 0 if the trial has to end after the next step."""
 
     def end(self) -> None:
-        """Ends the trial, on all ranks after the same step."""
+        """Ends the trial after the same step on all ranks."""
 
     def save_folder(self, folder: Path) -> Path:
         """Returns the trial's own folder, to save there instead of in ``folder``, which all trials share."""
@@ -46,7 +46,7 @@ class TrialControl(Protocol):
 
 @dataclass(slots=True)
 class RunControl:
-    """Reasons to stop the run before the next step; checkpoints set them."""
+    """Conditions that can stop the run before its next step: a stop request, a failed load or save, a sweep's trial."""
 
     stop: StopRequest | None = None
     """Stop request of this rank; None if no signal can set one."""
@@ -66,7 +66,7 @@ class RunControl:
         return (self.stop is not None and self.stop.asked) + ENDS_TRIAL * ends
 
     def end_trial(self) -> None:
-        """Ends the trial of a sweep, on all ranks after the same step."""
+        """Ends the trial of a sweep after the same step on all ranks; does nothing outside of a sweep."""
         if self.trial is not None:
             self.trial.end()
 

@@ -44,7 +44,7 @@ _MANAGED_KEYS = 2**16
 
 
 class LoopState(Enum):
-    """Position of the user's loop between its calls."""
+    """Position of the user's training loop between calls of engine methods."""
 
     LEFT = auto()
     """No call has come since the engine's last ``train_batch``, load or save."""
@@ -58,7 +58,7 @@ class LoopState(Enum):
 
 @dataclass(slots=True)
 class LoopControl:
-    """User's settings for later steps of the loop; they may be set before the model is sharded."""
+    """Settings that the user's calls make for later steps of the loop, possibly before the model is sharded."""
 
     boundary: bool | None = None
     """True if the next ``step`` updates the weights; None: after ``gradient_accumulation_steps`` calls."""
