@@ -27,9 +27,11 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
 
 
 def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]:
-    """Returns one text for each pattern of layers with fused kernels, such as "PATTERN from 512 rows".
+    """Returns one text for each pattern of layers that run fused communication kernels, such as "PATTERN from 512
+    rows".
 
-    The number is the smallest number of rows of a microbatch for which the forward is fused.
+    The number is the smallest number of rows of a microbatch for which the forward is fused. ``measured``: measurements
+    of this GPU type; None: no layer is fused.
     """
     if measured is None:
         return ()

@@ -131,7 +131,7 @@ class Plan:
         return self.config.grid(rank)
 
     def layout(self, coord: Coord) -> FlatLayout:
-        """Returns the flat layout of the parameters (their buckets) at the grid position ``coord``."""
+        """Returns the flat layout at the grid position ``coord``: the parameters of that rank in buckets."""
         return self.layouts[self.grid(0).holder(coord)]
 
     def hosted(self, coord: Coord) -> frozenset[int]:
@@ -475,7 +475,7 @@ def _division(
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
-    """Raises before the first batch for settings that ``build_plan`` would reject for any batch."""
+    """Raises, before the first batch, for settings that ``build_plan`` would reject with any batch."""
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)

@@ -77,7 +77,7 @@ class CalledModules:
 
 
 class SearchedProgram:
-    """Program and example batch of a search; searches for several tensor sizes share its traces and digest."""
+    """Program and example batch of tensor-plan searches, which share its traces and digest for all numbers of ranks."""
 
     def __init__(self, program: Program, example: Batch) -> None:
         self.program, self.example = program, example
@@ -111,7 +111,7 @@ class SearchedProgram:
         return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 
     def trace(self, length: int) -> "tuple[_Followed, str]":
-        """Returns the trace of the example at ``length`` tokens, and ""; or of the full example, and the reason.
+        """Returns (trace of the example cut to ``length`` tokens, ""), or (trace of the full example, the reason).
 
         Some models need their full length (image tokens, windows).
         """
@@ -186,8 +186,8 @@ class _InTheOpen:
 
 @contextmanager
 def search_conditions(model: nn.Module) -> Iterator[None]:
-    """Opens a context with a fixed random seed, at the end of which weights and random states are restored. A read may
-    change a weight (spectral norm), and random states must stay equal on all ranks.
+    """Opens a context with a fixed random seed; restores weights and random states at its end. A read may change a
+    weight (spectral norm), and random states must stay equal on all ranks.
     """
     # a backward runs what it recomputes outside the arithmetic of a proof
     with (
@@ -218,7 +218,7 @@ class DistinctUnits:
 
 
 def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
-    """Returns one module of each group of equal modules that the example's forward calls; none without submodules.
+    """Returns one module of each group of equal modules in the example's forward, except modules without submodules.
 
     Raises:
         PlanError: the model cannot be traced.

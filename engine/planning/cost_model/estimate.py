@@ -191,7 +191,7 @@ BUCKETS = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondsByPart:
-    """Estimated seconds of a step by part; they add up to ``total``."""
+    """Estimated seconds of a training step by part, such as computation and pipeline idle time."""
 
     computation: float
     recomputation: float

@@ -17,7 +17,7 @@ Reduction = Literal["step", "microbatch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLayout:
-    """Grid, ZeRO stage, schedule, batch and recomputation of a training step."""
+    """Layout of a training step: grid, ZeRO stage, schedule, batch and recomputation."""
 
     dp: int = 1
     tp: int = 1

@@ -92,7 +92,7 @@ def _runs(pp: int, microbatches: int, kind: str, virtual: int, blocks: int) -> b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Layouts of a search, ranked by estimated speed."""
+    """Result of a layout search: estimates of the layouts that fit in memory, the fastest first, and counts."""
 
     tried: int
     grids: int

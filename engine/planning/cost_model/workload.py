@@ -108,7 +108,7 @@ class Workload:
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
 
     def keeps(self, recomputation: Recomputation) -> CutAmount:
-        """Returns the activation bytes per token that a block stores for its backward."""
+        """Returns the activation bytes per token that a block stores for its backward under this recomputation."""
         return self.kept[("none", "selective", "full").index(recomputation)]
 
 
@@ -143,7 +143,7 @@ class DecoderShape:
     tied: bool = False
 
     def workload(self) -> Workload:
-        """Returns the workload of training this decoder on full rows."""
+        """Returns the workload of training this decoder on rows of ``context`` tokens."""
         h = self.width
         head = self.head_width or h // self.heads
         q, kv = self.heads * head, (self.kv_heads or self.heads) * head

@@ -143,7 +143,7 @@ _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """Compute seconds of one rank without pipeline, tensor and context parallelism."""
+    """Compute seconds of one rank that would run the whole model alone, without parallelism inside the model."""
 
     forward: float
     """Forward seconds of a microbatch."""
