@@ -70,7 +70,7 @@ def initialize(
     whole: Name | Sequence[Name] = (),
     world: World | None = None,
 ) -> Engine:
-    """Places ``model`` on the grid that ``config`` describes, and returns its engine. Collective.
+    """Places ``model`` on the grid of ranks that ``config`` describes, and returns its training engine. Collective.
 
     Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. Freezes parameters without an optimizer.
 
@@ -82,8 +82,8 @@ def initialize(
             the plan; without it the plan is made when the first batch arrives.
         optimizer: replaces the configured one: ``params -> torch.optim.Optimizer``, or one over the model's parameters.
         lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or a scheduler over the passed ``optimizer``.
-        inputs: arguments of forward from a batch: keys or positions, or ``microbatch -> arguments``. None: the whole
-            batch; with ``loss_fn``, the entries that are parameters of forward.
+        inputs: entries of a batch that forward receives: keys, positions or ``microbatch -> arguments``. None: the
+            whole batch; with ``loss_fn``, the entries that are parameters of forward.
         whole: keys or positions of tensors that are not split into microbatches, such as tensors without rows.
         world: this rank's identity, for ranks that are threads (``run_thread_ranks``); None: read from the launcher.
 

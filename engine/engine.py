@@ -44,10 +44,10 @@ ServedFunction = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class Engine(TrainingLoop, NamedState):
-    """Model on its grid, made by :func:`engine.initialize`; as a context manager it closes itself.
+    """Training engine: a model sharded over the ranks of a grid, made by :func:`engine.initialize`; a context manager.
 
-    If a plan needs a batch and no example was passed, the parts are built when the first batch arrives. An engine that
-    is dropped without ``close`` releases its resources when Python collects it.
+    If planning needs a batch and there is no ``example_batch``, the model is sharded when the first batch arrives. An
+    engine that is dropped without ``close`` releases its resources when Python collects it.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -62,10 +62,11 @@ class Engine(TrainingLoop, NamedState):
         )
 
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
-        """Traces, plans and shards the model for microbatches shaped like ``example``, unless done. Collective;
-        ``initialize`` calls it if it has an example.
+        """Traces, plans and shards the model for microbatches shaped like ``example``; later calls do nothing.
+        Collective.
 
-        ``problem``: exception that left this rank without an example; it is raised here, and all other ranks raise too.
+        ``initialize`` calls it if it has an example. ``problem``: exception that left this rank without one; all ranks
+        raise.
         """
         self._parts.complete(example, problem)
 
@@ -80,7 +81,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def batch_rows(self) -> BatchRows:
-        """Division of a batch into microbatches: tensors that are split by rows, and others."""
+        """Rule that divides a batch into microbatches: the tensors that are split by rows, and all others."""
         return self._parts.rows
 
     @property
@@ -90,7 +91,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def grid(self) -> Grid:
-        """Grid of ranks (pipeline x data x tensor), with this rank's coordinates."""
+        """Grid of ranks (pipeline, data, context and tensor axes), with this rank's coordinates."""
         return self._parts.grid
 
     @property
@@ -130,7 +131,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def built(self) -> bool:
-        """True once the model is sharded and ready; a plan may wait for the first batch."""
+        """True once the model is sharded. Without an ``example_batch``, that can happen at the first batch."""
         return self._parts.built is not None
 
     @property
@@ -150,8 +151,8 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def outer(self) -> OuterState | None:
-        """Outer loop of this site: clock, versions, rows and bytes; None without ``"outer"``, or before the first
-        batch.
+        """Clock, versions, rows and bytes of the outer loop, by which several jobs (sites) merge their weights. None
+        without ``"outer"``, or before the first batch.
         """
         built = self._parts.built
         part = built.parts.find(OuterLoop) if built is not None else None
@@ -163,10 +164,10 @@ class Engine(TrainingLoop, NamedState):
         return self._parts.comm.recorder.waits if self._parts.comm.recorder is not None else {}
 
     def explain(self, module: str = "") -> str:
-        """Lists the patches of a module, outermost first, one line each: stage, gather, recomputation, sharding, kernel
-        etc.
+        """Returns the patches that the engine has put on a module, one line each, the outermost first.
 
-        Patches of parent modules come first, then patches of the module and of its submodules.
+        Patches are stages, gathers, recomputation, sharding, kernels etc. Patches of parent modules come first, then
+        patches of the module and of its submodules.
 
         Args:
             module: name of the module, as in ``model.named_modules()``; empty: the whole model.
@@ -180,7 +181,7 @@ class Engine(TrainingLoop, NamedState):
     def timeline(self) -> StepTimeline:
         """Returns the measured timeline of this pipeline's ranks in the last ``train_batch``. Collective over pp.
 
-        ``draw`` shows it next to the prediction of ``simulate(plan.schedule)`` in ``engine.parallel.pipeline``.
+        ``draw`` in ``engine.parallel.pipeline`` draws it as text, and ``simulate(plan.schedule)`` there predicts it.
         """
         self._parts.resources.refuse_closed("timeline")
         return measured_timeline(self.plan.schedule, self._parts.runtime.executor, self._parts.comm, self._parts.device)
@@ -201,14 +202,14 @@ class Engine(TrainingLoop, NamedState):
                 microbatches, from which exactly ``accumulation`` items are pulled. With ``uneven_microbatches``, a list
                 of this data rank's microbatches, of any number.
 
-        Communicates activations and their gradients over pp, activations over tp, gradients and parameters over dp, a
-        digest of the batch over the replica and eight scalars over the world.
+        Communicates activations and their gradients over pp, activations over tp, gradients and parameters over dp.
+        Also sends a digest of the batch over the replica, and eight scalars over the world.
 
         Raises:
-            EngineError: the batch is malformed, or differs between ranks of a replica: all ranks raise, each its own
-                error, and nothing is updated. Without tensor ranks, pipeline ranks and sharded parameters, the same
-                holds for any other failure; with them, a rank that fails during the schedule raises at once and the job
-                ends. After too many consecutive skipped steps (``max_skipped_steps``) all ranks raise the same error.
+            EngineError: the batch is malformed, or differs between the ranks of one model replica; all ranks raise, and
+                nothing is updated. Any other failure acts the same without tensor ranks, pipeline ranks and sharded
+                parameters. With them, a rank that fails during the schedule raises at once, and the job ends. After
+                ``max_skipped_steps`` skipped steps in a row all ranks raise the same error.
         """
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
@@ -235,9 +236,10 @@ class Engine(TrainingLoop, NamedState):
     def eval_batch(
         self, batch: Batch | Iterator[Batch], return_output: bool = False
     ) -> StepReport | tuple[StepReport, Any]:
-        """Computes the loss of a batch without a step, in eval mode; restores the random state. Collective.
+        """Computes the loss of a batch without an update, in eval mode; restores the random state. Collective.
 
-        With ``return_output``, returns (report, output for rank 0's share); the output is None on other ranks.
+        With ``return_output``, returns (report, the model's output for rank 0's rows); the output is None on other
+        ranks.
         """
         self._parts.resources.refuse_closed("eval_batch")
         with self._parts.comm.within(self._parts.update.made):
@@ -261,8 +263,9 @@ class Engine(TrainingLoop, NamedState):
                 not needed.
             rows: rows of a microbatch; the last microbatch may have fewer. None: ``train_micro_batch_size_per_gpu``.
                 Pass the rows of the whole batch if one of its tensors cannot be split by rows (image patches).
-            record_routing: returns (output, experts that the routers chose), int32 [rows, positions, layers, k] on
-                every rank of the replica, which a batch may have as ``routed_experts``; needs ``router_replay``.
+            record_routing: return (output, experts), where experts are the choices of the routers, int32 [rows,
+                positions, layers, k]. A later batch can replay them under the key ``routed_experts``. Needs
+                ``router_replay``.
 
         Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
         others over pp, label "outputs". Under ZeRO 3, data ranks agree on the number of forwards (8 bytes over dp).
@@ -284,7 +287,7 @@ class Engine(TrainingLoop, NamedState):
         sampling: SamplingOptions | Sequence[SamplingOptions] | None = None,
         **options: Any,
     ) -> Any:
-        """Continues this rank's prompts: by ``sampling``, or by ``generate`` of a Hugging Face model.
+        """Continues this data rank's prompts: by ``sampling``, or by ``generate`` of a Hugging Face model. Collective.
 
         Args:
             inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
@@ -296,10 +299,10 @@ class Engine(TrainingLoop, NamedState):
         Returns tokens [rows * samples, tokens], or :class:`GeneratedText` if ``sampling`` asks for log-probabilities;
         without ``sampling`` the result of ``generate``. It is equal on the ranks of a replica.
 
-        Each rank caches keys and values of its own heads and layers, if the model takes a cache. Collective: the
-        traffic of a forward of one token, 8 bytes a row over the replica for each token, and 8 bytes over dp, with
-        which data ranks that gather parameters or share experts agree whether any has forwards left. Without
-        ``sampling``, the last stage sends the logits to the others over pp, label "outputs".
+        Each rank caches keys and values of its own heads and layers, if the model takes a cache. Each token costs the
+        traffic of its forward, and 8 bytes a row over the replica. Data ranks that gather parameters or share experts
+        also exchange 8 bytes over dp, to agree whether any has forwards left. Without ``sampling``, the last stage
+        sends the logits to the others over pp, label "outputs".
 
         Raises:
             EngineError: the model does not generate, the prompts are not token ids, options do not fit ``sampling``, or
@@ -319,11 +322,10 @@ class Engine(TrainingLoop, NamedState):
 
     @torch.no_grad()
     def generate_requests(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Returns the completions of each request of this data rank; requests run as one batch with their own options.
-        Collective.
+        """Returns the completions of each request of this data rank, in order. Collective.
 
-        A result depends on its request alone, up to the rounding of products with other rows. Communicates as
-        :meth:`generate` with ``sampling``.
+        All requests run as one batch, each with its own options. A completion depends on its request alone, up to
+        rounding in products with other rows. Communicates as :meth:`generate` with ``sampling``.
 
         Raises:
             EngineError: there is no request, a prompt is empty, or an accumulation is unfinished.
@@ -342,8 +344,9 @@ class Engine(TrainingLoop, NamedState):
             )
 
     def serve(self, functions: Mapping[str, ServedFunction] | None = None, settings: ServeConfig | None = None) -> None:
-        """Serves this engine to clients until rank 0 gets SIGTERM or SIGINT; arguments and errors as in
-        :func:`engine.serve`. Collective.
+        """Serves this engine to clients over HTTP until rank 0 gets SIGTERM or SIGINT. Collective.
+
+        Arguments and errors are the same as for :func:`engine.serve`.
         """
         # by its name, because the service is built of engines
         import_module("engine.serving.host.service").serve(self, functions, settings)
@@ -351,8 +354,8 @@ class Engine(TrainingLoop, NamedState):
     # ------------------------------------------------------------------ state
 
     def register_for_checkpointing(self, **things: Any) -> None:
-        """Adds objects with a ``state_dict`` to checkpoints, by name, such as ``data=sampler``. Each state is JSON,
-        equal on all ranks.
+        """Adds objects with a ``state_dict`` to checkpoints, by name, such as ``data=sampler``. Each state must be a
+        JSON value, equal on all ranks.
         """
         self._parts.resources.refuse_closed("register_for_checkpointing")
         self._parts.checkpoints.register(things)
@@ -360,16 +363,16 @@ class Engine(TrainingLoop, NamedState):
     def save_checkpoint(
         self, folder: Path_ | None = None, client_state: Any = None, without_frozen: bool = False
     ) -> PendingSave:
-        """Begins to write checkpoint ``folder/step-N``; returns once this rank's shards are copied to memory.
+        """Begins to write checkpoint ``folder/step-N``; returns once this rank's shards are copied to host memory.
         Collective.
 
-        The folder appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on the
-        result blocks until then and raises if the save failed, which is also logged. Weights are sent over a host
-        group.
+        The folder appears once all ranks have written and every tensor is complete, or not at all. ``wait()`` on the
+        result blocks until then and raises if the save failed; the failure is also logged. Weights are sent over a
+        separate gloo group, in the background.
 
         Args:
-            folder: folder of the run; None: ``checkpoint.folder``, where only the newest ``checkpoint.keep``
-                are retained.
+            folder: folder of the run; None: ``checkpoint.folder``, where only the newest ``checkpoint.keep`` are
+                retained.
             client_state: any JSON value but a string; the value of rank 0 is saved, and ``load_checkpoint`` returns it.
             without_frozen: leave frozen parameters out, as ``checkpoint.frozen`` false does; the same on all ranks.
 
@@ -394,19 +397,24 @@ class Engine(TrainingLoop, NamedState):
     ) -> Any:
         """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns the checkpoint's client state; if it is a dict, iteration over it raises, so that a script that unpacks
-        DeepSpeed's pair fails. Every block that is read is checked. With ``load_module_only``, only weights and buffers
-        are loaded; without ``load_optimizer_states``, everything else is loaded and the optimizer state is not. Without
-        ``strict``, parameters and buffers that the checkpoint lacks keep their values, and parameters that were not
-        trained get fresh optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint
-        returns None. Without ``load_lr_scheduler_states``, a torch scheduler restarts after the next update, which uses
-        the saved rate.
+        Returns the checkpoint's client state. If it is a dict, iteration over it raises, so that a script that unpacks
+        DeepSpeed's pair fails. Every block that is read is checked.
+
+        Args:
+            folder: folder of the run, or of one checkpoint; None: ``checkpoint.folder``.
+            load_module_only: load only weights and buffers.
+            load_optimizer_states: False: load everything except the optimizer state.
+            strict: False: parameters and buffers that the checkpoint lacks keep their values, and parameters that were
+                not trained get fresh optimizer state; the log names them.
+            missing_ok: return None if the folder has no checkpoint.
+            load_lr_scheduler_states: False: a torch scheduler restarts after the next update, which uses the saved
+                rate.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged (names file, tensor and the last good checkpoint), or
                 belongs to another model (names the first difference); ranks passed different folders. Raised on all
                 ranks.
-            EngineError: without ``load_lr_scheduler_states``, if no torch scheduler sets the rates.
+            EngineError: ``load_lr_scheduler_states`` is False, and no torch scheduler sets the rates.
         """
         self._parts.refuse_unfinished("load_checkpoint")
         self._parts.comm.join("load_checkpoint")
@@ -423,13 +431,13 @@ class Engine(TrainingLoop, NamedState):
     def copy_weights_from(self, other: "Engine") -> None:
         """Copies parameters and persistent buffers from another engine on the same ranks, on any grid. Collective.
 
-        For a generator or reference model that follows a policy. Reads the other engine's fp32 masters, if it has any;
-        the optimizer state of this engine does not change. Full tensors exist on a rank only in chunks of at most 256
-        MiB, each all-reduced over the world, label "weights".
+        An example is a generator or reference model that follows a policy. Reads the other engine's fp32 masters, if it
+        has any; the optimizer state of this engine does not change. Full tensors exist on a rank only in chunks of at
+        most 256 MiB, each all-reduced over the world, label "weights".
 
         Raises:
-            EngineError: the models differ, the engines have different numbers of ranks, or this engine has gradients
-                of an unfinished accumulation.
+            EngineError: the models differ, the engines have different numbers of ranks, or this engine has gradients of
+                an unfinished accumulation.
         """
         self._parts.refuse_unfinished("copy_weights_from")
         other._parts.resources.refuse_closed("copy_weights_from")
@@ -449,8 +457,8 @@ class Engine(TrainingLoop, NamedState):
         independently of other ranks. The process group itself lives until the interpreter exits: other engines may use
         it.
 
-        An engine that is dropped instead is closed when Python collects it, except that nothing waits for a pending
-        checkpoint; its thread finishes writing it.
+        Python closes an engine that is dropped instead when it collects it. Then nothing waits for a pending
+        checkpoint, but a thread finishes writing it.
         """
         try:
             self._parts.checkpoints.close()  # raises if a failed save stops the run
@@ -476,9 +484,9 @@ class Engine(TrainingLoop, NamedState):
             )
 
     def add_callback(self, callback: Callable[[StepReport], object]) -> None:
-        """Calls ``callback`` on this rank with the report of every later training step, before the step returns it.
+        """Calls ``callback`` with the report of every later training step on this rank, before the step returns it.
 
-        An exception of the callback ends the call. A callback that communicates is added on all ranks.
+        An exception of ``callback`` ends the call. A callback that communicates must be added on all ranks.
         """
         self._parts.reports.tell(callback)
 

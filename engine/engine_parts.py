@@ -124,7 +124,9 @@ class EngineResources:
         self._process = os.getpid()
 
     def add(self, close: Callable[[], object]) -> None:
-        """Adds the callback ``close`` of a resource; it must not wait for other ranks, and may be called again."""
+        """Adds ``close``, a callback that releases a resource. It must not wait for other ranks, and may be called
+        again.
+        """
         self._closers.callback(close)
 
     def close(self) -> None:
@@ -133,14 +135,15 @@ class EngineResources:
         self._closers.close()
 
     def refuse_by(self, check: Callable[[str], object]) -> None:
-        """Registers ``check``: before every call of the engine it receives the call's name, and raises to forbid the
-        call.
+        """Registers ``check``, a function that is called with the name of every engine method before it runs.
+
+        It raises to forbid the call.
         """
         if check not in self._refusals:
             self._refusals.append(check)
 
     def refuse_no_more_by(self, check: Callable[[str], object]) -> None:
-        """Unregisters a ``check`` of ``refuse_by``, if it is registered."""
+        """Unregisters ``check``, a function that ``refuse_by`` has registered; else does nothing."""
         self._refusals = [known for known in self._refusals if known != check]
 
     def refuse_closed(self, call: str) -> None:
@@ -171,9 +174,10 @@ class EngineResources:
 
 
 class EngineParts:
-    """State of an engine: model, configuration, communication, checkpoints, and the parts built for the first batch.
+    """State of an engine: model, configuration, communication, checkpoints, and the parts that exist once the model is
+    sharded.
 
-    If a plan needs a batch and no example was passed, ``complete`` is called when the first batch arrives.
+    If planning needs a batch and there is no ``example_batch``, ``complete`` is called when the first batch arrives.
     """
 
     runner: StepRunner
@@ -196,7 +200,8 @@ class EngineParts:
         resources.add(self.reports.close)
 
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
-        """Traces, plans and shards the model for microbatches shaped like ``example``, unless done. Collective.
+        """Traces, plans and shards the model for microbatches shaped like ``example``; later calls do nothing.
+        Collective.
 
         ``problem``: exception that left this rank without an example; it is raised here, and all other ranks raise too.
         """
@@ -228,7 +233,7 @@ class EngineParts:
 
     @property
     def runtime(self) -> RankRuntime:
-        """Sharded model, optimizer and executor of this rank.
+        """Objects that run steps on this rank: sharded model, optimizer and executor.
 
         Raises:
             EngineError: no batch was passed yet, so the model is not sharded.
@@ -241,8 +246,10 @@ class EngineParts:
         return self.built
 
     def completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
-        """Returns ``batch`` itself; the first batch builds the engine and is returned as an iterator of
-        microbatches.
+        """Shards the model at the first ``batch``, if it is not sharded yet; returns the microbatches that were taken
+        from it.
+
+        Later batches are returned unchanged.
         """
         if self.built is not None:
             return batch
@@ -257,21 +264,30 @@ class EngineParts:
         return seen if self.config.uneven_microbatches else iter(seen)
 
     def refuse_unfinished(self, call: str) -> None:
-        """Raises if the engine method ``call`` comes after ``close`` or inside a gradient accumulation."""
+        """Raises if the engine method ``call`` comes after ``close`` or inside a gradient accumulation of the user's
+        loop.
+        """
         self.resources.refuse_closed(call)
         if self.loop is not None and self.loop.state is not LoopState.LEFT:
             self.loop.leave(call)
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Returns a context for evaluation, inside which a schedule-free optimizer's averaged weights are in the
-        model.
+        """Returns a context for evaluation. With a schedule-free optimizer, the model has its averaged weights
+        inside.
         """
         averaged = self.built.averaged if self.built is not None else None
         taken = averaged is not None and averaged.by_itself and not averaged.inside
         return self.runtime.averaging() if taken else nullcontext()
 
     def recorded(self, batch: Batch, rows: int | None) -> tuple[Any, Tensor]:
-        """Returns the output of a batch and the experts of its positions; see :meth:`engine.Engine.predict`."""
+        """Returns (output of ``batch``, expert choices of its routers), for ``record_routing``; see
+        :meth:`engine.Engine.predict`.
+
+        ``rows``: rows of a microbatch.
+
+        Raises:
+            EngineError: ``router_replay`` is off.
+        """
         replay = self.runtime.program.replay
         if replay is None:
             raise EngineError(
@@ -283,7 +299,11 @@ class EngineParts:
         return output, replay.joined(found, self.rows.count(batch), self.comm, self.device)
 
     def report(self, finished: FinishedStep) -> StepReport:
-        """Reports a finished step, and saves a checkpoint if it is due."""
+        """Makes and writes the report of a finished step; saves a checkpoint and publishes weights if they are due.
+
+        Raises:
+            EngineError: ``max_skipped_steps`` steps in a row were skipped.
+        """
         step, outcome = finished
         report = self.reports.record(step, outcome, self.runtime.plan, self.update.made)
         kernels = self.builder.request.changes.kernels

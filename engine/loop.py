@@ -20,9 +20,10 @@ from engine.step.user_loop import UserLoop
 
 
 class TrainingLoop:
-    """Methods of the engine for a training loop in the user's code: forward, ``backward``, ``step``.
+    """Engine methods for a training loop in the user's code: forward (``eng(batch)``), ``backward``, ``step`` and
+    others.
 
-    On a pipeline they raise unless ``open_pipeline`` was called, because its stages run a fixed schedule.
+    On a pipeline most of them raise unless ``open_pipeline`` was called, because its stages run a fixed schedule.
     """
 
     _parts: EngineParts
@@ -31,9 +32,9 @@ class TrainingLoop:
         """Makes later ``eng(batch)`` run all stages of a pipeline and return the output on every rank. Collective.
 
         A loop may then compute the loss itself and call ``backward(loss)``. Each forward waits for its backward, so all
-        its activations are live, as in GPipe, and each of p stages idles for (p-1)/(m+p-1) of the time, if a batch has
-        m parts. The last stage sends outputs to the p-1 others over pp, label "outputs"; ``plan`` counts a
-        ``train_batch``, which sends none.
+        its activations are live, as in GPipe. If a batch has m parts, each of p stages idles for (p-1)/(m+p-1) of the
+        time. The last stage sends outputs to the p-1 others over pp, label "outputs". The budget in ``plan`` leaves
+        them out, because it is that of ``train_batch``.
 
         Args:
             rows: rows of each part of a batch that runs through the stages, joined at the end; None: one part.
@@ -60,7 +61,8 @@ class TrainingLoop:
         retain_graph: bool = False,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Runs the backward of one microbatch, or of one of its losses, which are summed.
+        """Runs the backward of the loss of one microbatch. Several losses of a microbatch may each have a call; they
+        add up.
 
         Averages the gradient over the microbatches of the step and over data ranks; a loss (sum, weight) is divided by
         all weights of the step. Gradients are reduced over dp during the last backward. ``loss.backward()`` does the
@@ -111,7 +113,7 @@ class TrainingLoop:
         return self._looped("scale(loss)").scale(loss)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clips the averaged gradient to the L2 norm ``max_norm`` in the next ``step``, in place of
+        """Makes the next ``step`` clip the averaged gradient to the L2 norm ``max_norm``, in place of
         ``gradient_clipping``.
 
         Call it after the last backward of a step. Returns the norm before clipping, over all parameters. Collective:
@@ -126,7 +128,9 @@ class TrainingLoop:
             return loop.clip(max_norm)
 
     def step(self, max_norm: float | None = None) -> StepReport | None:
-        """Updates the weights after the last microbatch of an accumulation; before that, does nothing and returns None.
+        """Updates the weights and returns the report of the step, after the last microbatch of an accumulation.
+
+        Before that, does nothing and returns None.
 
         Args:
             max_norm: L2 norm to which this step clips the averaged gradient, equal on all ranks; 0: no clipping. None:
@@ -152,14 +156,15 @@ class TrainingLoop:
             self._parts.loop.zero_grad()
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Gathers the rows [b, ...] of all data ranks: [data ranks * b, ...], in order, with exact gradients.
-        Collective.
+        """Returns the rows [b, ...] of all data ranks as one tensor [data ranks * b, ...], in rank order. Collective.
 
-        For losses that compare rows (CLIP, SigLIP) in a user's own loop. A ``loss_fn`` with an argument ``gather_rows``
-        receives it, on pipelines too. All data ranks pass equal shapes. Each rank may compute the loss of all rows, or
-        of its own rows against all: the step averages over data ranks, or divides sum by weight. Each microbatch is one
-        all-gather over dp in forward and a reduce-scatter in backward, label "gathered rows", which ``plan`` does not
-        count.
+        It is for losses that compare rows (CLIP, SigLIP), and backward sends exact gradients to all ranks. All data
+        ranks pass equal shapes. Each rank may compute the loss of all rows, or of its own rows against all: the step
+        averages over data ranks, or divides sum by weight. A ``loss_fn`` with an argument ``gather_rows`` receives this
+        function, on pipelines too.
+
+        Each microbatch costs one all-gather over dp in forward and a reduce-scatter in backward, label "gathered rows".
+        The budget in ``plan`` leaves them out.
 
         Raises:
             EngineError: the argument is not a tensor with rows.
@@ -168,10 +173,11 @@ class TrainingLoop:
         return self._parts.runtime.program.gather(rows)
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Makes reads of a parameter's ``grad`` raise until the next forward, step or ``zero_grad``.
+        """Makes reads of a parameter's ``grad`` raise until the next forward, step or ``zero_grad``, because the engine
+        has the gradients in buckets.
 
-        The engine does this between a backward and its step. A framework that calls ``zero_grad`` after the step calls
-        it too.
+        The engine does this between a backward and its step. A framework that calls ``zero_grad`` only after the step
+        also calls this method.
 
         Args:
             around: the framework's wrapper module; its ``zero_grad`` is replaced by the engine's.
@@ -180,7 +186,7 @@ class TrainingLoop:
             self._parts.loop.guard_gradients(around)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which backwards do not reduce gradients, because none counts as the last one of a step.
+        """Returns a context in which backwards do not reduce gradients, as none counts as the last backward of a step.
 
         Results are the same without it: a step reduces all gradients that are not reduced yet. ZeRO 2 and 3 with
         ``reduce: microbatch`` store only shards, and reduce in every backward.
@@ -191,8 +197,8 @@ class TrainingLoop:
     def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
         """Makes the next calls of ``step`` update the weights (True), or only end a microbatch (False).
 
-        The update averages over all microbatches since the last one. None: ``step`` updates every
-        ``gradient_accumulation_steps`` calls, the default.
+        The update averages over all microbatches since the last update. None restores the default: every
+        ``gradient_accumulation_steps``-th call of ``step`` updates.
         """
         self._refuse_pipeline("set_gradient_accumulation_boundary")
         self._parts.control.boundary = boundary

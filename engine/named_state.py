@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 
 class NamedState:
-    """Access to weights, gradients and optimizer state by parameter name. Patterns are ``fnmatch`` patterns over whole
-    names, equal on all ranks.
+    """Engine methods that access weights, gradients and optimizer state by parameter name.
+
+    Patterns are ``fnmatch`` patterns over whole names, such as ``"layers.0.*"``, equal on all ranks.
     """
 
     _parts: EngineParts
@@ -45,8 +46,8 @@ class NamedState:
     def full_state_dict(self, ema: bool = False) -> dict[str, Tensor]:
         """Returns the whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
 
-        With ``ema``, trained parameters are replaced by their moving average. A schedule-free optimizer returns the
-        average that it evaluates; the point at which it takes gradients is in ``masters``.
+        With ``ema``, trained parameters are replaced by their moving average. With a schedule-free optimizer, they are
+        the average that it evaluates; the weights at which it takes gradients are in ``masters``.
 
         Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
 
@@ -64,12 +65,13 @@ class NamedState:
             return self._parts.checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
 
     def publish_weights(self) -> "PendingVersion":
-        """Publishes the weights as the next version, which receivers read while training goes on. Collective.
+        """Publishes the weights as the next version, which receivers such as inference engines read during training.
+        Collective.
 
-        Copies this rank's elements, in their dtype of forward, to host memory: as many bytes as its shard, and another
-        rank's (``weights_out.copies``). Waits for receivers that read the last version, until ``weights_out.deadline``;
-        their version is then dropped. Three small all-reduces over the world, label "start"; frozen quantized weights
-        are gathered once over dp. ``wait()`` on the result waits for the consumers of ``weights_out.to``; ``url`` is
+        Copies this rank's shard, in the dtype of forward, to host memory. With ``weights_out.copies`` 2, copies the
+        shard of another rank too. Waits until ``weights_out.deadline`` for receivers that still read the last version,
+        which is then dropped. Three small all-reduces over the world, label "start"; frozen quantized weights are
+        gathered once over dp. ``wait()`` on the result waits for the consumers of ``weights_out.to``; its ``url`` is
         the address for receivers.
 
         Raises:
@@ -90,10 +92,10 @@ class NamedState:
     def load_full_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Loads the weights and persistent buffers of the whole model from ``state`` on rank 0. Collective.
 
-        The inverse of ``full_state_dict``: the keys of ``model.state_dict()`` (one key is enough for a tied weight), in
-        any floating-point dtype, on any device. Other ranks may pass an empty dict, since theirs is not read. fp32
-        masters are written if there are any, a moving average restarts, and the optimizer state does not change.
-        Tensors are all-reduced over the world in chunks of at most 256 MiB, label "weights".
+        ``state`` has the keys of ``model.state_dict()`` (one key is enough for a tied weight), with tensors in any
+        floating-point dtype, on any device. Other ranks may pass an empty dict, since theirs is not read. fp32 masters
+        are written if there are any, a moving average restarts, and the optimizer state does not change. Tensors are
+        all-reduced over the world in chunks of at most 256 MiB, label "weights".
 
         Args:
             strict: refuse a state that lacks tensors of the model, or has more; otherwise missing tensors keep their
@@ -145,12 +147,12 @@ class NamedState:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Switches the model to the average of its weights inside this context, to evaluate or to save it. Collective.
+        """Opens a context in which the model has the average of its weights, to evaluate or to save it. Collective.
 
-        The average is that of ``"ema"``, or of a schedule-free optimizer; for the latter ``eval_batch``, ``predict``
-        and ``generate`` enter this context themselves, in each call. It is rounded to the dtype of forward; afterwards
-        the weights have their earlier bits. Gathers over dp twice, label "parameters", and stores a copy of this rank's
-        weights meanwhile.
+        The average is that of ``"ema"``, or of a schedule-free optimizer. With such an optimizer, ``eval_batch``,
+        ``predict`` and ``generate`` enter this context themselves. The average is rounded to the dtype of forward;
+        afterwards the weights have their earlier bits. Gathers over dp twice, label "parameters", and stores a copy of
+        this rank's weights meanwhile.
 
         Raises:
             EngineError: the run has no average; inside, a call that needs the training weights raises too.
@@ -163,14 +165,15 @@ class NamedState:
     def save_pretrained(
         self, folder: str | os.PathLike[str], ema: bool = False, max_shard_size: int | str | None = None
     ) -> None:
-        """Writes weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective.
+        """Writes weights, in the dtype of forward, and config to ``folder`` for ``from_pretrained`` of
+        ``transformers``. Collective.
 
         With ``ema``, or with a schedule-free optimizer, it writes the average of the weights (``averaged_weights``).
         For a ``PeftModel`` it writes only the adapters, for ``PeftModel.from_pretrained``.
 
         Args:
             max_shard_size: maximal bytes of a file, such as "5GB"; one file if the model fits. Rank 0 copies the files
-                of all ranks, a few MiB at a time. None: a file of each rank that owns weights.
+                of all ranks, a few MiB at a time. None: each rank that owns weights writes one file.
         """
         shards = shard_bytes(max_shard_size) if max_shard_size is not None else None
         self._parts.resources.refuse_closed("save_pretrained")
@@ -191,12 +194,13 @@ class NamedState:
 
     @contextmanager
     def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
-        """Yields the matching parameters of this rank's stages by name, full over dp, to read and to write in place.
+        """Yields the matching parameters of this rank's pipeline stages by name, to read and to write in place.
+        Collective.
 
-        Tensor ranks have their shard of each. Without sharded parameters (ZeRO 0-2) parameters are always full.
-        Quantized frozen weights (``quantize_frozen``) are left out. Collective, with the same pattern on all ranks:
-        ZeRO 3 makes one batch of gathers over dp, label "parameters", and at the end compares the written values of the
-        ranks, 8 bytes per bucket and parameter.
+        ZeRO 3 gathers them over dp; without sharded parameters (ZeRO 0-2) they are always full. Each tensor rank still
+        has its own shard. Quantized frozen weights (``quantize_frozen``) are left out. ZeRO 3 makes one batch of
+        gathers over dp, label "parameters". At the end it compares the values that ranks have written, 8 bytes per
+        bucket and parameter.
 
         Raises:
             EngineError: inside a forward; no parameter matches; data ranks have written different values.
@@ -217,10 +221,10 @@ class NamedState:
     def gradients(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
         """Yields the gradients of the matching parameters by name, to read and to write in place. Collective.
 
-        Between the last backward of a step and ``step()`` they are the averaged gradient before clipping, over all
-        microbatches and data ranks and without the loss scale; the step uses the written values. Inside an accumulation
-        they are the step's sum so far, divided by ``gradient_accumulation_steps``. After a step they are the gradients
-        of its update, clipped, and read-only. Tensor ranks have their shard of each.
+        Between the last backward of a step and ``step()``, they are averaged over all microbatches and data ranks, not
+        clipped, and without the loss scale; the step uses the written values. Inside an accumulation they are the
+        step's sum so far, divided by ``gradient_accumulation_steps``. After a step they are the gradients of its
+        update, clipped, and read-only. Tensor ranks have their shard of each.
 
         Args:
             pattern: names of trained parameters.
@@ -248,11 +252,11 @@ class NamedState:
 
     @contextmanager
     def masters(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Yields the weights that the optimizer updates, by name: exact fp32 masters, to read and to write in place.
+        """Yields the weights that the optimizer updates, by parameter name, to read and to write in place. Collective.
 
-        Written values are rounded into the parameters at the end, on all data ranks. Without masters (fp32, or bf16
-        weights alone) they are the parameters themselves. Arguments, traffic and errors are the same as for
-        ``gradients``.
+        They are fp32 masters, or without masters (fp32, or bf16 weights alone) the parameters themselves. Written
+        values are rounded into the parameters at the end, on all data ranks. ``pattern``, ``local``, traffic and errors
+        are the same as for :meth:`gradients`.
         """
         self._parts.resources.refuse_closed("masters")
         runtime = self._parts.runtime
@@ -268,10 +272,10 @@ class NamedState:
 
     @contextmanager
     def optimizer_state(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
-        """Yields the optimizer's state tensors by parameter name: {"exp_avg": tensor, ...}.
+        """Yields the optimizer's state tensors by parameter name: {"exp_avg": tensor, ...}. Collective.
 
-        Tensors may be read and written in place; before the first update there are none. Arguments, traffic and errors
-        are the same as for ``gradients``.
+        Tensors may be read and written in place; before the first update there are none. ``pattern``, ``local``,
+        traffic and errors are the same as for :meth:`gradients`.
         """
         self._parts.resources.refuse_closed("optimizer_state")
         runtime = self._parts.runtime
@@ -296,7 +300,8 @@ class NamedState:
         non_blocking: bool = False,
         unfinished: bool = False,
     ) -> None:
-        """Moves weights, gradients and optimizer state to host memory, until ``reload_states``; no byte changes.
+        """Moves weights, gradients and optimizer state to host memory, until ``reload_states``; their values do not
+        change.
 
         A call that needs the offloaded state raises. ``non_blocking``: copies may still run when this returns.
 
@@ -305,14 +310,14 @@ class NamedState:
                 or this rank's shards of them, also frozen ones), "lp_grads" (gradients and residuals); None: all.
             device: "cpu", the only supported device.
             pin_memory: page-lock the copies, so that they transfer at the speed of the link.
-            unfinished: also inside an accumulation, and while forwards wait for their backwards, which run after
-                ``reload_states``; waits for reductions under way. For engines that take turns.
+            unfinished: allow the call inside an accumulation, and before backwards of earlier forwards, which run after
+                ``reload_states``. It waits for running reductions, and serves engines that use one GPU alternately.
 
         Nothing is communicated. State of ``offload_optimizer`` and ``offload_param`` is on the host already.
 
         Raises:
-            EngineError: another device, an unknown name, too little memory; inside an accumulation, or a
-                `with` block that refers to the state.
+            EngineError: another device, an unknown name, too little memory; inside an accumulation, or a `with` block
+                that refers to the state.
         """
         if unfinished:
             self._parts.resources.refuse_closed("offload_states")
@@ -332,7 +337,7 @@ class NamedState:
             self._parts.resources.refuse_by(runtime.offloaded.refuse)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves all state from host memory back to the device, after ``offload_states``. Nothing is communicated.
+        """Moves all state that ``offload_states`` has moved to host memory back to the device. Nothing is communicated.
 
         ``non_blocking``: copies may still run when this returns; the device waits for them before it uses the state.
         """

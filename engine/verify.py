@@ -46,7 +46,7 @@ Steps = Sequence[Batch]
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """Losses and gradient norms of each training step, and the final weights by name."""
+    """Loss and gradient norm of each training step of a run, and its final weights by parameter name."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -55,19 +55,19 @@ class TrainingRecord:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Comparison of an engine's training run with one process of plain torch."""
+    """Comparison of an engine's training run with the same run in one process of plain torch."""
 
     engine: TrainingRecord
     reference: TrainingRecord
 
     @property
     def loss(self) -> float:
-        """Largest relative deviation of a step's loss."""
+        """Largest relative deviation of the loss in any step."""
         return _worst(self.engine.losses, self.reference.losses)
 
     @property
     def norm(self) -> float:
-        """Largest relative deviation of a step's gradient norm."""
+        """Largest relative deviation of the gradient norm in any step."""
         return _worst(self.engine.norms, self.reference.norms)
 
     @property
@@ -81,10 +81,11 @@ class Parity:
         return _largest(self.weights.values())
 
     def holds(self, loss: float = 1e-6, norm: float = 1e-5, weight: float = 1e-5) -> bool:
-        """Returns True if all deviations are within the bounds; the defaults are the promise for fp32.
+        """Returns True if all deviations are within the bounds. The defaults are the bounds that the engine guarantees
+        for fp32.
 
-        The bound on weights needs an Adam eps of about 1e-5. With 1e-8, a gradient that is zero except for rounding (a
-        key bias) makes full steps.
+        ``loss``, ``norm``: relative bounds. ``weight``: absolute bound, which needs an Adam eps of about 1e-5. With
+        1e-8, a gradient that is zero except for rounding (a key bias) makes full steps.
         """
         return self.loss <= loss and self.norm <= norm and self.weight <= weight
 
@@ -109,8 +110,9 @@ def verify(
     threads: int | None = None,
     device: str | torch.device | None = None,
 ) -> Parity | None:
-    """Trains with the engine and in one process of plain torch, and compares losses, norms and weights. Call it on
-    every rank.
+    """Trains with the engine and in one process of plain torch, and compares losses, gradient norms and weights.
+
+    Every rank calls it.
 
     Args:
         build_model: builds the model; it is called under the configured seed.
@@ -159,7 +161,7 @@ class VerifyOptions:
 
     @property
     def rows(self) -> BatchRows:
-        """Rule that divides a global batch by rows."""
+        """Rule that divides a global batch into the rows of data ranks and microbatches."""
         return BatchRows.of(self.whole, None, 0)
 
 
@@ -170,8 +172,10 @@ PLAIN = VerifyOptions()
 def train_on_grid(
     build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
-    """Trains with the engine; every rank passes the same global batches. The returned weights are on rank 0, empty
-    elsewhere.
+    """Trains one step on each batch with the engine, and returns the record of the run.
+
+    ``batches``: global batches, equal on every rank; each data rank takes its rows. ``world``: this rank's identity;
+    None: read from the launcher. The weights of the record are on rank 0, and empty elsewhere.
     """
     world = world or read_world()
     resolved = load_config(config, world.size)
@@ -188,7 +192,10 @@ def train_on_grid(
 def train_alone(
     build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
-    """Trains on the same microbatches, in order, in one process of plain torch."""
+    """Trains one step on each batch in one process of plain torch, and returns the record of the run.
+
+    Uses the same microbatches as :func:`train_on_grid`, one after the other.
+    """
     world = world or read_world()
     resolved = load_config(config, world.size)
     model = make_model(build_model, resolved.seed, world.device)

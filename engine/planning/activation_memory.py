@@ -28,7 +28,7 @@ from engine.parallel.pipeline.schedule.simulate import RECEIVES_AHEAD
 
 
 class MessageBuffer(NamedTuple):
-    """Buffer of a received message, reusable for messages of equal shape and dtype."""
+    """Buffer of a received pipeline message, reusable for messages of equal shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,7 +37,9 @@ class MessageBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionMemory:
-    """Change of a rank's live bytes by one pipeline action."""
+    """Change of a rank's live bytes by one pipeline action, which is a forward or backward of a stage and
+    microbatch.
+    """
 
     rise: int
     """Peak bytes during the action minus live bytes before it; gathered parameters are included."""
@@ -54,7 +56,7 @@ class ActionMemory:
 
 
 class LivePeak(NamedTuple):
-    """Peak of live bytes and the action at which it occurs."""
+    """Largest number of live bytes of a rank in a step, and the pipeline action at which it occurs."""
 
     bytes: int
     action: str
@@ -103,12 +105,13 @@ def peak_of_row(
     base: int = 0,
     end_rise: int = 0,
 ) -> LivePeak:
-    """Returns the peak of live bytes in a step that runs ``actions`` in order.
+    """Returns the peak of live bytes on one rank in a step that runs ``actions`` in order.
 
     Args:
-        releases: for each action, indices of earlier actions whose sent tensors are released before it.
+        releases: for each action, indices of earlier actions with sent tensors that are released before it.
+        memory_of: function that returns the memory change of an action.
         base: live bytes between steps, without message buffers.
-        end_rise: peak bytes during the final gradient reduction minus live bytes after it.
+        end_rise: peak bytes during the final gradient reduction minus live bytes after the last action.
     """
     memories = _memories(actions, memory_of)
     level = _Level(base)
@@ -147,11 +150,12 @@ def _kinds(action: Action) -> tuple[tuple[int, str], ...]:
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts the live bytes of tensors allocated inside it; it may be entered again.
+    """Torch dispatch mode that counts the live bytes of tensors allocated inside it; the same object may be entered
+    again.
 
     Args:
-        resized: returns bytes of older storages that change their size, such as gathered parameters (ZeRO 3); they
-            count for ``peak``, not for ``bytes``.
+        resized: function that returns the bytes of older storages that change their size, such as gathered parameters
+            (ZeRO 3); they count for ``peak``, not for ``bytes``.
     """
 
     def __init__(self, resized: Callable[[], int] = int) -> None:
@@ -164,16 +168,16 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By the number of the storage, which is its own while it lives."""
 
     def mark(self) -> int:
-        """Resets the peak; returns the live bytes."""
+        """Sets the peak to the present number of live bytes; returns the live bytes without ``resized``."""
         self.peak = self.bytes + self._resized()
         return self.bytes
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Excludes the storage of ``tensor`` from the count."""
+        """Excludes the storage of ``tensor`` from the live bytes."""
         self.bytes -= self._sizes.pop(_number(tensor), 0)
 
     def take_in(self, tensor: Tensor) -> None:
-        """Includes the storage of ``tensor``, which was excluded or allocated before."""
+        """Counts the storage of ``tensor`` among the live bytes, if it was excluded or allocated before."""
         number, storage = _number(tensor), tensor.untyped_storage()
         if number not in self._sizes:
             self._sizes[number] = storage.nbytes()

@@ -62,7 +62,7 @@ from engine.program.program import Program
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Input of a plan other than the configuration."""
+    """Inputs of a plan other than the configuration: program, example batch, and objects of the script."""
 
     program: Program
     example: Batch = None
@@ -89,7 +89,7 @@ class PlanRequest:
 
 
 def needs_example(config: Config) -> bool:
-    """Returns True if planning needs a microbatch: for tensor, pipeline and context parallelism, and for tiles."""
+    """Returns True if planning needs a microbatch: for tensor, pipeline or context parallelism, or tiles of tokens."""
     tiled = config.activation_checkpointing.tile_tokens is not None
     return tiled or config.tp > 1 or config.pp > 1 or config.cp > 1
 
@@ -100,7 +100,7 @@ def needs_search(config: Config) -> bool:
 
 
 def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
-    """Returns tensor-parallel styles for the model, from the cache or by a search.
+    """Returns tensor-parallel styles (column, row etc.) for the model's layers, from the cache or by a search.
 
     Raises:
         PlanError: the model cannot be traced, or its widths are not divisible by the tensor ranks.
@@ -118,7 +118,7 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """Trace, tensor plan, partition and schedule for an example batch; empty if none was needed."""
+    """Trace of an example batch, with the tensor plan, partition and schedule made from it; empty if not needed."""
 
     trace: ModelTrace | None = None
     partition: Partition | None = None
@@ -139,7 +139,7 @@ class Analysis:
 
 
 def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
-    """Traces the example batch, if needed, and returns tensor plan, partition and schedule.
+    """Traces the example batch, if needed, and makes tensor plan, partition into ``stages`` and schedule from it.
 
     Raises:
         PlanError: the model cannot be traced, or cannot be sharded or partitioned as configured.
@@ -432,7 +432,7 @@ VIRTUAL_STAGES = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """Schedule and partition that ``parallel.schedule: "auto"`` has chosen."""
+    """Pipeline schedule that ``parallel.schedule: "auto"`` has chosen, with its partition into stages."""
 
     decision: ScheduleDecision
     partition: Partition
@@ -440,11 +440,11 @@ class ScheduleChoice:
 
 
 def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Partition:
-    """Returns the partition of the trace into ``stages``: balanced by ``parallel.balance``, or at the modules of
-    ``parallel.split``.
+    """Returns the partition of ``trace`` into ``stages`` pipeline stages: balanced by ``parallel.balance``, or at the
+    modules of ``parallel.split``.
 
     Raises:
-        PlanError: there is no such partition, or the costs are of another model.
+        PlanError: there is no such partition, or ``costs`` are of another model.
     """
     costs.check(trace)
     split = None if config.parallel.split == "auto" else config.parallel.split
@@ -455,9 +455,8 @@ def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Part
 def choose_schedule(
     config: Config, trace: ModelTrace, costs: Costs, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleChoice:
-    """Simulates each kind of schedule for each number of stages per rank, and returns the fastest.
-
-    The choice is the same on every rank.
+    """Simulates each schedule in ``kinds`` for each number of stages per rank; returns the fastest, equal on every
+    rank.
 
     Raises:
         PlanError: the model cannot be partitioned for any number of stages; names the reason for the smallest.

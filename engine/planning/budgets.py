@@ -69,16 +69,18 @@ class GatherPlan:
 
     @property
     def gathers(self) -> Gathers:
-        """Number of all-gathers and buckets in a step."""
+        """Numbers of all-gathers in a step: calls, and times that each bucket is gathered."""
         return self.over(None)
 
     def over(self, axis: Axis | None) -> Gathers:
-        """Returns the all-gathers of buckets that are sharded over ``axis``; None: of all buckets."""
+        """Returns the numbers of all-gathers in a step for buckets that are sharded over ``axis``; None: for all
+        buckets.
+        """
         return count_gathers(self.order, self.passes, self.pinned, self.within.buckets, axis)
 
     @property
     def axes(self) -> Mapping[Axis, int]:
-        """Number of ranks of each axis over which buckets are sharded."""
+        """Axes over which buckets are sharded, each with its number of ranks."""
         return {each.spread.sharding: each.spread.ranks for each in self.order.buckets}
 
     @property
@@ -89,7 +91,7 @@ class GatherPlan:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of a rank's state between steps, by memory and kind of state."""
+    """Bytes of a rank's state between steps, by memory (device, host, disk) and, except on disk, by kind of state."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -103,7 +105,7 @@ def state_bytes(
     config: Config,
     kept: Callable[[Bucket], int],
 ) -> StateBytes:
-    """Returns the bytes of state that a rank stores between steps.
+    """Returns the bytes of state that a rank with the buckets of ``layout`` stores between steps.
 
     ``frozen``: bytes of frozen parameters outside of buckets. ``kept``: function from a bucket to its bytes of
     optimizer state.
@@ -149,8 +151,8 @@ def state_bytes(
 
 
 def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, config: Config, precision: Precision) -> int:
-    """Returns the bytes of optimizer state of a bucket on data rank ``dp``; ``groups``: state of each parameter
-    group.
+    """Returns the bytes of optimizer state of ``bucket`` on data rank ``dp``. ``groups``: description of the optimizer
+    state of each parameter group.
     """
     sharded = config.zero_optimization.stage > 0
     owned = bucket.shard(dp % bucket.spread.ranks) if sharded else slice(0, bucket.elements)
@@ -159,7 +161,11 @@ def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, confi
 
 
 def factor_bytes(rows: Sequence[ShardRow], groups: Sequence[GroupState], precision: Precision) -> int:
-    """Returns the bytes of Adafactor's statistics; each rank with a shard of a parameter stores them in full."""
+    """Returns the bytes of Adafactor's row and column statistics for the parameters ``rows``.
+
+    Each rank with a shard of a parameter stores its statistics in full. ``groups``: description of the optimizer state
+    of each parameter group.
+    """
     return sum(
         mean_elements(row.shape) * _widths(row, precision).moments.itemsize
         for row in rows
@@ -185,9 +191,9 @@ def _held(kinds: Mapping[str, int]) -> dict[str, int]:
 
 
 def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> frozenset[int]:
-    """Returns the indices of trained buckets that the CPU updates (``zero_optimization.offload_optimizer``).
+    """Returns the indices of the trained buckets that the CPU updates (``zero_optimization.offload_optimizer``).
 
-    Parameters in host memory without a master are always updated by the CPU.
+    With parameters in host memory (``offload_param``), buckets without fp32 masters are always among them.
     """
     offload = config.zero_optimization.offload_optimizer
     ratio = 1.0 if offload.ratio == "auto" else offload.ratio  # a plan has a number
@@ -198,9 +204,10 @@ def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> 
 
 
 def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups: Sequence[GroupState]) -> int:
-    """Returns the bytes of a checkpoint without buffers: weights, masters, moments and averages.
+    """Returns the bytes of a checkpoint over all ranks, without buffers: weights, masters, optimizer moments and
+    averages.
 
-    ``groups``: optimizer state of each parameter group.
+    ``groups``: description of the optimizer state of each parameter group.
     """
     total = factor_bytes(table.rows, groups, precision)
     for row in table:
@@ -222,12 +229,14 @@ def reduces_each_microbatch(config: Config) -> bool:
 
 
 def shards_parameters(config: Config) -> bool:
-    """Returns True if parameters are gathered for each use, and only shards are stored in between (ZeRO 3)."""
+    """Returns True if a rank stores only shards of parameters and gathers the full ones for each use (ZeRO 3)."""
     return config.zero_optimization.stage == 3 and (config.shards > 1 or hosts_parameters(config))
 
 
 def gathers_once(config: Config) -> bool:
-    """Returns True if all parameters are gathered when a step begins, so that forwards need no agreement (ZeRO 3)."""
+    """Returns True if all parameters are gathered when a step begins (ZeRO 3), so that data ranks need not communicate
+    in each forward.
+    """
     return config.uneven_microbatches and shards_parameters(config) and config.zero_optimization.gather == "step"
 
 
@@ -237,12 +246,14 @@ def meets_each_microbatch(config: Config) -> bool:
 
 
 def hosts_parameters(config: Config) -> bool:
-    """Returns True if parameter shards are in host memory between uses."""
+    """Returns True if parameter shards are in host memory between uses (ZeRO 3, ``offload_param``)."""
     return config.zero_optimization.stage == 3 and config.zero_optimization.offload_param.device != "none"
 
 
 def wire_formats(config: Config, precision: Precision) -> WireFormats:
-    """Returns the quantization formats of messages between data ranks, and the buckets to which they apply."""
+    """Returns the quantization formats of gradients and weights in messages between data ranks, with the buckets they
+    apply to.
+    """
     zero, ranks = config.zero_optimization, config.shards
     if ranks == 1:
         return WireFormats()
@@ -261,19 +272,21 @@ def wire_formats(config: Config, precision: Precision) -> WireFormats:
 
 
 def pipeline_format(config: Config) -> ActivationFormat | None:
-    """Returns the quantization format of messages between stages; None: they are sent unchanged."""
+    """Returns the quantization format of messages between pipeline stages; None: tensors are sent unchanged."""
     wire = _number_format(config.wire.pipeline, config.wire.block_size)
     return ActivationFormat(wire) if wire is not None and config.pp > 1 else None
 
 
 def tensor_format(config: Config) -> ActivationFormat | None:
-    """Returns the quantization format of tensor-parallel collectives; None: they are sent unchanged."""
+    """Returns the quantization format of tensor-parallel collectives; None: tensors are sent unchanged."""
     wire = _number_format(config.wire.tensor, config.wire.block_size)
     return ActivationFormat(wire, ACTIVATIONS) if wire is not None and config.tp > 1 else None
 
 
 def sequence_unit(config: Config) -> int:
-    """Returns the number that must divide the positions of a context rank: tp under sequence parallelism, else 1."""
+    """Returns the number that must divide the sequence positions of a context rank: tp under sequence parallelism, else
+    1.
+    """
     return config.tp if config.parallel.sequence_parallel else 1
 
 
@@ -288,14 +301,16 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of data and context ranks on a node; all of them without ``parallel.gpus_per_node``."""
+    """Returns the number of data and context ranks on a node. Without ``parallel.gpus_per_node``, all of them count as
+    one node.
+    """
     node, grid = config.parallel.gpus_per_node, config.grid(0)
     ranks = grid.size(grid.sums)
     return ranks if node is None else min(ranks, max(1, node // grid.stride(grid.sums)))
 
 
 def ranks_with_secondary_shards(config: Config) -> int:
-    """Returns the number of data ranks over which secondary shards (hpZ) are divided; 1: there are none."""
+    """Returns the number of data ranks over which secondary shards (hpZ of ZeRO++) are divided; 1: there are none."""
     asked = config.zero_optimization.zero_hpz_partition_size
     found = data_ranks_of_a_node(config) if asked == "auto" else max(1, asked)
     return found if shards_parameters(config) and found < config.shards and config.shards % found == 0 else 1
@@ -304,10 +319,10 @@ def ranks_with_secondary_shards(config: Config) -> int:
 def reduction_traffic(
     bucket: Bucket, grid: Grid, formats: WireFormats, itemsize: int, sharded: bool
 ) -> tuple[Traffic, ...]:
-    """Returns the traffic over dp of one gradient reduction of a bucket: a reduce-scatter if ``sharded``, or else an
-    all-reduce.
+    """Returns this rank's traffic over data ranks for one gradient reduction of ``bucket``.
 
-    ``itemsize``: bytes of an element without quantization.
+    ``sharded``: True for a reduce-scatter, False for an all-reduce. ``itemsize``: bytes of an element without
+    quantization.
     """
     if sharded:
         return tuple(formats.reduction(bucket, itemsize))
@@ -316,17 +331,21 @@ def reduction_traffic(
 
 
 def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
-    """Returns the traffic per step of the all-reduce of a gradient shard over the shard groups (axis dp_replicate)."""
+    """Returns the traffic per step of the all-reduce of a bucket's gradient shard between shard groups (axis
+    dp_replicate).
+
+    ``itemsize``: bytes of a gradient element.
+    """
     axis, shard = bucket.spread.groups, bucket.elements // bucket.spread.ranks * itemsize
     return Traffic(axis, "gradients", 1, sent_bytes("all_reduce", shard, grid.size(axis)))
 
 
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
-    """Returns the traffic of all-gathers of sharded parameters: one batch per gather group and pass.
+    """Returns the traffic of a rank's all-gathers of sharded parameters in a step: one batch per gather group and pass.
 
     Buckets with secondary shards are gathered over dp once, then inside nodes without quantization. Hosts exchange one
-    byte before the first forward, and agree once at the end of each forward; data ranks with unequal calls agree more
-    often than planned.
+    byte before the first forward, and agree once at the end of each forward. Data ranks that call different modules
+    agree more often than planned.
     """
     ranks, axis, rows = config.shards, config.grid(0).sharding, list[Traffic]()
     if ranks == 1:
@@ -352,8 +371,10 @@ def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
 
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
-    """Returns the traffic of gradients and parameters over dp, of partial gradients over tp, and of tied gradients over
-    pp.
+    """Returns a rank's traffic per step for gradients and parameters over dp, partial gradients over tp, and tied
+    gradients over pp.
+
+    ``rows``: all parameters of the rank.
     """
     sharded, tally, grid = config.zero_optimization.stage > 0, Tally(), config.grid(0)
     formats = wire_formats(config, precision)
@@ -385,7 +406,10 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
 
 
 def message_bytes(value: Value, form: ActivationFormat | None) -> int:
-    """Returns the bytes of a tensor, or of its gradient, in a message between stages."""
+    """Returns the bytes of a traced tensor, or of its gradient, in a message between pipeline stages.
+
+    ``form``: quantization format; None: tensors are sent unchanged.
+    """
     elements = prod(value.shape)
     if form is None or not value.grad or not form.shortens(value.dtype, elements):
         return value.bytes
@@ -393,7 +417,10 @@ def message_bytes(value: Value, form: ActivationFormat | None) -> int:
 
 
 def feedback_bytes(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], config: Config) -> int:
-    """Returns the bytes of error-feedback residuals for gradients that a stage sends; 0 without error feedback."""
+    """Returns the bytes of error-feedback residuals for the quantized gradients that ``stage`` sends to other ranks.
+
+    The number is 0 without error feedback. ``values``: traced tensors. ``ranks``: pipeline rank of every stage.
+    """
     form, here = pipeline_format(config), ranks[stage.stage]
     if form is None or not config.wire.error_feedback:
         return 0
@@ -412,8 +439,8 @@ def stage_traffic(
     """Returns the traffic of a stage over pp in a step: activations to later stages, and gradients of received
     activations.
 
-    ``ranks``: pipeline rank of every stage; stages of one rank send nothing to each other. ``form``: quantization
-    format.
+    ``values``: traced tensors. ``ranks``: pipeline rank of every stage; stages of one rank send nothing to each other.
+    ``form``: quantization format; None: tensors are sent unchanged.
     """
     here = ranks[stage.stage]
     targets = [number for number, to in stage.sends.items() for other in to if ranks[other] != here]
@@ -428,9 +455,10 @@ def stage_traffic(
 
 
 def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
-    """Returns the traffic of the control sum over the world, and of batch checks over replicas and expert groups.
+    """Returns a rank's traffic per step for the all-reduce of step totals over the world, and for checks of batches.
 
-    ``experts``: number of experts with counted tokens, over all layers.
+    The checks run over the replica and over the ranks that share experts. ``world``: number of ranks. ``experts``:
+    number of experts with counted tokens, over all layers.
     """
     tally, replica = Tally(), config.grid(0).size("replica")
     if world > 1:
@@ -449,7 +477,7 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
 
 
 def frozen_bytes(row: ShardRow, holder: ShardHolder, precision: Precision) -> int:
-    """Returns the bytes of a frozen parameter that a rank stores outside of buckets."""
+    """Returns the bytes of the frozen parameter ``row`` on the rank ``holder``, which stores it outside of buckets."""
     quantized = row.quantized_shape(holder)
     if quantized is not None:
         return quantized.bytes

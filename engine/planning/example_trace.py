@@ -37,10 +37,10 @@ from engine.program.program import Program
 
 
 class SharedSequences:
-    """Traces of an example as a context rank runs it.
+    """Traces of an example batch as a context rank runs it, with its part of each sequence.
 
-    Code that refuses a sharded sequence gets the full one in the next trace, and a model that passes a state along
-    positions gets neighbouring positions on each rank.
+    A trace can change the next one. Code that refuses a sharded sequence then gets the full one. If a model passes a
+    state along positions, each rank gets neighbouring positions.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SharedSequences:
         return self._ran.notes if isinstance(self._ran, ContextProgram) else ()
 
     def trace(self, stages: int, watch: CollectiveRecorder | None) -> ModelTrace:
-        """Returns the trace of one training microbatch; see :func:`trace_example`."""
+        """Returns the trace of one training microbatch for ``stages`` pipeline stages; see :func:`trace_example`."""
         while True:
             patches, needs = ForwardPatches(), None
             try:
@@ -100,7 +100,9 @@ class SharedSequences:
 
 
 def sends(watch: CollectiveRecorder, label: str) -> bool:
-    """Returns True if a collective with ``label`` was recorded, such as that of a recurrence's state."""
+    """Returns True if ``watch`` has recorded a collective with ``label``, such as the exchange of a recurrence's
+    state.
+    """
     return any(one.what.label == label for one in watch.sent)
 
 
@@ -112,10 +114,13 @@ def trace_example(
     material: Material | None = None,
     split: Split = "auto",
 ) -> ModelTrace:
-    """Returns the trace of one training microbatch; ``watch`` records the tensor-parallel traffic.
+    """Returns the trace of one training microbatch, the forward on shapes with the loss.
 
-    ``material`` receives the arguments of every module call. ``split``: ``parallel.split``; its modules are recorded as
-    calls even inside a block.
+    Args:
+        stages: number of pipeline stages.
+        watch: recorder of tensor-parallel and context-parallel traffic; None: no traffic is recorded.
+        material: receives the arguments of every module call.
+        split: ``parallel.split`` of the configuration; its modules are recorded as calls even inside a block.
 
     Raises:
         PlanError: the model cannot be traced; names the operation and its line.
@@ -138,8 +143,9 @@ def trace_example(
 
 
 def trace_rowwise(program: Program, example: Batch) -> tuple[RowwiseModule, ...]:
-    """Finds the modules that treat positions one by one, in the calls of a forward on shapes; none if the forward
-    cannot be traced.
+    """Finds the modules that treat positions one by one, such as an MLP, in the calls of a forward on shapes.
+
+    Returns () if the forward cannot be traced.
     """
     recorder = CallRecorder(program.model)
     try:
@@ -157,8 +163,8 @@ def _real(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Casts the model to the dtypes of the run inside this context, with the casts of ``keep_fp32`` modules. Parameters
-    may be placeholders.
+    """Opens a context in which the model has the dtypes of the run, with the casts of ``keep_fp32`` modules. Parameters
+    with a changed dtype are placeholders without values inside.
     """
     patches = ForwardPatches()
     put_casts(model, precision.kept, precision.compute, patches)

@@ -43,7 +43,7 @@ from engine.program.expert_load import chosen_experts, find_experts
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Plan of expert parallelism: the modules with experts that the ranks of the axis "ep" share."""
+    """Plan of expert parallelism: the MoE modules with experts divided among the ranks of the axis "ep"."""
 
     ranks: int
     routed: tuple[RoutedExperts, ...]
@@ -60,41 +60,45 @@ class ExpertPlan:
 
     @property
     def shared(self) -> tuple[RoutedExperts | ListedExperts, ...]:
-        """All modules with experts that ranks share."""
+        """All MoE modules with experts divided among ranks."""
         return (*self.routed, *self.listed)
 
     @property
     def dims(self) -> Mapping[str, int]:
-        """Dims of the parameters that stack experts along another dim than the first, by name."""
+        """Dim of the experts in each parameter that stacks experts along another dim than the first, by parameter
+        name.
+        """
         return {name: own.dim for each in self.routed for name, own in each.parameters.items() if own.dim}
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Distinct numbers of experts of a layer."""
+        """Numbers of experts per layer, each different number once."""
         return tuple(dict.fromkeys(each.experts for each in self.shared))
 
     @property
     def uncut(self) -> tuple[str, ...]:
-        """Names of the modules that own experts which tensor ranks do not cut."""
+        """Names of the modules with experts that tensor ranks store in full, not sharded along their width."""
         listed = (name for each in self.listed if not each.cut for name in each.names)
         return (*(each.name for each in self.routed if each.added is None), *listed)
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Names of the modules whose forwards communicate."""
+        """Names of the MoE modules that exchange token rows in their forward."""
         return tuple(each.name for each in self.shared)
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Names of parameters with a partial gradient on each tensor rank, since these ranks divide rows or the
-        experts' width.
+        """Names of parameters with a partial gradient on each tensor rank, because tensor ranks divide the rows or the
+        experts' width among them.
         """
         common = (f"{each.name}.{own}" for each in self.routed for own in each.common)
         return (*(name for each in self.routed for name in each.parameters), *common)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the banner: modules with experts that are whole on every rank or every tensor rank, and why."""
+        """Lines for the banner: modules with all experts on every rank, or with full experts on every tensor rank, and
+        the reason.
+        """
         everywhere = (
             f"parallel.expert: every rank holds all experts of {each.name}: {each.reason}" for each in self.unproven
         )
@@ -104,7 +108,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """Routers that read the experts of each row from a batch instead of choosing them."""
+    """Plan of router replay: the routers that read each row's experts from the batch instead of choosing them."""
 
     routers: tuple[tuple[RouterChoice, int], ...]
     """The routers in their order, each with the number of its layer."""
@@ -113,12 +117,12 @@ class ReplayPlan:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the routers."""
+        """Names of the routers, as in ``model.named_modules()``."""
         return tuple(choice.router for choice, _ in self.routers)
 
 
 def find_replay_plan(model: nn.Module, config: Config) -> ReplayPlan | None:
-    """Finds by trial the call with which each router of ``model`` chooses experts; None without ``router_replay``.
+    """Finds by trial runs the call with which each router of ``model`` chooses experts; None without ``router_replay``.
 
     Raises:
         ConfigError: the model has no experts.
@@ -161,14 +165,21 @@ def _numbered(routers: tuple[RouterChoice, ...], blocks: tuple[str, ...]) -> Rep
 
 
 def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) -> tuple[str, ...]:
-    """Returns the names of modules that handle the rows of all ranks: experts are shared, counted or replayed."""
+    """Returns the names of MoE modules and routers that share experts with other ranks, count tokens, or replay
+    choices.
+
+    ``shared``: plan of expert parallelism; None without it.
+    """
     replay = find_replay_plan(model, config)
     counted = find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else ()
     return (*(shared.blocks if shared else ()), *(replay.modules if replay else ()), *(each.name for each in counted))
 
 
 def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
-    """Finds the experts of ``model`` by structure and proves each kind by trial; None without ``parallel.expert``.
+    """Finds the experts of ``model`` by the structure of its modules, and proves in trial runs that each kind can be
+    divided.
+
+    Returns None without ``parallel.expert``.
 
     Raises:
         PlanError: the model has no experts that can be shared, or fewer than ranks.
@@ -196,10 +207,10 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
 
 
 def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ...]:
-    """Finds the biases by which the routers of ``model`` choose experts; none without ``router_bias_update_rate``.
+    """Finds the biases by which the routers of ``model`` choose experts; () without ``router_bias_update_rate``.
 
     Raises:
-        PlanError: no router has one.
+        PlanError: no router has such a bias.
     """
     if not config.router_bias_update_rate:
         return ()
@@ -276,10 +287,12 @@ def _missing(unproven: tuple[Unproven, ...]) -> str:
 def form_on_tensor_ranks(
     config: Config, model: nn.Module, example: Batch, plan: TensorPlan, shared: ExpertPlan
 ) -> tuple[TensorPlan, ExpertPlan]:
-    """Returns the tensor plan and the expert plan, completed by the experts that tensor ranks cut along their width.
+    """Decides which experts tensor ranks shard along their width; returns both plans, completed by these experts.
+
+    ``plan``: tensor plan of all other layers. ``shared``: plan of expert parallelism.
 
     Raises:
-        PlanError: ``parallel.expert_tensor`` is "cut", and a module's experts cannot be cut.
+        PlanError: ``parallel.expert_tensor`` is "cut", and a module's experts cannot be sharded.
     """
     wanted, ranks = config.parallel.expert_tensor, f"on {config.tp} tensor ranks"
     cut, reason = wanted == "cut", "parallel.expert_tensor"

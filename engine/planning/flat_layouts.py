@@ -30,7 +30,7 @@ from engine.zero.layout import FlatLayout, Item, Turn, build_layout
 
 @dataclass(frozen=True)
 class Users:
-    """Index from each parameter to the stages and gather groups that use it."""
+    """Index from each parameter to the pipeline stages and ZeRO 3 gather groups that use it."""
 
     stages_of_rank: tuple[tuple[int, ...], ...]
     partition: Partition | None
@@ -48,7 +48,8 @@ class Users:
     def turns(self, row: ShardRow, pp: int) -> tuple[Turn, ...]:
         """Returns the (stage, gather group) pairs for which pipeline rank ``pp`` gathers the parameter ``row``.
 
-        () if parameters are not sharded.
+        A gather group is a set of modules with parameters that are gathered together. Returns () if parameters are not
+        sharded.
         """
         if self.gathers is None:
             return ()
@@ -82,9 +83,9 @@ class Users:
 
 
 class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
-    """Flat layout of every grid position, each computed at its first use.
+    """Flat layouts (parameters in buckets) by grid position, each computed at its first use.
 
-    A rank uses only its own; all layouts of a large grid would take minutes.
+    A rank uses only its own layout; to compute all layouts of a large grid would take minutes.
     """
 
     def __init__(self, table: ShardTable, config: Config, precision: Precision, users: Users) -> None:
@@ -174,9 +175,10 @@ SHARDED_DTYPES = (
 def without_unread_heads(
     model: nn.Module, replacements: Sequence[Replacement], layouts: FlatLayouts
 ) -> tuple[tuple[Replacement, ...], tuple[str, ...]]:
-    """Returns ``replacements`` without lazy heads whose weight the loss cannot read, and a note for each of these.
+    """Removes language-model heads with chunked logits from ``replacements`` if the loss cannot read their weight.
 
-    The weight is on an earlier pipeline stage, or in a gather group that ZeRO 3 frees before the forward ends.
+    The loss cannot read a weight on an earlier pipeline stage, or one that ZeRO 3 frees before the forward ends.
+    Returns (remaining replacements, one note for each removed one).
     """
     users, names = layouts.users, {id(parameter): name for name, parameter in model.named_parameters()}
     stage = max(max(stages) for stages in users.stages_of_rank)

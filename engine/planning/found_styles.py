@@ -43,7 +43,9 @@ from engine.program.program import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStyles:
-    """Tensor-parallel styles found by a search, equal for every model of the same code and sizes."""
+    """Tensor-parallel styles of layers (column, row etc.) that a search has found; valid for every model of the same
+    code and sizes.
+    """
 
     patterns: Mapping[str, str]
     """Styles by name pattern, in the form of ``parallel.tensor_plan``."""
@@ -51,9 +53,8 @@ class FoundStyles:
     notes: tuple[str, ...]
 
     def plan(self, model: nn.Module, tp: int, sequence: bool = False) -> TensorPlan:
-        """Returns the tensor plan of ``model`` with these styles for ``tp`` ranks.
-
-        ``sequence``: sequence parallelism.
+        """Returns the tensor plan of ``model`` with these styles for ``tp`` ranks; ``sequence``: True for sequence
+        parallelism.
         """
         read = match_styles(model, self.patterns)
         plan = cut_model(model, read, tp, "found by zero patterns, proven", sequence)
@@ -65,15 +66,16 @@ class FoundStyles:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "FoundStyles":
-        """Returns the styles in ``data``, the bytes of ``to_bytes``."""
+        """Returns the styles from ``data``, which :meth:`to_bytes` has made."""
         read = json.loads(data)
         reasons = tuple(Reason(**reason) for reason in read["reasons"])
         return cls(patterns=read["patterns"], reasons=reasons, notes=tuple(read["notes"]))
 
 
 def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``styles`` with one pattern in place of names that differ only in numbers, if it matches no other
-    name.
+    """Returns ``styles``, from layer name to style, with one pattern in place of names that differ only in numbers.
+
+    A pattern is used only if all layers that it matches have the same style.
     """
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -91,13 +93,17 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class StylesCache:
-    """Folder of cached tensor-plan searches."""
+    """Folder of tensor-parallel styles that earlier searches have found, one file per search."""
 
     folder: Path
 
     @classmethod
     def of_environment(cls) -> "StylesCache | None":
-        """Returns the cache in TRINE_CACHE or its default folder; None if TRINE_CACHE is 0."""
+        """Returns the cache in the folder of the environment variable TRINE_CACHE, or in its default
+        ``~/.cache/trine``.
+
+        None if TRINE_CACHE is 0 or the user has no home folder.
+        """
         given = os.environ.get("TRINE_CACHE", "")
         if given == "0":
             return None
@@ -108,7 +114,7 @@ class StylesCache:
         return cls(root / "tensor_plans")
 
     def read(self, digest: str) -> FoundStyles | None:
-        """Returns the cached result for this digest; None if the file is missing or damaged."""
+        """Returns the cached styles of the search with this digest; None if the file is missing or damaged."""
         try:
             kept = json.loads(self._file(digest).read_text(encoding="utf-8"))
             found: str = kept["found"]
@@ -119,7 +125,7 @@ class StylesCache:
             return None
 
     def write(self, digest: str, found: FoundStyles) -> None:
-        """Stores the result of a search; a folder that is not writable is logged once."""
+        """Stores the styles of the search with this digest. If the folder is not writable, logs that."""
         text = found.to_bytes().decode()
         record = json.dumps({"digest": digest, "sha256": _sha256(text), "found": text})
         try:
@@ -142,7 +148,10 @@ class StylesCache:
 
 
 def kept_or_found(digest: Callable[[], str | None], find: Callable[[], FoundStyles]) -> FoundStyles:
-    """Returns the styles that are cached under ``digest()``, or else the result of ``find``, which it then stores."""
+    """Returns the styles that are cached under ``digest()``, or else the result of ``find()``, which it then stores.
+
+    Without a cache, or if ``digest()`` is None, nothing is stored.
+    """
     cache = StylesCache.of_environment()
     key = digest() if cache is not None else None
     if cache is None or key is None:
@@ -171,7 +180,7 @@ _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch
 
 
 class ProgramDigest:
-    """Digest of a program and an example batch, shared by searches with different settings.
+    """Digest of a program's code, model and example batch, shared by searches with different settings.
 
     ``known`` is False if some of the model's code is in no file, so that its changes could not be detected.
     """
@@ -181,7 +190,7 @@ class ProgramDigest:
         self.known = _take_program(self._digest, program, example)
 
     def of(self, settings: Mapping[str, Any]) -> str | None:
-        """Returns the digest of a search with ``settings``; None if ``known`` is False."""
+        """Returns the digest of a search with ``settings``, a text; None if ``known`` is False."""
         return self._digest.with_text(repr(sorted(settings.items()))) if self.known else None
 
 

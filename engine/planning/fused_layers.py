@@ -13,7 +13,9 @@ from engine.planning.plan import Plan
 
 
 def measured_overlap(config: Config, device: torch.device, card: str | None = None) -> OverlapChoices | None:
-    """Returns the cases in which overlap "auto" runs fused communication kernels on this GPU; None: no case.
+    """Returns the sizes for which overlap "auto" runs fused communication kernels, from measurements on this GPU type.
+
+    None if there is no such size, or overlap is not "auto".
 
     Args:
         card: GPU name by which all ranks choose, "" if kernels do not run on all ranks; None: this rank's GPU.
@@ -25,9 +27,11 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
 
 
 def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]:
-    """Returns one text for each pattern of layers with fused kernels, such as "PATTERN from 512 rows".
+    """Returns one text for each pattern of layers that run fused communication kernels, such as "PATTERN from 512
+    rows".
 
-    The number is the smallest number of rows of a microbatch for which the forward is fused.
+    The number is the smallest number of rows of a microbatch for which the forward is fused. ``measured``: measurements
+    of this GPU type; None: no layer is fused.
     """
     if measured is None:
         return ()

@@ -20,7 +20,8 @@ from engine.zero.wire_formats import WireFormats
 
 
 def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
-    """Returns the offload ratios, ascending, at which one more bucket of some layout moves to the host.
+    """Returns the values of ``offload_optimizer.ratio``, ascending, at which one more bucket of some layout moves to
+    the host.
 
     A ratio between two of them has the effect of the upper one.
     """
@@ -39,7 +40,9 @@ def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
 
 
 def smallest_ratio(layouts: Iterable[FlatLayout], fits: Callable[[float], bool]) -> float | None:
-    """Returns the smallest offload ratio for which ``fits`` is True; None if not even 1 fits."""
+    """Returns the smallest value of ``offload_optimizer.ratio`` for which ``fits`` is True; None if it is False even at
+    1.
+    """
     ratios = possible_ratios(layouts)
     first = bisect_left(ratios, True, key=fits)
     return ratios[first] if first < len(ratios) else None
@@ -54,9 +57,10 @@ def with_ratio(config: Config, ratio: float) -> Config:
 
 
 def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError:
-    """Returns the error for a memory limit (GiB) that ``rank`` exceeds even with all optimizer state on the host.
+    """Returns the error for a device memory limit of ``limit`` GiB that ``rank`` exceeds even with all optimizer state
+    on the host.
 
-    ``state``: remaining device bytes of ``rank`` by kind.
+    ``state``: bytes that remain on the device of ``rank``, by kind.
     """
     kinds = ", ".join(f"{kind} {count / 2**30:.3g}" for kind, count in state.items() if count)
     return PlanError(
@@ -67,7 +71,9 @@ def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError
 
 
 def refuse_unknown() -> PlanError:
-    """Returns the error about ratio "auto" for an optimizer with state of unknown size."""
+    """Returns the error for ``offload_optimizer.ratio`` "auto" with an optimizer of the script, because the size of its
+    state is unknown.
+    """
     return PlanError(
         'zero_optimization.offload_optimizer.ratio "auto" with an optimizer passed in code, whose state is not '
         "known before it is made; give a number from 0 to 1, or name the optimizer in the config."
@@ -75,7 +81,7 @@ def refuse_unknown() -> PlanError:
 
 
 def setting_notes(program: Program, config: Config, precision: Precision, formats: WireFormats) -> tuple[str, ...]:
-    """Returns all notes of a plan about its settings, one sentence each."""
+    """Returns all remarks of a plan about the user's settings, one sentence each, for the banner."""
     notes, model = list(config.notes), program.model
     if program.loss_fn is None and hasattr(model, "generate") and hasattr(model, "config"):
         notes.append(
@@ -114,7 +120,7 @@ def setting_notes(program: Program, config: Config, precision: Precision, format
 
 
 def unused_formats(config: Config, precision: Precision) -> list[str]:
-    """Returns notes about ``wire`` formats that shorten no message."""
+    """Returns notes about quantization formats under ``wire`` that shorten no message."""
     notes, computed = [], precision.compute or precision.autocast
     given = (("tensor", config.tp, config.wire.tensor), ("pipeline", config.pp, config.wire.pipeline))
     for axis, ranks, name in given:
@@ -129,7 +135,7 @@ def unused_formats(config: Config, precision: Precision) -> list[str]:
 
 
 def exact_weights(model: nn.Module, formats: WireFormats, precision: Precision) -> list[str]:
-    """Returns a note about weights that are sent unquantized although quantization is configured."""
+    """Returns a note about weights that are sent unquantized although weight quantization is configured."""
     if formats.weights is None:
         return []
     left = [

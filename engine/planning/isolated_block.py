@@ -34,7 +34,7 @@ _PLAIN = bool | int | float | str | None
 
 
 class Seconds(NamedTuple):
-    """Measured seconds of one forward and backward."""
+    """Measured seconds of one forward and backward of a block."""
 
     forward: float
     inputs: float
@@ -44,7 +44,7 @@ class Seconds(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Activation bytes of a block for one microbatch."""
+    """Activation bytes that a block stores for one microbatch."""
 
     kept: int
     """Bytes stored from forward to backward."""
@@ -53,9 +53,9 @@ class BlockBytes(NamedTuple):
 
 
 class IsolatedBlock:
-    """Copy of the module ``name`` of a model, which runs alone with recorded arguments to be measured.
+    """Copy of the module ``name`` of a model, which runs alone with recorded arguments, to measure its time and memory.
 
-    ``selective``: selective recomputation of the module, if the run uses it.
+    ``selective``: operators that selective recomputation stores; None if the module is not recomputed that way.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.
@@ -81,7 +81,7 @@ class IsolatedBlock:
             patches.wrap_forward(self._module, PatchLayer.RECOMPUTE, forward, "is recomputed in backward")
 
     def time(self, arguments: Arguments) -> Seconds:
-        """Runs forward and backward once; returns their seconds."""
+        """Runs forward and backward once with the recorded ``arguments``; returns their seconds."""
         return self._run(_Given(arguments, self._device), nullcontext())[0]
 
     def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:
@@ -124,7 +124,7 @@ class IsolatedBlock:
         return Seconds(forward, inputs, self._now() - begun), kept, left
 
     def close(self) -> None:
-        """Frees the copy at once; otherwise its reference cycle waits for the garbage collector."""
+        """Frees the copied module now, instead of at the next garbage collection."""
         self._patches.remove()
         vars(self._module).pop("forward", None)
 
@@ -175,14 +175,16 @@ class _Given:
 
 
 def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
-    """Returns True if the call reads parameters of other modules, or values outside its arguments."""
+    """Returns True if ``call`` reads parameters of other modules, or traced values that are not among its
+    ``arguments``.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
     return not known.issuperset(call.parameters) or reads_other_values(call, arguments)
 
 
 def reads_other_values(call: Call, arguments: Arguments) -> bool:
-    """Returns True if the call reads traced values outside its arguments, which hooks may add."""
+    """Returns True if ``call`` reads traced values that are not among its ``arguments``, as a forward hook may do."""
     leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
     return not {leaf.source for leaf in leaves if isinstance(leaf, Sample)}.issuperset(call.inputs)
 
@@ -194,11 +196,11 @@ def holds_objects(arguments: Arguments) -> bool:
 
 
 def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Arguments]) -> list[object]:
-    """Returns one signature per call; calls with equal signatures take equal time.
+    """Returns one signature per module call; calls with equal signatures take equal time.
 
-    A signature consists of the classes, tensor shapes and plain attributes of the unit, and of the shapes of its
-    arguments. Attributes that number layers are left out: they differ from the last number in the unit's name by a
-    constant.
+    ``units``: module name of each call. A signature consists of the classes, tensor shapes and plain attributes of the
+    module, and of the shapes of its arguments. Attributes that number layers are left out: they differ from the last
+    number in the module's name by a constant.
     """
     settings = {name: _settings(model.get_submodule(name)) for name in units}
     numbering = _numbering(model, settings)
@@ -248,7 +250,7 @@ def _shapes(arguments: Arguments) -> object:
 
 
 def is_sample(node: object) -> bool:
-    """Returns True if ``node``, an entry of a call's recorded arguments, stands for a traced tensor."""
+    """Returns True if ``node``, an entry of a call's recorded arguments, is the description of a traced tensor."""
     return isinstance(node, Sample)
 
 
@@ -257,7 +259,7 @@ def copy_block(
 ) -> nn.Module:
     """Returns a copy of module ``name`` on ``device`` with random weights, which shares no memory with the model.
 
-    ``left_out``: parameters, by name in the unit, that stay on the meta device.
+    ``left_out``: parameters that stay on the meta device, by their names within the module.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.

@@ -35,9 +35,9 @@ class IsolatedRunError(Exception):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Converts an exception of a copied module inside this context to :class:`IsolatedRunError`.
+    """Opens a context that converts an exception of a copied module to :class:`IsolatedRunError`.
 
-    Errors of the engine's own code and requests for a whole weight pass through.
+    Errors of the engine's own code and requests for all entries of a low-rank weight pass through.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def alone() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class MaterializedBlock:
-    """Float64 copy of a module with random weights."""
+    """Float64 copy of a module with random weights, on which a tensor plan is found or proven."""
 
     block: nn.Module
     givens: list[Given]
@@ -65,14 +65,14 @@ class MaterializedBlock:
 
     @property
     def fits_whole(self) -> bool:
-        """True if low-rank weights exist and are small enough to be drawn in full."""
+        """True if the block has low-rank weights, and all their entries together are few enough to be drawn."""
         sizes = [parameter.numel() for name, parameter in self.block.named_parameters() if name in self.low_rank]
         return 0 < sum(sizes) <= MOST_WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaterializedUnit:
-    """Module of the model, from which float64 blocks are made."""
+    """Module of the model, of which float64 copies with random weights are made."""
 
     model: nn.Module
     name: str
@@ -149,7 +149,7 @@ def _draw_low_rank(block: nn.Module, names: Collection[str], generator: torch.Ge
 
 
 def in_float64(arguments: Arguments) -> Arguments:
-    """Returns the arguments of a call with all floating tensors in float64."""
+    """Returns the recorded arguments of a call, with float64 as the dtype of every floating-point traced tensor."""
 
     def widen(leaf: Any) -> Any:
         drawn = isinstance(leaf, Sample) and leaf.dtype.is_floating_point

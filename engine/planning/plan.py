@@ -81,7 +81,7 @@ from engine.zero.optim.rules.layerwise import LayerRoutes
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Grid, shard table, flat layouts, partition, schedule and budgets of one run."""
+    """Plan of one run: grid, shard table, flat layouts (buckets), partition, schedule and budgets."""
 
     config: Config
     table: ShardTable
@@ -131,16 +131,17 @@ class Plan:
         return self.config.grid(rank)
 
     def layout(self, coord: Coord) -> FlatLayout:
-        """Returns the flat layout of the parameters (their buckets) at the grid position ``coord``."""
+        """Returns the flat layout at the grid position ``coord``: the parameters of that rank in buckets."""
         return self.layouts[self.grid(0).holder(coord)]
 
     def hosted(self, coord: Coord) -> frozenset[int]:
-        """Returns the indices of the trained buckets that the CPU updates at the grid position ``coord``."""
+        """Returns the indices of the trained buckets at the grid position ``coord`` that the CPU updates."""
         return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
-        """Returns the pipeline rank with the current value of a module buffer: the last that writes it or runs its
-        module.
+        """Returns the pipeline rank that has the current value of the module buffer ``name`` after a forward.
+
+        It is the last rank that writes the buffer or runs its module.
         """
         if self.partition is None or self.trace is None:
             return 0
@@ -156,8 +157,9 @@ class Plan:
         return forward_only(self.schedule.stages_of_rank, microbatches)
 
     def steps_of(self, microbatches: int) -> Schedule:
-        """Returns the training schedule of this kind for another number of microbatches; all forwards, then all
-        backwards, for numbers that the kind does not have.
+        """Returns the training schedule of this plan's kind for another number of microbatches.
+
+        If the kind has no schedule for this number, all forwards come first, then all backwards.
         """
         if microbatches == self.schedule.microbatches:
             return self.schedule
@@ -179,12 +181,12 @@ class Plan:
 
     @property
     def places(self) -> str:
-        """Text of the stages on each rank; equal for two plans if and only if equal stages are on equal ranks."""
+        """Text of the stages on each rank; two plans with equal texts have the same stages on the same ranks."""
         return "" if self.partition is None else f"{self.partition.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of pipeline ranks that share tied parameters, in the same order on all ranks."""
+        """Groups of pipeline ranks that share a tied parameter, in the same order on all ranks."""
         return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
 
     @property
@@ -210,7 +212,7 @@ class Plan:
         )
 
     def traffic_of(self, rank: int, counts: Sequence[int]) -> tuple[Traffic, ...]:
-        """Returns the planned traffic of ``rank`` in a step with ``counts`` microbatches on the data ranks."""
+        """Returns the planned traffic of ``rank`` in one step; ``counts``: number of microbatches of each data rank."""
         grid = self.grid(rank)
         own = counts[grid.row_rank]
         met = max(counts) if meets_each_microbatch(self.config) else max(own, 1)
@@ -220,7 +222,7 @@ class Plan:
         return replace(self, config=config, schedule=self.steps_of(met))._traffic(grid.coord(), own)
 
     def state(self, coord: Coord) -> StateBytes:
-        """Returns the bytes of state between steps at a grid position, by memory and kind."""
+        """Returns the bytes of state between steps at the grid position ``coord``, by memory and kind."""
         holder = self.grid(0).holder(coord)
         rows = self.table.held_by(holder)
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
@@ -258,7 +260,7 @@ class Plan:
 
     @cached_property
     def matrix_owners(self) -> MatrixOwners | None:
-        """Owner ranks of the matrices that optimizers such as Muon update as a whole; None if there are none."""
+        """Owner ranks of matrices that optimizers like Muon update as a whole; None without such matrices."""
         if self.own_rule is not None:
             own: dict[int, MatrixRule] = dict.fromkeys(range(len(self.groups)), self.own_rule)
             refuse_experts(self.table, own)
@@ -268,12 +270,12 @@ class Plan:
         return MatrixOwners(self.config, self.table.rows, rules, self.layouts) if rules else None
 
     def factors(self, coord: Coord) -> FactorRoutes | None:
-        """Returns the reductions of Adafactor at a grid position; None if it updates no parameter there."""
+        """Returns Adafactor's all-reduces at grid position ``coord``; None if it updates no parameter there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
         return factor_routes(self._summed(coord), groups, self.config)
 
     def layers(self, coord: Coord) -> LayerRoutes | None:
-        """Returns the norm reductions of LAMB and LARS at a grid position; None if they update no parameter there."""
+        """Returns the norm all-reduces of LAMB and LARS at position ``coord``; None if they update nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.layerwise)
         return layer_routes(self._summed(coord), groups, self.config)
 
@@ -282,7 +284,7 @@ class Plan:
         return (row for row in self.table if coord.pp in row.owners)
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
-        """Returns the all-gathers of sharded parameters at a grid position; None below ZeRO 3."""
+        """Returns the all-gathers of sharded parameters at the grid position ``coord``; None below ZeRO 3."""
         if self.gather_groups is None:
             return None
         zero, layout, stages = self.config.zero_optimization, self.layout(coord), self.stages(coord.pp)
@@ -298,7 +300,7 @@ class Plan:
 
     @property
     def tensor_traffic(self) -> Mapping[int, Tally]:
-        """Traffic of a rank with the first positions over tp and cp for one microbatch, by stage."""
+        """Traffic over tp and cp for one microbatch by stage, of the context rank with the first positions."""
         return self.layer_traffic[0] if self.layer_traffic else {}
 
     def _is_fed(self, stage: int) -> bool:
@@ -333,12 +335,12 @@ class Plan:
 
 
 def stages_wanted(config: Config) -> int:
-    """Returns the number of stages for which the model is traced; schedule "auto" starts with one per rank."""
+    """Returns the number of pipeline stages for which the model is traced; schedule "auto" starts with one per rank."""
     return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
 
 
 def build_plan(config: Config, request: PlanRequest) -> Plan:
-    """Returns the plan of a run of ``request.program.model``; reads only shapes, dtypes and names.
+    """Returns the plan of a training run of ``request.program.model``; reads only shapes, dtypes and names.
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
@@ -473,7 +475,7 @@ def _division(
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
-    """Raises before the first batch for settings that ``build_plan`` would reject for any batch."""
+    """Raises, before the first batch, for settings that ``build_plan`` would reject with any batch."""
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)

@@ -48,7 +48,7 @@ class _UnmeasuredError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of a model's module calls, in seconds or FLOPs; equal on every rank."""
+    """Costs of the module calls of one microbatch, in seconds or FLOPs; equal on every rank."""
 
     units: tuple[str, ...]
     """Module name of each call."""
@@ -60,7 +60,7 @@ class Costs:
     """Type of the measured device; empty if none was measured."""
 
     def transfer_seconds(self, count: float) -> float:
-        """Returns the estimated seconds to send ``count`` bytes to the next rank; 0 if the costs are FLOPs."""
+        """Returns the estimated seconds to send ``count`` bytes to the next pipeline rank; 0 if the costs are FLOPs."""
         latency, bytes_a_second = expected_link(self.device)
         return latency + count / bytes_a_second if self.measured else 0.0
 
@@ -70,13 +70,13 @@ class Costs:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Costs":
-        """Returns the costs from the bytes of ``to_bytes``."""
+        """Returns the costs from ``data``, which :meth:`to_bytes` has made."""
         read = json.loads(data)
         calls = tuple(MicrobatchCost(**call) for call in read["calls"])
         return cls(tuple(read["units"]), calls, read["measured"], tuple(read["notes"]), read["device"])
 
     def check(self, trace: ModelTrace) -> None:
-        """Raises if the costs were measured for other module calls.
+        """Checks that the costs were measured for the module calls of ``trace``.
 
         Raises:
             PlanError: the calls of ``trace`` differ from the measured ones.
@@ -89,20 +89,22 @@ class Costs:
 
 
 def needs_profiling(config: Config) -> bool:
-    """Returns True if the plan needs measured seconds of module calls."""
+    """Returns True if the plan needs measured seconds of module calls: to balance stages by time, or for schedule
+    "auto".
+    """
     return config.pp > 1 and (config.parallel.balance == "time" or config.parallel.schedule == "auto")
 
 
 def flop_costs_only(trace: ModelTrace) -> Costs:
-    """Returns the costs of a trace in FLOPs, without measurement."""
+    """Returns the costs of the module calls of ``trace`` in FLOPs, without measurement."""
     note = "no call was measured, so that FLOPs stand for seconds"
     return Costs(tuple(call.unit for call in trace.calls), flop_costs(trace), measured=False, notes=(note,))
 
 
 def profile_run(program: Program, example: Batch, config: Config, stages: int, device: torch.device) -> Costs:
-    """Measures the calls of one training microbatch on ``device``, without communication; the model is unchanged.
+    """Measures time and memory of the module calls of one training microbatch on ``device``.
 
-    ``stages``: number of stages, as in the plan.
+    Communicates nothing, and leaves the model unchanged. ``stages``: number of pipeline stages, as in the plan.
 
     Raises:
         PlanError: the model cannot be traced.
@@ -128,9 +130,10 @@ def measure_calls(
     run: tuple[Precision, torch.device],
     ways: Mapping[str, Selective] = MappingProxyType({}),
 ) -> Costs:
-    """Measures the module calls of ``trace`` with the arguments in ``material``; ``run``: precision and device.
+    """Measures the module calls of ``trace`` with the arguments in ``material``, recorded when the model was traced.
 
-    ``ways``: modules with selective recomputation; no other module is recomputed.
+    ``run``: precision and device. ``ways``: selective recomputation of modules, by module name; no other module is
+    recomputed. Returns FLOPs instead of seconds if no call could be measured.
     """
     _, device = run
     units = tuple(call.unit for call in trace.calls)

@@ -35,9 +35,10 @@ _Styles = Mapping[str, Style]
 
 
 def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True) -> tuple[str, ...]:
-    """Proves a configured tensor plan block by block.
+    """Proves a tensor plan of the configuration for ``tp`` ranks, by a comparison of sharded and full blocks on random
+    weights.
 
-    ``low_rank``: large matrices are low-rank random products.
+    ``low_rank``: True to draw large matrices as products of two thin random ones.
 
     Returns:
         One sentence for each part of the plan that cannot be proven.
@@ -131,9 +132,10 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """Returns the layers outside blocks without which the plan's forward succeeds; all of them if no removal helps.
+    """Returns the names of the layers outside blocks without which the plan's forward succeeds.
 
-    Layers of one parallel region are removed together. ``failure(plan)`` runs the forward and returns its error.
+    ``failure``: function that runs the forward of a plan and returns its error, or None. Layers of one parallel region
+    are removed together. If no removal helps, returns all layers outside blocks.
     """
     styles, blocks = match_styles(model, plan.patterns), find_units(model).blocks
     outside = [name for name in styles if not any(is_inside(name, block) for block in blocks)]

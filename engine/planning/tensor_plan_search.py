@@ -49,7 +49,7 @@ _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Module that stands for a group of equal modules in the search of a tensor plan."""
+    """Module that represents a group of equal modules in the search of a tensor plan."""
 
     name: str
     arguments: tuple[Arguments, ...]
@@ -63,21 +63,21 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class CalledModules:
-    """Ids of modules that a forward has called."""
+    """Record of the modules that forwards have called, by ``id(module)``."""
 
     all: set[int] = field(default_factory=set)
     counting: set[int] = field(default_factory=set)
     """Ids of embeddings whose input is consecutive positions."""
 
     def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Records the call of ``module``; used as forward pre-hook."""
+        """Records a call of ``module`` with positional arguments ``args``; used as a forward pre-hook."""
         self.all.add(id(module))
         if isinstance(module, nn.Embedding) and args and _counts(args[0]):
             self.counting.add(id(module))
 
 
 class SearchedProgram:
-    """Program and example batch of a search; searches for several tensor sizes share its traces and digest."""
+    """Program and example batch of tensor-plan searches, which share its traces and digest for all numbers of ranks."""
 
     def __init__(self, program: Program, example: Batch) -> None:
         self.program, self.example = program, example
@@ -86,13 +86,13 @@ class SearchedProgram:
 
     @cached_property
     def digest(self) -> ProgramDigest:
-        """Digest of everything on which a search depends, except its settings."""
+        """Digest of model, code and example batch: everything on which a search depends but its settings."""
         return ProgramDigest(self.program, self.example)
 
     def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True, whole: _Names = ()) -> FoundStyles:
-        """Returns tensor-parallel styles of layers for ``tp`` tensor ranks.
+        """Searches tensor-parallel styles (column, row etc.) of the model's layers for ``tp`` tensor ranks.
 
-        ``sequence``: sequence parallelism. ``low_rank``: draws large matrices of low rank. ``whole``: may stay uncut.
+        ``sequence``: sequence parallelism. ``low_rank``: draw large matrices low-rank. ``whole``: may stay unsharded.
 
         Raises:
             PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
@@ -111,9 +111,9 @@ class SearchedProgram:
         return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 
     def trace(self, length: int) -> "tuple[_Followed, str]":
-        """Returns the trace of a shortened example that the model accepts, and a note if it accepts none.
+        """Returns (trace of the example cut to ``length`` tokens, ""), or (trace of the full example, the reason).
 
-        A model may need its full length (image tokens, windows), so the last one tried is the full example.
+        Some models need their full length (image tokens, windows).
         """
         few = self.program.rows.take_rows(self.example, 0, ROWS)
         found, refused = self._tried(few, length)
@@ -127,7 +127,7 @@ class SearchedProgram:
         return whole, note if refused else ""
 
     def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
-        """Returns call arguments for a shorter text, or None and the reason why there is none."""
+        """Returns (arguments of all module calls at about half the tokens, ""); or (None, the reason)."""
         lengths = [t.shape[1] for _, t in named_tensors(followed.example) if t.ndim >= 2 and not t.is_floating_point()]
         if not lengths:
             return None, ""
@@ -156,9 +156,9 @@ class SearchedProgram:
 
 
 def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
-    """Returns blocks that share a layer with another block, and blocks that share a parameter with one of these.
+    """Returns the names in ``blocks`` of blocks that cannot be sharded independently.
 
-    Such blocks cannot be sharded independently.
+    They share a layer with another block, or share a parameter with such a block.
     """
     modules = {name: model.get_submodule(name) for name in blocks}
     holders: dict[int, set[int]] = {}
@@ -186,8 +186,8 @@ class _InTheOpen:
 
 @contextmanager
 def search_conditions(model: nn.Module) -> Iterator[None]:
-    """Restores weights and random states after a search: reading a weight may change it (spectral norm), and random
-    numbers must stay equal on all ranks.
+    """Opens a context with a fixed random seed; restores weights and random states at its end. A read may change a
+    weight (spectral norm), and random states must stay equal on all ranks.
     """
     # a backward runs what it recomputes outside the arithmetic of a proof
     with (
@@ -200,7 +200,7 @@ def search_conditions(model: nn.Module) -> Iterator[None]:
 
 
 def local_name(unit: str, name: str) -> str:
-    """Returns the name of a module relative to ``unit``; "" for the unit itself."""
+    """Returns the module name ``name`` relative to ``unit``, a module around it; "" for ``unit`` itself."""
     return name[len(unit) + 1 :]
 
 
@@ -218,7 +218,7 @@ class DistinctUnits:
 
 
 def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
-    """Returns the distinct modules of a model that have more than one layer.
+    """Returns one module of each group of equal modules in the example's forward, except modules without submodules.
 
     Raises:
         PlanError: the model cannot be traced.
@@ -322,7 +322,7 @@ def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp
 
 @contextmanager
 def calls_of_modules(called: CalledModules) -> Iterator[None]:
-    """Records the modules called inside this context in ``called``."""
+    """Opens a context that records in ``called`` every module that is called inside."""
     hook = register_module_forward_pre_hook(called.note)
     try:
         yield

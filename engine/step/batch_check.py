@@ -30,8 +30,13 @@ _MOVED, _TRAINS = 61, 62
 def take_batch(
     take: Callable[[], list[Batch]], comm: Comm, device: torch.device, moved: bool = False
 ) -> tuple[list[Batch], BaseException | None, bool]:
-    """Returns the microbatches of a step, the error if the batch is bad on any rank of the replica, and True if
-    attributes of the model have changed on any of its ranks (``moved``: on this rank).
+    """Takes the microbatches of a step by calling ``take``, and compares them on all ranks of the replica.
+
+    A replica is all ranks of one full copy of the model. ``moved``: True if attributes of the model have changed on
+    this rank.
+
+    Returns (microbatches, problem, moved anywhere). The problem is the error of ``take`` or of the comparison, or None.
+    The last value is True if ``moved`` was True on any rank of the replica.
 
     Raises:
         EngineError: a rank of the replica did not take part, or has ended.
@@ -55,15 +60,16 @@ def take_batch(
 def check_batch(
     microbatches: Sequence[Batch], problem: BaseException | None, comm: Comm, device: torch.device, moved: bool = False
 ) -> bool:
-    """Compares the batches of all ranks of a replica: one all-gather of 8 bytes a rank, label "batch check".
+    """Compares the batches of all ranks of a replica, which is all ranks of one full copy of the model.
 
-    Also compares the grad mode, because ranks that train and ranks that evaluate call different collectives.
+    Sends one all-gather of 8 bytes a rank over the replica, label "batch check". Also compares the grad mode, because
+    ranks that train and ranks that evaluate call different collectives.
 
-    ``problem``: exception that left this rank without a batch; the other ranks then raise too. ``moved``: attributes of
-    the model have changed on this rank. Returns True if they have on any rank of the replica.
+    ``problem``: exception that left this rank without a batch; the other ranks then raise too. ``moved``: True if
+    attributes of the model have changed on this rank. Returns True if ``moved`` was True on any rank of the replica.
 
     Raises:
-        EngineError: on every rank of the replica, if batches or calls differ or a rank has no batch.
+        EngineError: on every rank of the replica, if batches or grad modes differ or a rank has no batch.
     """
     ranks = comm.grid.size("replica")
     if ranks == 1:
@@ -99,12 +105,13 @@ def check_batch(
 
 
 def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm, device: torch.device) -> None:
-    """Compares the traced paths of the ranks of a replica: one all-gather of 8 bytes a rank, label "path check".
+    """Checks that all ranks of a replica traced the same path through the model's modules.
 
-    ``problem``: exception that this rank's traces have raised; the other ranks then raise too.
+    ``paths``: hash of each traced forward of this rank (``TracedForward.digest``). ``problem``: exception that this
+    rank's traces have raised; the other ranks then raise too. One all-gather of 8 bytes a rank, label "path check".
 
     Raises:
-        EngineError: on every rank of the replica, if their paths differ or do not fit the stages on some of them.
+        EngineError: on every rank of the replica, if the paths differ, or do not fit the pipeline stages on some ranks.
     """
     digest = _REFUSED if problem is not None else zlib.crc32(repr(list(paths)).encode())
     mine = torch.tensor([digest], dtype=torch.int64)
@@ -122,10 +129,11 @@ def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm,
 
 
 def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str | None:
-    """Returns the name of the first saved floating buffer (running statistics, averages) whose content differs between
-    data ranks; None if all agree.
+    """Returns the name of the first persistent floating-point buffer with content that differs between data ranks; None
+    if all agree.
 
-    One all-gather of 8 bytes a buffer over axis dp, label "buffer check"; none without such buffers. Collective.
+    Such buffers are running statistics or averages, for example. Collective: one all-gather of 8 bytes a buffer over
+    axis dp, label "buffer check"; none without such buffers.
     """
     unsaved = {id(m._buffers[leaf]) for m in model.modules() for leaf in m._non_persistent_buffers_set}
     buffers = {name: b for name, b in model.named_buffers() if id(b) not in unsaved and b.is_floating_point()}
@@ -138,15 +146,18 @@ def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str 
 
 
 def small_digest(microbatches: Sequence[Batch]) -> int:
-    """Returns a hash of the batch from 1 to 2^20, so that sums of its squares are exact in fp64 over any number of
-    ranks.
+    """Returns a hash of a step's microbatches, an integer from 1 to 2^20.
+
+    The range is small so that sums of squared hashes are exact in fp64 over any number of ranks.
     """
     return _digest(microbatches) % (2**20 - 3) + 1
 
 
 def glimpse(microbatch: Batch) -> int | None:
-    """Returns a hash of names, shapes and the first 4 KiB of each tensor; None without tensors, or if one is on a
-    GPU.
+    """Returns a cheap hash of a microbatch, from the name, shape, dtype and first 4 KiB of each tensor.
+
+    None if the microbatch has no tensors, or if one of them is on a GPU. The content of a non-contiguous tensor is
+    ignored.
     """
     found: int | None = None
     for name, tensor in named_tensors(microbatch):

@@ -28,7 +28,7 @@ _NOTHING = RankSchedule((), (), ())
 
 @dataclass(frozen=True, slots=True)
 class StepCount:
-    """Numbers that this rank needs for a step."""
+    """Counts that a rank needs for a step in which data ranks may have different numbers of microbatches."""
 
     scheduled: int
     """Microbatches of the schedule, with those that this rank lacks."""
@@ -39,7 +39,9 @@ class StepCount:
 
 
 class StepCounts:
-    """Agreement of data ranks on the numbers of their microbatches, and schedules for these numbers."""
+    """Counts of microbatches for steps in which data ranks may have different numbers, and this rank's schedules for
+    them.
+    """
 
     def __init__(self, plan: Plan, comm: Comm, device: torch.device) -> None:
         self._plan, self._comm, self._device = plan, comm, device
@@ -47,10 +49,14 @@ class StepCounts:
         """Actions of this rank, by number of microbatches and True for training."""
 
     def agree(self, own: int, rows: int, problem: BaseException | None) -> StepCount:
-        """Gathers numbers of microbatches and rows: one all-gather of 16 bytes a rank over dp, label "microbatches".
+        """Gathers the numbers of microbatches (``own``) and of rows (``rows``) of all data ranks; returns the counts of
+        the step.
+
+        One all-gather of 16 bytes a rank over dp, label "microbatches". ``problem``: exception that left this rank
+        without a batch, or None.
 
         Raises:
-            EngineError: another data rank has a bad batch, or no rank has a microbatch; on all ranks.
+            EngineError: a data rank has a ``problem``, or no rank has a microbatch; on all ranks.
         """
         grid = self._comm.grid
         mine = torch.tensor([own if problem is None else _NO_BATCH, rows])
@@ -68,7 +74,10 @@ class StepCounts:
         return StepCount(scheduled, before, sum(all_rows))
 
     def row(self, microbatches: int, trains: bool) -> RankSchedule:
-        """Returns this rank's actions for a number of microbatches, which may be 0; of an evaluation, forwards only."""
+        """Returns this rank's pipeline actions for a step of ``microbatches`` microbatches, which may be 0.
+
+        ``trains``: False for an evaluation, which has forwards only.
+        """
         if not microbatches:
             return _NOTHING
         if (found := self._rows.get((microbatches, trains))) is None:

@@ -17,17 +17,17 @@ _BYTES = 384
 
 
 class OtherRankError(EngineError):
-    """Error raised on this rank because another rank has failed; the other rank's error has the cause."""
+    """Error raised on this rank only because another rank has failed. The cause is in the error of that other rank."""
 
 
 def problem_of_any(
     problem: BaseException | None, comm: Comm, device: torch.device, gathers: bool
 ) -> BaseException | None:
-    """Returns this rank's error before a step, or one that stands for another data rank's; None if no rank has one.
+    """Returns the error with which this rank refuses a step before its first forward; None if the step can begin.
 
-    Ranks that gather parameters (``gathers``, ZeRO 3) or dispatch tokens must not begin if one of them has no batch.
-    Ranks that gather exchange one byte between hosts, without GPU synchronization; ranks that share experts all-reduce
-    8 bytes over the axis "ep".
+    The error is ``problem``, this rank's own, or else an :class:`OtherRankError` if another data rank has one. Ranks
+    exchange it only if their forwards depend on each other. With ZeRO 3 (``gathers``), hosts exchange one byte, without
+    GPU synchronization. Ranks that share experts all-reduce 8 bytes over the axis "ep".
     """
     failed = problem is not None
     if gathers:
@@ -44,9 +44,9 @@ def problem_of_any(
 
 
 def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.device) -> BaseException:
-    """Returns the error to raise on this rank after a step failed somewhere: its own, or else one that names the failed
-    ranks.
+    """Returns the error to raise on this rank after a step has failed on any rank.
 
+    It is ``problem``, this rank's own error, or else an error that names the failed ranks and quotes the first error.
     Collective over the world: one all-gather of 384 bytes a rank, label "failed ranks".
     """
     own = problem if not isinstance(problem, OtherRankError) else None
@@ -67,10 +67,12 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
 
 
 def note_failure(call: str, error: BaseException, comm: Comm, alike: bool) -> EngineError | None:
-    """Records that the engine method ``call`` has failed on this rank while other ranks may still run it.
+    """Records that the engine method ``call`` has raised ``error`` on this rank while other ranks may still run it.
 
-    ``alike``: the engine stays usable if all ranks fail at the same call, see :class:`FailedCalls`. Returns the error
-    of the rank that failed first, if ``error`` only follows from it; None if ``error`` began on this rank.
+    ``alike``: True if the engine stays usable when all ranks fail at the same call, see :class:`FailedCalls`.
+
+    Returns an error that names the rank that failed first, if ``error`` is only a lost connection to that rank. Returns
+    None if ``error`` began on this rank.
     """
     comm.failed(call, error, alike)
     return comm.failures.sentence(error)

@@ -27,11 +27,11 @@ _AT_ONCE = 1 << 22
 
 
 class CountsUpdates(Protocol):
-    """Interface of the runner of steps."""
+    """Interface of an object that counts weight updates, such as :class:`StepRunner`."""
 
     @property
     def made(self) -> int:
-        """Number of updates so far."""
+        """Number of weight updates so far."""
 
 
 class _Date(NamedTuple):
@@ -44,11 +44,11 @@ class _Date(NamedTuple):
 
 
 class ForwardDates:
-    """Checks that refuse the backward of a forward if weights have changed since that forward.
+    """Guard that makes a backward raise if weights have changed since its forward.
 
     Args:
-        updates: its ``made`` counts updates.
-        calls: calls of a pipeline; None without one.
+        updates: counter of weight updates (``made``).
+        calls: forwards on a pipeline, which have a counter of their own; None without a pipeline.
     """
 
     def __init__(self, updates: CountsUpdates, calls: PipelineCalls | None) -> None:
@@ -57,8 +57,10 @@ class ForwardDates:
         """The date of the weights that the model has, if these are not the newest."""
 
     def note(self, output: Any) -> None:
-        """Makes a backward that reaches ``output`` raise if weights have changed by then. The check of torch covers
-        only weights that the autograd graph has saved.
+        """Makes a later backward through ``output``, the output of a forward, raise if weights have been updated by
+        then.
+
+        torch's own check covers only weights that the autograd graph has saved.
         """
         made = self._made
 
@@ -72,18 +74,20 @@ class ForwardDates:
                     leaf.register_hook(check)  # type: ignore[no-untyped-call]
 
     def expire(self) -> None:
-        """Marks earlier calls of a pipeline as stale."""
+        """Makes backwards of all earlier ``eng(batch)`` on a pipeline raise; does nothing without a pipeline."""
         if self._calls is not None:
             self._calls.updates += 1
 
     @property
     def now(self) -> _Date:
-        """Date of a forward that has just run."""
+        """Date of a forward that runs now: the numbers of weight updates and of calls of ``expire`` so far."""
         return _Date(self._made, self._calls.updates if self._calls is not None else 0)
 
     @contextmanager
     def at(self, date: _Date) -> Iterator[None]:
-        """Accepts, inside the context, only backwards of forwards of ``date``."""
+        """Opens a context in which only backwards of forwards with this ``date`` are accepted; ``date`` is an earlier
+        ``now``.
+        """
         newest, self._given = self.now, date
         try:
             if self._calls is not None:
@@ -100,7 +104,9 @@ class ForwardDates:
 
 
 class HeldWeights:
-    """Handle to one version of the weights on this rank, which exists until no reference to the handle is left."""
+    """Handle to one version of the weights on this rank. The version exists until the last reference to the handle is
+    gone.
+    """
 
     def __init__(self, part: "WeightHolds", dates: ForwardDates) -> None:
         self._part, self._dates, self._date = part, dates, dates.now
@@ -118,7 +124,7 @@ class HeldWeights:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Puts this version of the weights into the model inside the context, for backwards of forwards that have used
+        """Opens a context in which the model has this version of the weights, for backwards of forwards that have used
         it.
 
         Gradients add up as always, and the next update applies them to the newest weights. No forward may run inside.
@@ -129,7 +135,9 @@ class HeldWeights:
 
 
 class WeightHolds(StepPart):
-    """Step part that copies the weights before they change, if a :class:`HeldWeights` refers to them."""
+    """Hooks around a training step that copy the weights before they change, if a :class:`HeldWeights` refers to
+    them.
+    """
 
     order = PartOrder.HELD
 
@@ -139,7 +147,10 @@ class WeightHolds(StepPart):
         """Holds of the weights that the model has."""
 
     def hold(self, dates: ForwardDates) -> HeldWeights:
-        """Returns a handle to the present weights, the same one until they change; copies nothing yet."""
+        """Returns a handle to the present weights; calls without an update in between return the same handle.
+
+        Copies no weights yet. ``dates``: guard of the forwards that used these weights.
+        """
         now = self.versions()
         for known in self._present:
             if known.versions == now:
@@ -153,12 +164,16 @@ class WeightHolds(StepPart):
         return tuple(parameter._version for parameter in self._parameters())
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Copies the weights if a handle refers to them; returns the error of the step, if any."""
+        """Copies the weights before the update if a handle refers to them; returns ``step.problem``, the error of the
+        step, or None.
+        """
         self._copy_held()
         return step.problem
 
     def changing(self) -> AbstractContextManager[None]:
-        """Copies the weights if a handle refers to them, before a load or the user overwrites them."""
+        """Copies the weights if a handle refers to them, before a load or the user overwrites them; returns an empty
+        context.
+        """
         self._copy_held()
         return nullcontext()
 
@@ -172,7 +187,9 @@ class WeightHolds(StepPart):
 
     @contextmanager
     def restored(self, held: HeldWeights) -> Iterator[None]:
-        """Swaps the copied weights of a handle into the model inside the context, and the newest ones back after it."""
+        """Opens a context in which the model has the copied weights of ``held``; afterwards it has the newest weights
+        again.
+        """
         newest = self.versions()
         self._exchange(held, held.versions)
         try:

@@ -50,8 +50,9 @@ class MicrobatchRunner:
             step.check_trace = self.trace_again
 
     def again(self, step: StepState) -> "MicrobatchRunner":
-        """Returns a runner with copies of the microbatches, for a second run, because a model may write into its
-        input.
+        """Returns a runner for a second run of the same microbatches, which adds its sums to ``step``.
+
+        It has copies of the microbatches, because a model may write into its input.
         """
         copies = [map_tensors(microbatch, torch.clone) for microbatch in self._microbatches]
         return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind, self.scheduled)
@@ -61,14 +62,19 @@ class MicrobatchRunner:
         return microbatch >= len(self._microbatches)
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the stage's plan and the microbatch's traced tensors, with the shapes of received and sent ones."""
+        """Returns the plan of ``stage`` and the traced tensors of ``microbatch``, which give the shapes of its
+        messages.
+        """
         if self._runtime.pipeline is None or self._lacks(microbatch):
             return _ALONE
         traced = self._trace(microbatch)
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def trace_all(self) -> None:
-        """Traces every microbatch before anything is sent, so that a failed trace leaves no other rank waiting.
+        """Traces the forward of every microbatch before anything is sent, so that a failed trace leaves no other rank
+        waiting.
+
+        Does nothing without a pipeline.
 
         Raises:
             PlanError, or the model's own error.
@@ -84,11 +90,12 @@ class MicrobatchRunner:
 
     @property
     def traced(self) -> list[TracedForward]:
-        """Traced forward of each microbatch so far."""
+        """Traced forwards of the microbatches so far, in the order of their traces."""
         return list(self._traced.values())
 
     def trace_again(self) -> None:
-        """Checks after a NaN loss that the forward has not changed: traces one microbatch of each cached trace again.
+        """Checks after a NaN loss that the forward has not changed, by tracing one microbatch of each distinct trace
+        again.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -101,8 +108,10 @@ class MicrobatchRunner:
                 self._pipeline.traces.check_trace(self._microbatches[index], self.kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
-        """Sends the model's outputs over pp from the last stage to the ranks that return them, in steps "output" and
-        "predict".
+        """Sends the model's outputs over pp from the last stage to the ranks that return them, and stores them in the
+        step.
+
+        Does nothing in steps of the kinds "train" and "evaluate", which return no outputs.
         """
         if self.kind not in ("output", "predict"):
             return
@@ -112,7 +121,11 @@ class MicrobatchRunner:
         self._step.outputs = [result[0] for result in self._results]
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Runs one stage on one microbatch; the last stage adds loss, weight and tokens to the step."""
+        """Runs one stage on one microbatch; ``received``: tensors of other stages by value number.
+
+        Returns the tensors to send, and in training, on the last stage, the scaled loss from which backward starts. The
+        last stage adds loss, weight and tokens to the step.
+        """
         if self._lacks(microbatch):
             with self._runtime.joining_forward():
                 return StageOutput({}, None)
@@ -129,8 +142,9 @@ class MicrobatchRunner:
             return StageOutput(runtime.own(done.sent), self._count(done.result, microbatch) if plan.last else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns the context of one stage's backward, which accumulates gradients; the stage's last backward reduces
-        them over dp.
+        """Returns the context in which the executor runs the backward of ``action``, a stage and a microbatch.
+
+        Gradients accumulate inside it. The stage's last backward of the step reduces them over dp.
         """
         if not self._lacks(action.microbatch):
             self._runtime.begin_backward(self._microbatches[action.microbatch])
@@ -140,12 +154,17 @@ class MicrobatchRunner:
         return self._runtime.backward(self._which(action.stage, action.microbatch, "input"), deferred)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Computes the weight gradients that a split backward of this stage and microbatch has deferred (action W)."""
+        """Computes the weight gradients that the split backward of this stage and microbatch has deferred (W
+        action).
+        """
         deferred = self._deferred.pop((stage, microbatch))
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context that computes the deferred weight gradients of this microbatch during waits for tp."""
+        """Returns a context in which waits for tensor-parallel collectives are filled with deferred weight gradients.
+
+        They are the weight gradients that the split backward of this stage and microbatch has deferred.
+        """
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)
 
@@ -191,10 +210,11 @@ class MicrobatchRunner:
 
 
 def microbatch_copy(microbatch: Batch, device: torch.device) -> Batch:
-    """Returns a copy of a microbatch for a forward of a pipeline, into which the model may write.
+    """Returns a copy of a microbatch for one forward on a pipeline, so that the model may write into its input.
 
-    Microbatches cut from one batch share a version counter, and the forwards of several stages the memory: a write
-    would spoil saved tensors or inputs of another forward.
+    Without a copy, microbatches cut from one batch share an autograd version counter, and forwards of several stages
+    share memory. A write would then corrupt saved tensors or inputs of another forward. Tensors not on ``device`` are
+    not copied.
     """
     return map_tensors(microbatch, lambda tensor: tensor.clone() if tensor.device == device else tensor)
 

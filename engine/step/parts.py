@@ -28,7 +28,7 @@ from engine.step.state import StepState, StepTotals
 
 
 class PartOrder(IntEnum):
-    """Order in which step parts are called, the same in every phase."""
+    """Order in which the hooks of step parts (optional features of a step) are called, the same in every phase."""
 
     HELD = auto()
     """Part that copies weights for late backwards before any other part may change them."""
@@ -66,20 +66,24 @@ class Rerun(Protocol):
     """Comparison of two runs of the same step, to detect silent corruption."""
 
     def see(self, name: str, gradient: Tensor) -> None:
-        """Receives the gradient of a parameter in the current run."""
+        """Receives the gradient of parameter ``name`` in the current run, before its reduction."""
 
     def end(self, loss: Tensor) -> None:
-        """Ends the current run; ``loss`` is its sum of losses."""
+        """Ends the current run; ``loss`` is the sum of this rank's losses in it."""
 
 
 class StepPart:
-    """Base class of features that act during a step; every method does nothing by default."""
+    """Base class of optional features, with hooks for the phases of a training step; every method does nothing by
+    default.
+    """
 
     order: ClassVar[PartOrder]
 
     @property
     def hides(self) -> bool:
-        """True if weights or state are offloaded, so that later parts must not read them."""
+        """True if weights or state are offloaded. Parts after this one are then left out of ``changing`` and
+        ``saving``.
+        """
         return False
 
     def taken(self, microbatches: Sequence[Batch]) -> None:
@@ -89,12 +93,14 @@ class StepPart:
         """Runs before the first forward of a training step."""
 
     def counts(self) -> Tensor | None:
-        """Returns zeros to which the forwards of a new step add; None if this part counts nothing."""
+        """Returns a tensor of zeros in which the forwards of a new step count, such as the tokens of each expert; None
+        if this part counts nothing.
+        """
         return None
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
-        """Returns a context around one forward, which adds to ``counts``; ``counts`` is None outside of training
-        steps.
+        """Returns a context around one forward, in which this part adds to ``counts``; ``counts`` is None outside of
+        training steps.
         """
         return nullcontext()
 
@@ -102,18 +108,19 @@ class StepPart:
         """Runs before the backward of a microbatch, in which blocks may be recomputed."""
 
     def end_backward(self) -> None:
-        """Runs after a backward."""
+        """Runs after the backward of a microbatch."""
 
     def rerun(self) -> Rerun | None:
-        """Returns a comparison if the step that begins shall run twice; None if it runs once."""
+        """Returns a comparison of two runs if the step about to begin has to run twice; None if it runs once."""
         return None
 
     def refuse_own_loop(self) -> None:
-        """Raises if this feature works only with ``train_batch``."""
+        """Raises if this feature works only with ``train_batch``, not with a training loop of the user."""
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Runs after gradients are reduced, on every rank even if the step has failed; returns the step's error, if
-        any.
+        """Runs after gradients are reduced, on every rank even if the step has failed.
+
+        Returns the error of the step (``step.problem``), an error of this part, or None.
         """
         return step.problem
 
@@ -127,14 +134,16 @@ class StepPart:
         """Runs after a step that was skipped because of a non-finite gradient."""
 
     def undo_step(self) -> None:
-        """Reverts changes of this part after a step has failed."""
+        """Reverts this part's changes of state after a step has failed."""
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
         """Runs at the end of every step that has not failed; ``made`` is the number of updates so far. Collective."""
 
     def scaled(self, factor: float) -> None:
-        """Multiplies gradient-like state by ``factor`` when the loss scale changes; 0 drops it after a step without
-        update.
+        """Multiplies state in units of the scaled gradient, such as error-feedback residuals, by ``factor``.
+
+        Runs when the loss scale changes: ``factor`` is the new scale divided by the old one. A factor of 0 drops that
+        state.
         """
 
     def changing(self) -> AbstractContextManager[None]:
@@ -149,11 +158,13 @@ class StepPart:
         """Resets this part after weights were loaded or built; ``made`` is the number of updates so far."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Returns this rank's tensors of this part by name; a checkpoint restores them at the same grid coordinates."""
+        """Returns this rank's tensors of this part by name. A checkpoint saves them, and restores them at the same grid
+        coordinates.
+        """
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restores this part from the tensors that ``state`` has returned."""
+        """Restores this part from ``state``, the tensors by name that :meth:`state` has returned."""
 
     def close(self) -> None:
         """Releases memory and files of this part when the engine closes."""
@@ -163,19 +174,23 @@ Part = TypeVar("Part", bound=StepPart)
 
 
 class StepParts:
-    """Step parts of one engine on this rank, sorted by :class:`PartOrder`."""
+    """Step parts (optional features with hooks around a step) of one engine on this rank, sorted by
+    :class:`PartOrder`.
+    """
 
     def __init__(self, parts: Iterable[StepPart]) -> None:
         self._parts = sorted(parts, key=lambda part: part.order)
         self._having: dict[str, tuple[StepPart, ...]] = {}
 
     def add(self, part: StepPart) -> None:
-        """Adds the part of a feature that a call has turned on."""
+        """Adds ``part``, a feature that a call of the user has turned on during the run."""
         self._parts = sorted((*self._parts, part), key=lambda each: each.order)
         self._having.clear()
 
     def having(self, phase: Callable[..., object]) -> tuple[StepPart, ...]:
-        """Returns the parts that override a method of ``StepPart``, such as ``StepPart.agreed``."""
+        """Returns the parts that override ``phase``, a method of ``StepPart`` such as ``StepPart.agreed``, in the order
+        of calls.
+        """
         found = self._having.get(phase.__name__)
         if found is None:
             name = phase.__name__
@@ -194,7 +209,7 @@ class StepParts:
 
     @contextmanager
     def undoing_failures(self) -> Iterator[None]:
-        """Returns a context that calls ``undo_step`` of all parts if its block raises."""
+        """Opens a context that calls ``undo_step`` of all parts if its block raises."""
         try:
             yield
         except BaseException:
@@ -203,7 +218,11 @@ class StepParts:
 
     @contextmanager
     def entering(self, contexts: Callable[[StepPart], AbstractContextManager[None]]) -> Iterator[None]:
-        """Enters the context ``contexts`` (``StepPart.changing`` or ``StepPart.saving``) of all parts."""
+        """Opens the contexts that all parts return for ``contexts``, which is ``StepPart.changing`` or
+        ``StepPart.saving``.
+
+        Parts after one that ``hides`` are left out.
+        """
         with ExitStack() as stack:
             for part in self.having(contexts):
                 stack.enter_context(getattr(part, contexts.__name__)())

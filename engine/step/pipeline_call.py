@@ -70,10 +70,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def check_joins(trace: ModelTrace, part: Arguments) -> None:
-    """Raises if an output has no dim of rows, such as a mean over rows, so that outputs of parts cannot be joined.
+    """Checks that outputs of several parts of a batch can be joined along their rows.
 
     Raises:
-        EngineError: there is such an output.
+        EngineError: an output in ``trace`` has no dim of rows, such as a mean over rows.
     """
     rows = {tensor.shape[0] for _, tensor in tensors_by_path(part) if tensor.ndim}
     for leaf in trace.result.leaves:
@@ -113,10 +113,8 @@ Gradients = Sequence[Tensor | None]
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
-    """Returns tensors at which a new autograd graph starts; a backward that reaches them calls ``arrive`` with their
-    gradients.
-
-    They may be written into, as outputs of a model may.
+    """Returns ``tensors`` at the start of a new autograd graph; a backward that reaches them passes their gradients to
+    ``arrive``. In-place writes to the returned tensors are allowed, as to outputs of a model.
     """
     anchor = torch.empty(0, requires_grad=True)
     attached: tuple[Tensor, ...] = _Cut.apply(anchor, _Given(tensors, arrive))  # type: ignore[no-untyped-call]
@@ -127,14 +125,14 @@ def resume_graph(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> T
     """Returns a 0-dim tensor; its backward runs the graph of ``tensors`` from ``gradients``, and then empties that
     list.
 
-    An empty list means that the loss reads none of the tensors.
+    If the list is empty when the backward starts, the loss reads none of ``tensors``.
     """
     root: Tensor = _Root.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return root
 
 
 class GradedInputs:
-    """Inputs of a call that require gradients; the stages differentiate copies of them.
+    """Inputs of ``eng(batch)`` that require gradients; the pipeline stages differentiate copies of them.
 
     Raises:
         EngineError: such an input has a graph of its own, which the backward of the stages would not continue.
@@ -169,7 +167,7 @@ class GradedInputs:
         return bool(self._copies)
 
     def accumulate(self, comm: Comm) -> None:
-        """Sums the gradients of the stages over pp, and adds them to ``grad`` of the inputs."""
+        """Sums the gradients of all stages over pp, and adds them to the ``grad`` of each input."""
         for tensor, copy in self._copies:
             grad = torch.zeros_like(copy) if copy.grad is None else copy.grad.contiguous()
             copy.grad = None
@@ -226,7 +224,7 @@ class _Arrivals:
 
 
 class PipelineCalls:
-    """Calls ``eng(batch)`` of one training loop on a pipeline, and their backwards, on this rank."""
+    """Forwards ``eng(batch)`` of one training loop on a pipeline, and their backwards, on this rank."""
 
     def __init__(self, runtime: RankRuntime) -> None:
         self._runtime, self._pipeline = runtime, _pipeline_of(runtime)
@@ -239,7 +237,8 @@ class PipelineCalls:
         """This rank's actions, by the number of parts."""
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], rows: int | None) -> Any:
-        """Runs all stages; returns the model's output for one batch on every rank of the replica, with a graph.
+        """Runs all stages; returns the model's output for one batch on every rank of the replica, with an autograd
+        graph.
 
         Collective over pp: activations are sent between stages, and outputs from the last stage to all.
 
@@ -269,8 +268,8 @@ class PipelineCalls:
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Opens the backward from the loss to the outputs; at its end, the stages of all reached calls run their
-        backward.
+        """Opens a context for the backward from the loss to the outputs of calls. At its end, the stages of each call
+        that the loss has reached run their own backward.
         """
         arrivals = self._arrivals
         arrivals.open = True
@@ -287,7 +286,7 @@ class PipelineCalls:
 
     @property
     def updates(self) -> int:
-        """Times that weights may have changed; a backward of a call before the last of them raises."""
+        """Number of times that weights may have changed. A backward raises if its call came before the last change."""
         return self._arrivals.updates
 
     @updates.setter
@@ -295,7 +294,7 @@ class PipelineCalls:
         self._arrivals.updates = number
 
     def check_trace(self) -> None:
-        """Checks after a NaN loss that the forward has not changed: traces the newest call again.
+        """Traces the newest call again after a NaN loss, to check that the forward has not changed.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -382,8 +381,8 @@ class PipelineCall:
             self._executor.run_part(self._row, self, backwards)
 
     def arrive(self, part: int, gradients: Sequence[Tensor | None]) -> None:
-        """Stores the output gradients of a part; the stages run their backward once the gradients of all parts are
-        stored.
+        """Stores ``gradients``, the output gradients of a part. The stages run their backward once all parts have
+        theirs.
 
         Raises:
             EngineError: ``loss.backward()`` was called without the engine, a second backward reached the call, or
@@ -439,12 +438,12 @@ class PipelineCall:
     # ------------------------------------------------------------------ what the executor calls
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns a stage's plan and the traced tensors of a microbatch."""
+        """Returns the plan of ``stage`` and the traced tensors of a part; they give the shapes of messages."""
         traced = self._traced[microbatch]
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Runs one stage on one part; the last stage starts its later backward at all outputs that need a gradient."""
+        """Runs a stage on one part of the batch; the last stage returns the root tensor of its later backward."""
         runtime, (trace, partition) = self._runtime, self._traced[microbatch]
         run, plan = partial(_run, runtime, self._arguments[microbatch]), partition.stages[stage]
         key = self._key if len(self._arguments) == 1 else (*self._key, -1 - microbatch)
@@ -476,7 +475,7 @@ class PipelineCall:
         raise AssertionError("there and back has no deferred weight gradients")
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns an empty context: nothing is overlapped with an action of these calls."""
+        """Returns an empty context, because no weight gradients are deferred to fill waits."""
         return nullcontext()
 
 
@@ -486,7 +485,7 @@ def _pipeline_of(runtime: RankRuntime) -> PipelineRuntime:
 
 
 def stale_forward() -> EngineError:
-    """Returns the error about a backward of a forward that has used older weights."""
+    """Returns the error for a backward of a forward that has used older weights."""
     return EngineError(
         "backward was called after step(), but the weights have changed since the forward that it differentiates; "
         "call eng(batch) again, and backward before step()."

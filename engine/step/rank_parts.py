@@ -30,7 +30,7 @@ from engine.zero.reduce.weight_copies import WeightCopies
 
 
 class DelayedUpdates(StepPart):
-    """Step part that finishes an optimizer update overlapped with the next step (``offload_optimizer``)."""
+    """Hooks around a training step that finish an optimizer update overlapped with it (``offload_optimizer``)."""
 
     order = PartOrder.DELAYED_UPDATE
 
@@ -47,7 +47,9 @@ class DelayedUpdates(StepPart):
         return self._delayed.problem()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Waits for the overlapped update; returns the error of the step or of that update."""
+        """Waits for the overlapped update; returns ``step.problem`` (the error of the step), or else the error of that
+        update.
+        """
         late = self.problem()
         return step.problem or late
 
@@ -62,12 +64,14 @@ class DelayedUpdates(StepPart):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Waits for the overlapped update; its weights may stay on the host."""
+        """Opens a context for reads or writes of weights, after a wait for the overlapped update. Its weights may stay
+        on the host.
+        """
         self._delayed.join()
         yield
 
     def saving(self) -> AbstractContextManager[None]:
-        """Waits for the overlapped update before a save."""
+        """Returns a context for a save, which first waits for the overlapped update."""
         return self.changing()
 
     def close(self) -> None:
@@ -76,7 +80,9 @@ class DelayedUpdates(StepPart):
 
 
 class BackgroundReads(StepPart):
-    """Step part that lets a thread read weights after a step, until the next update or change."""
+    """Hooks around a training step that let a background thread read weights, until the next update or change of
+    them.
+    """
 
     order = PartOrder.BACKGROUND_READS
 
@@ -85,38 +91,42 @@ class BackgroundReads(StepPart):
         self._pool = ThreadPoolExecutor(1, "weight-reads")
 
     def start(self, read: Callable[[], None]) -> None:
-        """Starts a read; an earlier one has been joined."""
+        """Starts ``read`` in a thread; the caller has joined every earlier read."""
         self._reading = self._pool.submit(read)
 
     def wait(self) -> None:
-        """Waits for the read, from any thread."""
+        """Waits until the running read ends, if there is one; may be called from any thread."""
         if (reading := self._reading) is not None:
             wait([reading])
 
     def join(self) -> None:
-        """Waits for the read, and raises its error."""
+        """Waits until the running read ends, if there is one, and raises its error."""
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.result()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Waits for the read; returns the error of the step or of the read."""
+        """Waits until the running read ends, before the update; returns its error, or else ``step.problem``, the error
+        of the step.
+        """
         reading, self._reading = self._reading, None
         return (reading.exception() if reading is not None else None) or step.problem
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Waits for the read before weights change."""
+        """Opens a context for changes of weights, after the end of the running read."""
         self.join()
         yield
 
     def close(self) -> None:
-        """Waits for the read."""
+        """Waits until the running read ends, and stops the thread."""
         self._pool.shutdown()
 
 
 class MomentsOnDisk(StepPart):
-    """Step part that refuses saves after a disk has lost optimizer moments, and closes their files at the end."""
+    """Hooks for optimizer moments on a disk: they refuse saves after the disk has lost some, and close its files at the
+    end.
+    """
 
     order = PartOrder.DISK
 
@@ -125,17 +135,17 @@ class MomentsOnDisk(StepPart):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Raises before a save if a disk has lost moments."""
+        """Opens a context for a save; raises if the disk has lost optimizer moments."""
         self._disk.refuse_failed()
         yield
 
     def close(self) -> None:
-        """Closes the files of the moments."""
+        """Closes the files of the optimizer moments."""
         self._disk.close()
 
 
 class StatesOnHost(StepPart):
-    """Step part for state that ``offload_states`` moves to host memory between two phases of a run.
+    """Hooks for state that ``offload_states`` moves to host memory between two phases of a run.
 
     Args:
         states: the offloaded state.
@@ -148,11 +158,11 @@ class StatesOnHost(StepPart):
 
     @property
     def hides(self) -> bool:
-        """True if weights or state are in host memory, so that later parts must not read them."""
+        """True if weights or optimizer state are in host memory, so that later step parts must not read them."""
         return bool(self.states.kinds)
 
     def changing(self) -> AbstractContextManager[None]:
-        """Returns a context that forbids to offload state while a call refers to it."""
+        """Returns a context in which ``offload_states`` raises, because the block reads or writes the state."""
         return self.states.held()
 
     def saving(self) -> AbstractContextManager[None]:
@@ -165,7 +175,7 @@ class StatesOnHost(StepPart):
 
 
 class CountedExperts(StepPart):
-    """Step part that counts the tokens routed to each expert."""
+    """Hooks around a training step that count the tokens routed to each expert."""
 
     order = PartOrder.EXPERTS
 
@@ -173,7 +183,9 @@ class CountedExperts(StepPart):
         self._counter = counter
 
     def counts(self) -> Tensor:
-        """Returns zeros, one for each expert of all layers."""
+        """Returns a tensor of zeros with one element for each expert of each layer, in which forwards count routed
+        tokens.
+        """
         return self._counter.zeros()
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
@@ -182,8 +194,8 @@ class CountedExperts(StepPart):
 
 
 class BalancedRouters(StepPart):
-    """Step part that adds ±``rate`` to router biases after an update: up for experts below the mean load, down above
-    it.
+    """Hooks that balance experts after each update. They add ``rate`` to the router bias of an expert with less than
+    the mean load, and subtract ``rate`` above the mean.
 
     The load is summed over the whole step and all ranks; each token counts once, also under recomputation.
 
@@ -198,19 +210,19 @@ class BalancedRouters(StepPart):
         self._load: tuple[float, ...] = ()
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Stores the expert load of the step."""
+        """Stores the number of tokens routed to each expert in this step, from ``totals``."""
         self._load = totals.experts
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Adds ±``rate`` to every router bias."""
+        """Adds ``rate`` to the router biases of experts below the mean load, and subtracts it above the mean."""
         for bias, start in self._biases:
             load = torch.tensor(self._load[start : start + len(bias)], dtype=torch.float64)
             bias.add_((load.mean() - load).sign().to(bias), alpha=self._rate)
 
 
 class ReplayedRouters(StepPart):
-    """Step part that passes recorded choices of experts from the batch to the routers.
+    """Hooks for router replay, by which routers read recorded choices of experts from the batch instead of choosing.
 
     Args:
         replay: recorded choices of the running microbatches.
@@ -227,20 +239,20 @@ class ReplayedRouters(StepPart):
             self.replay.check(microbatch)
 
     def begin_step(self) -> None:
-        """Drops the choices of forwards that had no backward."""
+        """Drops the expert choices of forwards that had no backward."""
         self.replay.end_backward()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Selects the choices of the microbatch, for blocks that its backward recomputes."""
+        """Selects the expert choices of ``microbatch``, because its backward may recompute blocks with routers."""
         self.replay.begin_backward(microbatch)
 
     def end_backward(self) -> None:
-        """Drops the choices of the microbatches after a backward."""
+        """Drops the expert choices of the microbatches after a backward."""
         self.replay.end_backward()
 
 
 class EqualGradients(StepPart):
-    """Step part that compares, in the first step, gradients that must be equal on all tensor ranks."""
+    """Hooks that compare, in the first step, gradients that must be equal on all tensor ranks."""
 
     order = PartOrder.REPLICAS
 
@@ -248,7 +260,10 @@ class EqualGradients(StepPart):
         self._check = check
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Returns an error if the gradients differ. Collective over tp, also after a failed step."""
+        """Compares the gradients; returns an error if they differ, or else ``step.problem``, the error of the step.
+
+        Collective over tp, also after a failed step.
+        """
         found = self._check.run(step.sent) if self._check.places else None
         return found or step.problem
 
@@ -258,7 +273,9 @@ _OFTEN = 64
 
 
 class EqualWeights(StepPart):
-    """Step part that compares replicated weights in some steps, by a digest in the control sum."""
+    """Hooks that compare replicated weights in some steps, by a digest that travels with the all-reduced step
+    totals.
+    """
 
     order = PartOrder.COPIES
 
@@ -266,20 +283,23 @@ class EqualWeights(StepPart):
         self._copies, self._optimizer, self._steps = copies, optimizer, 0
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Computes the digest of the weights if this step compares them."""
+        """Computes the digest of this rank's replicated weights if this step compares them.
+
+        Returns ``step.problem``, the error of the step, or None.
+        """
         self._steps += 1
         due = self._steps > 2 and (not self._steps % _OFTEN or not self._steps & (self._steps - 1))
         step.copies = self._copies.digest() if due and self._optimizer.delayed is None else None
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Raises an error that names the weight that differs between ranks."""
+        """Logs the name of a weight that differs between ranks, if the summed digests of ``totals`` show it."""
         if step.copies is not None:
             self._copies.compare(totals.digest_squared, step.sent)
 
 
 class EncodingResiduals(StepPart):
-    """Step part that rescales error-feedback residuals of compressed gradients when the loss scale changes."""
+    """Hooks that rescale error-feedback residuals of compressed gradients when the loss scale changes."""
 
     order = PartOrder.RESIDUALS
 
@@ -287,25 +307,25 @@ class EncodingResiduals(StepPart):
         self._reducer, self.encoder = reducer, encoder
 
     def scaled(self, factor: float) -> None:
-        """Multiplies all residuals by ``factor``."""
+        """Multiplies all error-feedback residuals by ``factor``."""
         sent = self.encoder.residuals if self.encoder is not None else ()
         for residual in (*self._reducer.residuals.values(), *sent):
             residual.mul_(factor)
 
     def after_skip(self) -> None:
-        """Sets residuals to 0, because their gradients were not used."""
+        """Sets all residuals to 0, because a skipped step does not use its gradients."""
         self.scaled(0.0)
 
     def undo_step(self) -> None:
-        """Sets residuals to 0, because the step has failed."""
+        """Sets all residuals to 0, because the step has failed."""
         self.scaled(0.0)
 
 
 class AverageOfWeights(StepPart):
-    """Step part that updates the moving average of the weights after each update.
+    """Hooks around a training step that update the moving average of the weights after each update.
 
     Args:
-        weights: the average, which can be switched into the model.
+        weights: the average, with a switch that puts it into the model.
     """
 
     order = PartOrder.AVERAGE
@@ -340,10 +360,10 @@ class _Seen(NamedTuple):
 
 
 class WrittenBuffers(StepPart):
-    """Step part that copies module buffers before a step, and restores them if there is no update.
+    """Hooks that copy module buffers before a step, and restore them if the step makes no update.
 
-    The first step in each combination of train and eval modes copies all buffers to find the written ones; later steps
-    copy only these, and new buffers. A buffer that a step registers is not removed.
+    The first step in each combination of train and eval modes copies all buffers, to find the ones that forwards write.
+    Later steps copy only these, and new buffers. A buffer that the model registers during a step is not removed.
     """
 
     order = PartOrder.BUFFERS
@@ -393,7 +413,7 @@ class WrittenBuffers(StepPart):
         self._seen = []
 
     def state(self) -> dict[str, Tensor]:
-        """Returns every buffer that steps have written on this rank, under the key ``buffer/NAME``."""
+        """Returns every module buffer that steps have written on this rank, under the key ``buffer/NAME``."""
         return {
             _key(path, leaf): buffer.detach()
             for path, module in self._named
@@ -403,7 +423,10 @@ class WrittenBuffers(StepPart):
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restores buffers from a checkpoint, also if forwards have changed their shape or dtype."""
+        """Restores module buffers from ``state``, tensors of a checkpoint by the keys ``buffer/NAME``.
+
+        Works also if forwards have changed the shape or dtype of a buffer.
+        """
         for path, module in self._named:
             for leaf, buffer in module._buffers.items():
                 saved = state.get(_key(path, leaf))

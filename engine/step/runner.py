@@ -230,7 +230,9 @@ class StepRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Iterator[Batch], kind: StepKind) -> FinishedStep:
-        """Computes the loss of one batch; see :meth:`engine.Engine.eval_batch`."""
+        """Computes the loss of one batch; with ``kind`` "output", the returned state has the outputs. See
+        :meth:`engine.Engine.eval_batch`.
+        """
         with evaluating(self._model):
             step, microbatches = self._open(batch, kind)
             self._run_schedule(step, microbatches, self._row(microbatches))
@@ -242,8 +244,10 @@ class StepRunner:
 
     @torch.no_grad()
     def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
-        """Returns the model's output for one batch; see :meth:`engine.Engine.predict`. ``together``: data ranks without
-        rows call ``accompany`` meanwhile.
+        """Returns the model's output for one batch, in microbatches of ``micro`` rows; see
+        :meth:`engine.Engine.predict`.
+
+        ``together``: True if data ranks without rows call ``accompany`` meanwhile.
         """
         step, split = self.begin(), self._runtime.program.rows.split
         with evaluating(self._model):
@@ -257,7 +261,8 @@ class StepRunner:
         """Joins the collectives of one ``predict`` that other data ranks run because they have rows left; discards the
         output.
 
-        ``batch``: any rows, as input of the forward. Returns False, without a forward, if no data rank has rows left.
+        ``batch``: any rows, as input of the forward. Returns True if a data rank had rows left. Otherwise runs no
+        forward and returns False.
         """
         step = self.begin()
         count = self._most_forwards(0, step)
@@ -282,7 +287,7 @@ class StepRunner:
     # ------------------------------------------------------------------ parts of a step
 
     def begin(self, started: float | None = None) -> StepState:
-        """Returns the state of a new step; ``started``: its start by ``time.perf_counter``, if it has begun already."""
+        """Returns the state of a new step; ``started``: its start by ``time.perf_counter``, None: now."""
         self._attachment.check()
         if torch.is_grad_enabled():
             self._update.used_factor = None
@@ -442,8 +447,9 @@ class StepRunner:
             raise
 
     def finish(self, step: StepState) -> FinishedStep:
-        """Sums the step's totals over the world, then updates the weights or skips. After a failure, buffers are
-        restored.
+        """Sums the totals of ``step`` over the world, then updates the weights or skips the update. Collective.
+
+        If any rank has failed, restores buffers and raises on every rank.
         """
         step.problem = step.problem or self._control.take_problem() or self._problem_of_forward()
         with self._agreeing("an update", step), self._runtime.parts.undoing_failures():
@@ -475,9 +481,11 @@ class StepRunner:
             )
 
     def random_key(self, index: int, first: int | None = None) -> tuple[int, int, int]:
-        """Returns (seed, step, global microbatch), the random seed of microbatch ``index``, equal on every grid.
+        """Returns the random seed of this rank's microbatch ``index``: (configured seed, updates so far, global
+        microbatch index).
 
-        ``first``: global index of this rank's first microbatch; None: all data ranks have equally many.
+        The seed is equal on every grid. ``first``: global index of this rank's first microbatch; None: all data ranks
+        have equally many.
         """
         return self._config.seed, self._update.made, (self._first if first is None else first) + index
 

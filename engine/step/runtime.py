@@ -40,7 +40,9 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRuntime:
-    """Stage, traces and placeholder parameters of this rank in a pipeline."""
+    """Objects of this rank in a pipeline: runner of its stages, cached traces, and placeholders of other stages'
+    parameters.
+    """
 
     stage: Stage
     traces: TraceCache
@@ -105,12 +107,12 @@ class RankRuntime:
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """Buckets of trained parameters."""
+        """Flat buckets of this rank's trained parameters."""
         return self.inventory.trained
 
     @property
     def frozen(self) -> Sequence[FlatBucket]:
-        """Buckets of sharded frozen parameters."""
+        """Flat buckets of this rank's frozen parameters, if these are sharded."""
         return self.inventory.frozen
 
     @property
@@ -127,9 +129,10 @@ class RankRuntime:
 
     @contextmanager
     def forward(self, *key: int, trace: ModelTrace | None = None) -> Iterator[None]:
-        """Opens the forward of a microbatch; ``key`` seeds its random numbers, unless its ``trace`` draws none.
+        """Opens a context for the forward of one microbatch.
 
-        Without ``key``, the generators are left as they are.
+        ``key`` seeds the random number generators, unless ``trace`` shows that the forward draws no random numbers.
+        Without ``key``, the generators are not changed.
         """
         draws = key and (trace is None or trace.random or trace.host_random)
         host = trace.host_random if trace is not None else None
@@ -147,25 +150,28 @@ class RankRuntime:
                 torch.set_autocast_cache_enabled(cached)
 
     def joining_forward(self) -> AbstractContextManager[None]:
-        """Returns the context of a forward that only other data ranks compute: this rank gathers parameters with
-        them.
+        """Returns a context for a microbatch that only other data ranks have: this rank joins their parameter gathers,
+        and computes nothing.
         """
         return self.gatherer.forward() if self.gatherer is not None else nullcontext()
 
     @contextmanager
     def counting(self, into: Tensor | None) -> Iterator[None]:
-        """Opens a forward that adds counts, such as tokens of each expert, to ``into``; None outside training steps."""
+        """Opens a context for a forward that adds counts, such as tokens of each expert, to ``into``; ``into`` is None
+        outside training steps.
+        """
         with ExitStack() as stack:
             for part in self.parts.having(StepPart.forward):
                 stack.enter_context(part.forward(into))
             yield
 
     def uncounted(self) -> Tensor | None:
-        """Returns zeros to which :meth:`counting` adds in a new step; None if nothing is counted."""
+        """Returns a tensor of zeros to which the forwards of a new step add counts; None if nothing is counted."""
         return next((part.counts() for part in self.parts.having(StepPart.counts)), None)
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
-        """Returns ``run()``, a forward of the inputs ``given``, and checks the tensor plan at its first use.
+        """Returns ``run()``, a forward of the inputs ``given``. The first forward is also checked against the tensor
+        plan.
 
         The check raises if the forward uses a parameter otherwise than planned.
         """
@@ -174,7 +180,9 @@ class RankRuntime:
 
     @contextmanager
     def backward(self, which: Backward, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
-        """Opens a backward; with ``deferred``, weight gradients that can be deferred are collected there."""
+        """Opens a context for the backward that ``which`` names. With ``deferred``, weight gradients that can be
+        deferred are collected there for a later call of ``weights``.
+        """
         waits = self.split_backward.leaving(deferred) if self.split_backward and deferred else nullcontext()
         gathers = self.gatherer.backward(which.last) if self.gatherer else nullcontext()
         with self.reducer.backward(self._compared(which)), gathers, waits:
@@ -186,13 +194,15 @@ class RankRuntime:
                     part.end_backward()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Prepares the step parts for the backward of a microbatch, whose blocks may be recomputed."""
+        """Prepares optional features for the backward of a microbatch, which may recompute blocks."""
         for part in self.parts.having(StepPart.begin_backward):
             part.begin_backward(microbatch)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Opens a backward that computes no weight gradients; sharded parameters are gathered inside."""
+        """Opens a context for a backward that computes no weight gradients, such as one for input gradients. Needs ZeRO
+        3, which gathers sharded parameters inside.
+        """
         assert self.gatherer is not None, "others need no context"
         with self.gatherer.backward(last=False):
             try:
@@ -210,13 +220,17 @@ class RankRuntime:
         return which._replace(unequal=True) if unequal else which
 
     def weights(self, which: Backward, deferred: DeferredWeightGrads) -> None:
-        """Computes and reduces the weight gradients that a backward has deferred; no parameter is gathered."""
+        """Computes and reduces the weight gradients in ``deferred``, which a backward has collected; gathers no
+        parameter.
+        """
         with self.reducer.backward(self._compared(which)):
             deferred.compute(self.reducer.take)
 
     @contextmanager
     def passes(self, row: RankSchedule) -> Iterator[None]:
-        """Opens the schedule ``row`` of this rank, so that parameters are gathered ahead of their use."""
+        """Opens a context in which this rank runs the pipeline actions ``row``; ZeRO 3 gathers parameters ahead in this
+        order.
+        """
         if self.gatherer is None or self.gatherer.holds:
             yield
             return
@@ -227,7 +241,9 @@ class RankRuntime:
             self.gatherer.end()
 
     def running(self) -> AbstractContextManager[None]:
-        """Returns a context for the engine's own forwards, in which placeholder parameters may be read."""
+        """Returns a context for the engine's own forwards, in which placeholders of other stages' parameters may be
+        read.
+        """
         return self.pipeline.absent.running() if self.pipeline is not None else nullcontext()
 
     def finish(self, reduced: bool = False) -> None:
@@ -249,7 +265,7 @@ class RankRuntime:
         self.parts.undo_step()
 
     def close(self) -> None:
-        """Closes the step parts, removes every patch from the model, and stops gathering."""
+        """Closes the optional features, removes every patch from the model, and stops gathering."""
         for part in self.parts.having(StepPart.close):
             part.close()
         self.patches.remove()
@@ -262,12 +278,12 @@ class RankRuntime:
             leave(flat)
 
     def weights_written(self) -> None:
-        """Drops gathered copies of parameters after a load or the user has written to shards. Collective."""
+        """Drops gathered copies of parameters, after a load or the user has written to their shards. Collective."""
         if self.gatherer is not None:
             self.gatherer.forget()
 
     def settle(self) -> None:
-        """Finishes an overlapped optimizer update, and host copies of parameters.
+        """Waits for an overlapped optimizer update and for copies of parameters to the host, and completes them.
 
         Collective if there is such an update; if it fails on one rank, all raise.
         """
@@ -282,14 +298,14 @@ class RankRuntime:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a block that reads or writes weights or optimizer state between steps."""
+        """Opens a context for reads or writes of weights or optimizer state between steps."""
         with self.parts.entering(StepPart.changing):
             self.settle()
             yield
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
-        """Opens a block in which the model has its averaged weights; an average must exist. Collective."""
+        """Opens a context in which the model has its averaged weights; there must be an average. Collective."""
         assert self.averaged is not None, "the caller has asked"
         if self.gatherer is not None:
             self.gatherer.refuse_opened("averaged_weights")
@@ -305,18 +321,20 @@ class RankRuntime:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Opens a save of weights or optimizer state; raises if some of them were lost."""
+        """Opens a context for a save of weights or optimizer state; raises if some of them were lost."""
         with self.parts.entering(StepPart.saving):
             self.settle()
             yield
 
     def own(self, tree: Any) -> Any:
-        """Copies each tensor of ``tree`` that is a view of a gathered parameter, so that it stays valid once freed."""
+        """Returns ``tree`` with a copy of each tensor that is a view of a gathered parameter. The copy stays valid when
+        the gathered memory is freed.
+        """
         return tree if self.gatherer is None else pytree.tree_map_only(Tensor, self.gatherer.own, tree)
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Opens a block that reads only shapes of parameters, so that none is gathered."""
+        """Opens a context in which only shapes of parameters are read, for a trace; no parameter is gathered."""
         content = self.gatherer.without_content() if self.gatherer else nullcontext()
         replay = self.program.replay.tracing() if self.program.replay is not None else nullcontext()
         with self.running(), self.counting(None), content, replay:

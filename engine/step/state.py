@@ -23,30 +23,30 @@ ENDS_TRIAL = 2.0**32
 
 
 class StopRequest(Protocol):
-    """Request to end the run, which a signal sets."""
+    """Flag that a signal handler sets (``asked``) to end the run after the running step."""
 
     asked: bool
 
 
 class TrialControl(Protocol):
-    """Trial of a sweep, which trains this engine."""
+    """Control of a sweep's trial, which is the training run of this engine."""
 
     asked: bool
     """True on rank 0 if the trial has to end after the next step."""
 
     def end(self) -> None:
-        """Ends the trial, on all ranks after the same step."""
+        """Ends the trial after the same step on all ranks."""
 
     def save_folder(self, folder: Path) -> Path:
-        """Returns the trial's own folder in place of ``folder``, into which all trials would save."""
+        """Returns the trial's own folder, to save there instead of in ``folder``, which all trials share."""
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the folder of the trial's own checkpoints in place of ``folder``, if there are any."""
+        """Returns the folder of the trial's own checkpoints if there are any, else ``folder``."""
 
 
 @dataclass(slots=True)
 class RunControl:
-    """Reasons to stop the run before the next step; checkpoints set them."""
+    """Conditions that can stop the run before its next step: a stop request, a failed load or save, a sweep's trial."""
 
     stop: StopRequest | None = None
     """Stop request of this rank; None if no signal can set one."""
@@ -59,21 +59,27 @@ class RunControl:
 
     @property
     def stops(self) -> float:
-        """Summand of this rank in ``StepTotals.stops``."""
+        """This rank's reasons to stop, as a number that is summed into ``StepTotals.stops``: 1 after a stop request,
+        plus ``ENDS_TRIAL`` if the trial ends.
+        """
         ends = self.trial is not None and self.trial.asked
         return (self.stop is not None and self.stop.asked) + ENDS_TRIAL * ends
 
     def end_trial(self) -> None:
-        """Ends the trial of a sweep, on all ranks after the same step."""
+        """Ends the trial of a sweep after the same step on all ranks; does nothing outside of a sweep."""
         if self.trial is not None:
             self.trial.end()
 
     def save_folder(self, folder: Path) -> Path:
-        """Returns the folder into which a call saves that names ``folder``; in a sweep, the trial's own."""
+        """Returns the folder for a save that the user directs to ``folder``: the trial's own in a sweep, else
+        ``folder``.
+        """
         return folder if self.trial is None else self.trial.save_folder(folder)
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the folder from which a call loads that names ``folder``; in a sweep, the trial's own, if any."""
+        """Returns the folder for a load that the user directs to ``folder``. In a sweep it is the trial's own, if it
+        has checkpoints.
+        """
         return folder if self.trial is None else self.trial.load_folder(folder)
 
     def refuse_spoiled(self) -> None:
@@ -89,7 +95,7 @@ class RunControl:
             )
 
     def take_problem(self) -> Exception | None:
-        """Returns the error of a failed save, and clears it."""
+        """Returns the error of a failed save and clears it; None if no save has failed."""
         problem, self.problem = self.problem, None
         return problem
 
@@ -140,7 +146,7 @@ class StepState:
     """Callback after a NaN loss: traces again, and raises if the forward has changed. Collective."""
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
-        """Adds loss, weight and tokens of one microbatch, and counts it."""
+        """Adds loss, weight and tokens of one microbatch, and increments the number of microbatches."""
         self.add(loss)
         self.see(microbatch)
         self.microbatches += 1
@@ -155,13 +161,15 @@ class StepState:
             self.metrics = [old + new for old, new in zip(before, more, strict=True)]
 
     def see(self, microbatch: Batch) -> None:
-        """Adds the number of tokens of a microbatch, or of rows if it has no token ids."""
+        """Adds the tokens of a microbatch to ``tokens``, or its rows if it has no token ids."""
         self.tokens += count_tokens(microbatch)
         self.text = is_text(microbatch)
 
     @property
     def divides(self) -> float:
-        """Divisor of the summed gradients, to be multiplied by the sum of loss weights."""
+        """Loss scale, divided by ``added_ranks``. This number times the sum of loss weights divides the summed
+        gradients.
+        """
         return self.scale / self.added_ranks
 
     @property
@@ -170,7 +178,7 @@ class StepState:
         return 0 if self.experts is None else self.experts.numel()
 
     def again(self) -> "StepState":
-        """Returns a fresh state for a second run of the same step."""
+        """Returns a state with zero sums for a second run of the same step."""
         zero = torch.zeros_like(self.loss)
         experts = None if self.experts is None else torch.zeros_like(self.experts)
         again = StepState(self.started, self.sent.copy(), zero, zero.clone(), scale=self.scale, experts=experts)
@@ -217,9 +225,9 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     ) -> Tensor:
         """Returns this rank's summands as one fp64 device tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts].
 
-        ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does. ``stops``: its
-        reasons to stop, as ``RunControl.stops`` has them. ``unused``: number of its trained parameters that this step
-        does not update.
+        ``speaks``: True on the one rank of each data coordinate that contributes loss, weight and tokens. ``stops``:
+        reasons to stop, from ``RunControl.stops``. ``unused``: number of this rank's parameters with a use that the
+        optimizer does not expect. ``metrics``: number of configured metrics.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,
@@ -241,8 +249,9 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         return packed if step.experts is None else torch.cat([packed, step.experts])
 
     def same_batch(self, data_ranks: int) -> bool:
-        """Returns True if all data ranks got one batch: only for equal hashes, n times the sum of squares is the
-        squared sum.
+        """Returns True if all ``data_ranks`` have equal batch hashes.
+
+        Compares n times the sum of squared hashes with the squared sum: they are equal only for equal hashes.
         """
         total, squares = int(self.digest), int(self.digest_squared)  # type: ignore[call-overload]
         return total > 0 and data_ranks > 1 and data_ranks * squares == total**2
@@ -259,19 +268,21 @@ class StepTotals(NamedTuple, Generic[Scalar]):
 
     @staticmethod
     def on_device(packed: Tensor) -> "StepTotals[Tensor]":
-        """Returns the totals as 0-dim views of ``packed``, without metrics and experts and without host
-        synchronization.
+        """Returns the totals as 0-dim views of ``packed``, a tensor from ``pack`` after its all-reduce. Metrics and
+        experts are left out, and the host does not wait for the device.
         """
         return StepTotals._make([*packed[:CONTROL_SCALARS].unbind(), (), ()])
 
     @staticmethod
     def unpack(values: Sequence[float], experts: int) -> "StepTotals[float]":
-        """Returns the totals from the list of floats; its last ``experts`` entries are tokens of each expert."""
+        """Returns the totals from ``values``, the all-reduced tensor of ``pack`` as floats. Its last ``experts``
+        entries are the tokens of each expert.
+        """
         end = len(values) - experts
         return StepTotals._make([*values[:CONTROL_SCALARS], tuple(values[CONTROL_SCALARS:end]), tuple(values[end:])])
 
 
 def metric_averages(totals: StepTotals[float], names: Sequence[str]) -> dict[str, float]:
-    """Returns the weighted mean of each metric by name; NaN for a weight of 0."""
+    """Returns the weighted mean of each metric in ``totals`` by its name; NaN if the weight is 0."""
     pairs = zip(names, totals.metrics[::2], totals.metrics[1::2], strict=False)
     return {name: total / weight if weight else math.nan for name, total, weight in pairs}

@@ -66,7 +66,7 @@ class UserHooks(NamedTuple):
 
 
 class TraceCache:
-    """Cache of traced forwards by input signature and by the model's attributes; the first trace comes from the
+    """Cache of traced forwards, by signature of the input and by the model's attributes. Its first trace is that of the
     plan.
     """
 
@@ -98,8 +98,8 @@ class TraceCache:
     def refresh(self) -> bool:
         """Reads the model attributes on which the path of the forward may depend; called before each step.
 
-        Returns True if one other than ``training`` has changed since ``agree``: a forward that writes attributes does
-        so only on the ranks of its stage, so that ranks may differ.
+        Returns True if an attribute other than ``training`` has changed since the last ``agree``. Ranks may then
+        differ, because a forward writes attributes only on the ranks of the stage that runs it.
         """
         self._state = self._switches.read()
         self._hooks = UserHooks.of(self._program.model)
@@ -112,14 +112,17 @@ class TraceCache:
         self._agreed = self._state
 
     def take(self, other: "TraceCache") -> None:
-        """Copies the traces of ``other``, the cache of an equal model under the same plan, for the current
-        attributes.
+        """Replaces the traces by the traces of ``other``, the cache of an equal model under the same plan. They become
+        valid for this model's current attributes.
         """
         self.refresh()
         self._seen = {key: [(self._state, found[-1][1])] for key, found in other._seen.items()}
 
     def of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
-        """Returns the traced forward of a microbatch; traces it if its signature is new. Communicates nothing.
+        """Returns the traced forward of a microbatch. If its signature is new, traces ``run()``. Communicates nothing.
+
+        ``kind``: purpose of the forward, such as "train", which is part of the signature. ``run``: runs the forward of
+        this microbatch.
 
         Raises:
             PlanError: the forward of this input does not fit the partition of the plan.
@@ -147,7 +150,9 @@ class TraceCache:
         return found
 
     def check_trace(self, microbatch: Batch, kind: str, run: ForwardCall) -> None:
-        """Traces a microbatch with a NaN loss again, and compares it with the cached trace. Communicates nothing.
+        """Traces ``run()``, the forward of a microbatch with a NaN loss, again, and compares it with the cached trace.
+
+        Communicates nothing. ``kind``: as in :meth:`of`.
 
         Raises:
             EngineError: the traces differ; names the first difference. The cached trace is dropped.
@@ -190,10 +195,11 @@ def _without_modes(state: State) -> State:
 
 
 def check_boundary_hooks(hooked: Sequence[str], trace: ModelTrace, partition: Partition) -> None:
-    """Raises if a module with a backward hook sends its output to another stage, or runs on several stages.
+    """Checks that each module in ``hooked`` (names of modules with backward hooks) runs on one stage and sends no
+    output to another stage.
 
     Raises:
-        EngineError: names the first such module.
+        EngineError: a module does not; names the first such module.
     """
     sent = set(_sending_units(trace, partition))
     stages: dict[str, set[int]] = {}

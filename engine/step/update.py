@@ -59,8 +59,10 @@ class UpdateOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Conditions for an update on the device. Always required: no rank has failed, and the sum of loss weights is not
-    0.
+    """Conditions under which the device makes an update.
+
+    Three always apply: no rank has failed, the sum of loss weights is not 0, and the step uses the parameters that the
+    optimizer expects.
     """
 
     scale: float
@@ -75,8 +77,9 @@ class Condition:
     """True if the loss must not be NaN, because the host first checks whether the forward has changed."""
 
     def decide(self, values: Tensor) -> DeviceDecision:
-        """Returns the decision and gradient factor from the control sums (fp64, on the device), without host
-        synchronization.
+        """Returns the device's decision to update or not, with the factor that averages and clips gradients.
+
+        ``values``: all-reduced step totals (fp64, on the device). The host does not wait for the device.
         """
         totals = StepTotals.on_device(values)
         divisor = totals.weight * self.scale
@@ -99,14 +102,16 @@ class DeviceDecidedUpdate:
         self._copied = record_event(values.device)
 
     def launch(self, rate: LearningRate, update: int) -> None:
-        """Launches optimizer update number ``update``, and the all-gathers of parameters over dp, label
-        "parameters".
+        """Launches optimizer update number ``update`` with its learning rate from ``rate``, and the all-gathers of
+        parameters over dp, label "parameters".
         """
         rate.prepare(update)
         self._optimizer.launch(self._decision)
 
     def read(self) -> tuple[list[float], bool]:
-        """Waits for the control sums; returns them, and True if the update was made."""
+        """Waits until the all-reduced step totals are on the host; returns them as floats, and True if the update was
+        made.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         *values, go = self._host.tolist()
@@ -118,7 +123,7 @@ class DeviceDecidedUpdate:
 
 
 class Update:
-    """End of every step of one engine: decision, optimizer update, loss scale and counters."""
+    """End of every step of one engine: decision to update or skip, optimizer update, loss scale and counters."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._config, self._comm, self._device = config, comm, device
@@ -145,13 +150,13 @@ class Update:
         """Loss scale of the next step."""
 
     def run(self, step: StepState, runtime: RankRuntime, stops: float = 0.0) -> UpdateOutcome:
-        """Reduces gradients over dp, sums totals over the world, then updates or skips. Collective; if any rank has
-        failed, all raise.
+        """Reduces gradients over dp, sums totals over the world, then updates the weights or skips the update.
+        Collective.
 
-        If the device decides, skipped and failed steps communicate as much as an update, because parameters are
-        gathered before the host reads the decision.
+        If any rank has failed, all raise. If the device decides, skipped and failed steps communicate as much as an
+        update, because parameters are gathered before the host reads the decision.
 
-        ``stops``: this rank's reasons to stop after this step, as ``RunControl.stops`` has them.
+        ``stops``: this rank's reasons to stop after this step, from ``RunControl.stops``.
         """
         runtime.finish(step.reduced)  # the norm in the control sum is that of complete gradients
         for part in runtime.parts.having(StepPart.before_update):  # some are collective, so also in a failed step
@@ -300,7 +305,7 @@ class Update:
     def agree(self, step: StepState, last_rank: int) -> StepTotals[float]:
         """Returns the totals of an evaluation, summed over the world by one all-reduce, label "control".
 
-        ``last_rank``: the pipeline rank that computes the loss.
+        ``last_rank``: the pipeline rank of the last stage, which computes the loss.
         """
         sums = self._sum(step, 0.0, last_rank, 0.0).tolist()
         return self._check(StepTotals.unpack(sums, step.counted), step)

@@ -45,7 +45,7 @@ _MANAGED_KEYS = 2**16
 
 
 class LoopState(Enum):
-    """Position of the user's loop between its calls."""
+    """Position of the user's training loop between calls of engine methods."""
 
     LEFT = auto()
     """No call has come since the engine's last ``train_batch``, load or save."""
@@ -59,7 +59,7 @@ class LoopState(Enum):
 
 @dataclass(slots=True)
 class LoopControl:
-    """User's settings for later steps of the loop; they may be set before the model is sharded."""
+    """Settings that the user's calls make for later steps of the loop, possibly before the model is sharded."""
 
     boundary: bool | None = None
     """True if the next ``step`` updates the weights; None: after ``gradient_accumulation_steps`` calls."""
@@ -83,7 +83,7 @@ class LoopControl:
 
 
 class UserLoop:
-    """Unfinished step of the user's training loop on this rank."""
+    """Training loop of the user (forward, backward, step) on this rank, with the state of its unfinished step."""
 
     def __init__(self, runner: StepRunner, runtime: RankRuntime, control: LoopControl) -> None:
         self._control = control
@@ -193,7 +193,7 @@ class UserLoop:
         return root
 
     def step(self, max_norm: float | None = None) -> FinishedStep | None:
-        """Updates the weights, if an update is due; see :meth:`engine.Engine.step`."""
+        """Updates the weights if an update is due, else returns None; see :meth:`engine.Engine.step`."""
         self._recover()
         if (step := self._step) is None or not step.microbatches:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
@@ -234,9 +234,10 @@ class UserLoop:
         return self._step.microbatches if self._step else 0
 
     def reduce_gradients(self) -> float:
-        """Reduces the accumulated gradients over dp; returns the divisor from the sums to the average. Collective.
+        """Reduces the accumulated gradients over dp; returns the number that divides their sums to give the average.
+        Collective.
 
-        Inside an accumulation the divisor counts all of its microbatches, including later ones.
+        Inside an accumulation, the number counts all of its microbatches, including later ones.
 
         Raises:
             EngineError: under fp16, a loss was not scaled.
@@ -253,7 +254,9 @@ class UserLoop:
         return float(weight) * step.divides * to_come
 
     def clip(self, max_norm: float) -> float:
-        """Clips the averaged gradient in the next ``step``; see :meth:`engine.Engine.clip_gradients`."""
+        """Makes the next ``step`` clip the averaged gradient; returns its L2 norm. See
+        :meth:`engine.Engine.clip_gradients`.
+        """
         if not max_norm > 0:
             raise EngineError(
                 f"clip_gradients was given max_norm {max_norm:g}, but max_norm must be above 0; pass math.inf to get "
@@ -272,7 +275,11 @@ class UserLoop:
         return gradient_norm(float(squared), divisor)
 
     def leave(self, call: str) -> None:
-        """Raises if ``call``, an engine method, comes inside an accumulation; drops forwards without a backward."""
+        """Leaves the loop before ``call``, an engine method such as "train_batch"; drops forwards without a backward.
+
+        Raises:
+            EngineError: an accumulation is unfinished.
+        """
         self._recover()
         if self.unfinished:
             raise EngineError(
@@ -287,7 +294,7 @@ class UserLoop:
             self.state = LoopState.ENTERED
 
     def hold_weights(self) -> HeldWeights:
-        """Returns a hold of the present weights; see :meth:`engine.Engine.hold_weights`."""
+        """Returns a handle to the present weights; see :meth:`engine.Engine.hold_weights`."""
         part = self._runtime.parts.find(WeightHolds)
         if part is None:
             part = WeightHolds(self._runtime.buckets, self._runtime.gatherer)

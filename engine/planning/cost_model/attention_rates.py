@@ -11,7 +11,10 @@ _OTHER_LINKS = frozenset(("pcie", "nvl"))
 
 
 def asked_method(config: Config, card: str | None) -> AskedMethod:
-    """Returns the configured method of context-parallel attention, with the rates of the GPU ``card``."""
+    """Returns the configured method of context-parallel attention, with the rates by which "auto" chooses one.
+
+    ``card``: the vendor's name of the GPU; None: unknown.
+    """
     return AskedMethod(config.parallel.context_method, attention_rates(config, card))
 
 
@@ -19,7 +22,7 @@ def attention_rates(config: Config, card: str | None) -> AttentionRates:
     """Returns the attention and link rates of the GPU ``card`` (the vendor's device name); assumed rates for an unknown
     type.
 
-    The link is the one inside a node if each group of context ranks is on one node, else the one between nodes.
+    The link rate is the one inside a node if each group of context ranks is on one node, else the one between nodes.
     """
     words = set(re.split(r"[^a-z0-9]+", (card or "").lower()))
     names = words.intersection(known_gpus())

@@ -51,7 +51,7 @@ SLACK = 0.1
 
 
 class BlockSample(NamedTuple):
-    """Activation bytes of one transformer block on one tensor rank, per row; counted in a dry run of a few blocks."""
+    """Activation bytes per row of one transformer block on one tensor rank, counted in a dry run of a few blocks."""
 
     kept: float
     """Bytes of activations that a block stores until its backward."""
@@ -61,7 +61,7 @@ class BlockSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Estimated bytes of memory of one rank, by kind."""
+    """Estimated bytes of GPU memory of one rank, by kind."""
 
     parameters: float
     gradients: float
@@ -73,12 +73,12 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Bytes of all kinds together."""
+        """Sum of the bytes of all kinds."""
         return sum(float(getattr(self, entry.name)) for entry in fields(self))
 
 
 class StageParameters(NamedTuple):
-    """Number of parameters of the fullest stage on one rank, before replicas shard them."""
+    """Number of parameters on one rank of the largest pipeline stage, before ZeRO shards them."""
 
     dense: float
     """Parameters outside of experts that data ranks share."""
@@ -86,16 +86,16 @@ class StageParameters(NamedTuple):
     """Parameters of experts that are divided among data ranks."""
 
     def over(self, layout: TrainingLayout, sharded: bool) -> float:
-        """Returns the number of parameters that one rank stores; ``sharded``: True if data and context ranks shard
-        them.
+        """Returns the number of parameters that one rank stores. ``sharded``: True if data and context ranks shard them
+        (ZeRO).
         """
         ranks = layout.dp * layout.cp
         return self.dense / ranks + self.experts / (ranks // layout.ep) if sharded else self.dense + self.experts
 
 
 def stage_parameters(work: Workload, layout: TrainingLayout, stage: StageShare) -> StageParameters:
-    """Returns the number of parameters on a rank of ``stage``. Experts divided among data ranks are not sharded over
-    tensor ranks.
+    """Returns the number of parameters on a rank of ``stage`` before ZeRO. Experts that are divided among data ranks
+    are not sharded over tensor ranks.
     """
     whole = stage.blocks * work.block_parameters + stage.outer_parameters
     if work.experts is None or layout.ep == 1:
@@ -105,7 +105,9 @@ def stage_parameters(work: Workload, layout: TrainingLayout, stage: StageShare) 
 
 
 def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) -> tuple[float, float, float]:
-    """Returns bytes per microbatch: stored activations of a block, logits, and activations of a recomputed block."""
+    """Returns the bytes on a rank per microbatch: (stored activations of a block, logits, activations of a recomputed
+    block).
+    """
     again = traits.products_again
     tokens = layout.micro * work.context / layout.cp
     least, kept = (work.keeps(mode).on(layout.tp, layout.sequence) * tokens for mode in ("full", layout.recomputation))
@@ -119,15 +121,17 @@ def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) 
 
 
 def blocks_held(layout: TrainingLayout, blocks: float, microbatches: float) -> float:
-    """Returns the number of (block, microbatch) pairs with activations on the GPU.
+    """Returns the number of (block, microbatch) pairs with activations on the GPU: ``blocks`` x ``microbatches``.
 
-    At most two, if the inputs of blocks are moved to the host.
+    The number is at most 2 if the inputs of recomputed blocks are moved to the host.
     """
     return min(2.0, blocks * microbatches) if layout.inputs == "host" else blocks * microbatches
 
 
 def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | None:
-    """Returns the exchange of rows of a block's experts, in 16 bits; None if data ranks share none."""
+    """Returns the exchange of token rows between ranks that share the experts of a block, in 16 bits; None if none
+    share them.
+    """
     if layout.ep == 1 or work.experts is None:
         return None
     _, experts, chosen, _ = work.experts
@@ -136,7 +140,9 @@ def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | N
 
 
 def message_buffers(work: Workload, layout: TrainingLayout, stage: StageShare) -> float:
-    """Returns the bytes of two gathered blocks of ZeRO 3, and of a round of expert rows."""
+    """Returns the bytes of a rank's communication buffers: two gathered blocks of ZeRO 3, and one round of exchanged
+    expert rows.
+    """
     block = stage_parameters(work, layout, replace(stage, blocks=1, outer_parameters=0.0)).over(layout, sharded=False)
     gathered = 2 * 2 * block if layout.stage == 3 and layout.dp * layout.cp > 1 else 0.0
     exchange = block_exchange(work, layout)
@@ -144,7 +150,7 @@ def message_buffers(work: Workload, layout: TrainingLayout, stage: StageShare) -
 
 
 def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, stage: StageShare) -> RankMemory:
-    """Returns the estimated bytes of the fullest rank by kind, from closed formulas."""
+    """Returns the estimated bytes by kind of the rank that needs the most, from closed formulas."""
     held = stage_parameters(work, layout, stage)
     kept, logits, again = working_bytes(work, layout, traits)
     last = logits if layout.pp == 1 else logits * (stage.outer_parameters > 0)
@@ -163,9 +169,10 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
 
 
 def exchange_seconds(work: Workload, layout: TrainingLayout, links: Links) -> tuple[float, float]:
-    """Returns the seconds that the forward and the backward of a microbatch wait for rows of experts, in all blocks.
+    """Returns (seconds of the forward, seconds of the backward) that one microbatch waits for exchanged expert rows,
+    over all blocks.
 
-    Routing is even, and a recomputed forward sends its rows again.
+    Routing is taken as even. A recomputed forward sends its rows again, which counts in the backward.
     """
     exchange = block_exchange(work, layout)
     if exchange is None or work.experts is None:
@@ -184,7 +191,7 @@ BUCKETS = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondsByPart:
-    """Estimated seconds of a step by part; they add up to ``total``."""
+    """Estimated seconds of a training step by part, such as computation and pipeline idle time."""
 
     computation: float
     recomputation: float
@@ -205,7 +212,7 @@ class SecondsByPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutEstimate:
-    """Estimated seconds and memory of a training layout."""
+    """Estimated seconds and memory of a training step with one layout."""
 
     layout: TrainingLayout
     seconds: SecondsByPart
@@ -226,13 +233,13 @@ class LayoutEstimate:
 
 
 class StepModel:
-    """Estimator of layouts for one workload, GPU type and node size."""
+    """Estimator of step time and memory of layouts, for one workload, GPU type and number of GPUs per node."""
 
     def __init__(self, work: Workload, gpu: GpuSpec, node: int, traits: EngineTraits | None = None) -> None:
         self._work, self._gpu, self._node, self._traits = work, gpu, node, traits or EngineTraits()
 
     def estimate(self, layout: TrainingLayout) -> LayoutEstimate:
-        """Returns the estimated seconds and memory of ``layout``."""
+        """Returns the estimated step time and memory of ``layout``, from closed formulas."""
         work, traits = self._work, self._traits
         roofline, links = Roofline(work, layout, self._gpu, traits), Links(layout, self._gpu, self._node)
         block, head, m = roofline.block(), roofline.head(), layout.microbatches

@@ -24,7 +24,7 @@ COUNT_BYTES = 8
 
 
 class ExchangedRows(NamedTuple):
-    """Numbers of rows that a rank sends to other ranks and receives from them, in one call of a layer's experts."""
+    """Numbers of token rows that a rank sends to other ranks and receives from them, in one call of an MoE layer."""
 
     gives: float
     """Rows to the ranks of their experts."""
@@ -34,7 +34,9 @@ class ExchangedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertExchange:
-    """Sizes of one call of a layer's experts by the ranks that share them, from which the exchanged rows follow."""
+    """Sizes of one call of an MoE layer with experts divided among ranks, from which rows and bytes of the exchange
+    follow.
+    """
 
     experts: int
     chosen: int
@@ -50,60 +52,62 @@ class ExpertExchange:
     ``list``: the same, and rows are sent without weights and numbers, all at once."""
 
     def held(self, rank: int) -> int:
-        """Returns the number of experts of ``rank``; the first ranks have one more if uneven."""
+        """Returns the number of experts of expert rank ``rank``; if uneven, the first ranks have one more."""
         least, more = divmod(self.experts, self.ranks)
         return least + (rank < more)
 
     def even(self, rank: int) -> ExchangedRows:
-        """Returns the expected rows of ``rank`` for even routing."""
+        """Returns the expected numbers of rows that expert rank ``rank`` exchanges if routing is even."""
         own = self._rows_to(rank)
         return ExchangedRows(self.tokens * (self._rows_to_all() - own), self.tokens * (self.ranks - 1) * own)
 
     def mean(self) -> ExchangedRows:
-        """Returns the expected rows of an average rank for even routing."""
+        """Returns the expected numbers of exchanged rows, averaged over the ranks, if routing is even."""
         gives = self.tokens * self._rows_to_all() * (self.ranks - 1) / self.ranks
         return ExchangedRows(gives, gives)
 
     def most(self) -> ExchangedRows:
-        """Returns an upper bound of a rank's rows for any routing.
+        """Returns an upper bound of the numbers of rows that a rank exchanges, for any routing.
 
-        All its tokens go to other ranks, and all tokens of other ranks come to it.
+        All tokens of the rank then go to other ranks, and all tokens of other ranks come to it.
         """
         gives = min(self.chosen, self.ranks - 1) if self.form == "token" else self.chosen
         return ExchangedRows(self.tokens * gives, (self.ranks - 1) * self._most_of_one)
 
     @property
     def limit(self) -> float:
-        """Largest number of rows that a rank receives from one other rank in a round."""
+        """Largest number of rows that a rank receives from another rank in one round; further rows follow in further
+        rounds.
+        """
         share = max(1, 2 * self.tokens * self.chosen // self.ranks)
         return self._most_of_one if self.form == "list" else min(self._most_of_one, share)
 
     @property
     def rounds_repeat(self) -> bool:
-        """True if some routing needs several rounds, so that the backward repeats these rounds."""
+        """True if some routing needs several rounds of the exchange; the backward then repeats the forward's rounds."""
         return self.limit < self._most_of_one
 
     @property
     def round_bytes(self) -> float:
-        """Most bytes of the rows and results of a round on a rank, given and received."""
+        """Largest number of bytes of rows and results in one round on a rank, sent and received."""
         received = self.ranks * self.limit
         given = min(received, self.tokens * (min(self.chosen, self.ranks) if self.form == "token" else self.chosen))
         return (received + given) * (self._row_bytes + self._result_bytes)
 
     def forward_bytes(self, rows: ExchangedRows) -> float:
-        """Returns bytes that a rank sends in a forward."""
+        """Returns the bytes that a rank sends in a forward if it exchanges ``rows``."""
         return rows.gives * self._row_bytes + rows.gets * self._result_bytes + self._routing_bytes
 
     def backward_bytes(self, rows: ExchangedRows) -> float:
-        """Returns bytes that a rank sends in a backward, without a repeated forward.
+        """Returns the bytes that a rank sends in a backward if it exchanges ``rows``, without a repeated forward.
 
-        Numbers that are sent with the rows have no gradients.
+        Expert numbers, which the forward sends with the rows, have no gradients.
         """
         row = self._row_bytes - self._slots * NUMBER_BYTES
         return rows.gives * self._result_bytes + rows.gets * row
 
     def sent_bytes(self, rows: ExchangedRows, forwards: int = 1) -> float:
-        """Returns bytes that a rank sends in ``forwards`` forwards and one backward."""
+        """Returns the bytes that a rank sends in ``forwards`` forwards and one backward if it exchanges ``rows``."""
         return forwards * self.forward_bytes(rows) + self.backward_bytes(rows)
 
     def _rows_to(self, rank: int) -> float:

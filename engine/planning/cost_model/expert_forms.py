@@ -33,7 +33,9 @@ LARGEST_STATE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FormCost:
-    """Cost per step and rank of one form of experts: cut along their width over tensor ranks, or whole on each."""
+    """Cost per step and rank of one form of MoE experts: sharded along their width over tensor ranks, or full on each
+    tensor rank.
+    """
 
     expert_bytes: float
     """Bytes a step over ep."""
@@ -47,11 +49,13 @@ class FormCost:
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends in a step."""
+        """Bytes that a rank sends in a step over all axes."""
         return round(self.expert_bytes + self.tensor_bytes + self.gradient_bytes)
 
     def seconds(self, links: Links, gpu: GpuSpec) -> float:
-        """Returns the seconds of the matrix products, and of the sent bytes on ``links``."""
+        """Returns the seconds of a step for the experts' matrix products on ``gpu`` plus their sent bytes on
+        ``links``.
+        """
         over_data = self.gradient_bytes / links.ring("dp+cp").rate
         sent = self.expert_bytes / links.experts().rate + self.tensor_bytes / links.ring("tp").rate + over_data
         return sent + self.flops / (gpu.bf16_rate * gpu.reached.product)
@@ -59,7 +63,7 @@ class FormCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpertWork:
-    """Rows and parameters of the shared experts of a rank's layers."""
+    """Rows and parameters of the MoE experts in a rank's layers, for experts divided among data ranks."""
 
     tokens: int
     """Tokens of a microbatch and data rank."""
@@ -74,9 +78,10 @@ class SharedExpertWork:
     """Experts are modules of a list; False: they are stacked in the parameters of one module."""
 
     def cost(self, layout: TrainingLayout, cut: bool) -> FormCost:
-        """Returns the cost of a rank's experts.
+        """Returns the cost of a rank's experts per step.
 
-        ``cut``: True if tensor ranks cut the experts along their width, False if each tensor rank stores them whole.
+        ``cut``: True if tensor ranks shard the experts along their width, False if each tensor rank stores them in
+        full.
         """
         t, e, chosen = layout.tp, layout.ep, self.work.chosen
         tokens = layout.microbatches * self.tokens * self.layers / layout.cp
@@ -106,7 +111,11 @@ class SharedExpertWork:
         return exchange.mean().gives
 
     def choose(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> tuple[bool, str]:
-        """Returns (True if tensor ranks should cut the experts along their width, the reason as text)."""
+        """Returns (cut, reason): True if tensor ranks should shard the experts along their width, and a text with the
+        compared costs.
+
+        ``node``: number of GPUs per node.
+        """
         links = Links(layout, gpu, node)
         whole, cut = self.cost(layout, False), self.cost(layout, True)
         sends = f"{megabytes(cut.sent)} a rank and step cut, {megabytes(whole.sent)} whole, with even routing"

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "gpus"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachedShares:
-    """Fractions of data-sheet rates that training reaches on a GPU type."""
+    """Fractions of a GPU type's data-sheet rates that training reaches."""
 
     product: float
     """Fraction of peak FLOP/s for wide matrix products."""
@@ -41,7 +41,7 @@ class ReachedShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """GPU type in its usual node."""
+    """Rates, memory and links of a GPU type in its usual node."""
 
     name: str
     memory_bytes: float
@@ -66,12 +66,12 @@ class GpuSpec:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Returns the names of the GPU types that ship with this package."""
+    """Returns the names of the GPU types that ship with this package, such as "h100"."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def load_gpu(name: str) -> GpuSpec:
-    """Returns a GPU type by name or by the path of a JSON file.
+    """Returns the GPU type with this name, or the one in the JSON file at the path ``name``.
 
     Raises:
         ConfigError: there is no such name or file, or the file lacks a value.
@@ -94,7 +94,13 @@ def load_gpu(name: str) -> GpuSpec:
 
 
 def spec_of(raw: Any, name: str) -> GpuSpec:
-    """Returns the GPU type described by the JSON content of a file."""
+    """Returns the GPU type that ``raw``, the parsed content of a JSON file, describes.
+
+    ``name``: name or path that the user gave, for errors.
+
+    Raises:
+        ConfigError: ``raw`` is no JSON object, or lacks a value.
+    """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"--gpu {name} holds no JSON object; give a file like {FOLDER.name}/h100.json.")
     shares = raw.get("reached")

@@ -17,7 +17,7 @@ Reduction = Literal["step", "microbatch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLayout:
-    """Grid, ZeRO stage, schedule, batch and recomputation of a training step."""
+    """Layout of a training step: grid, ZeRO stage, schedule, batch and recomputation."""
 
     dp: int = 1
     tp: int = 1
@@ -50,12 +50,12 @@ class TrainingLayout:
 
     @property
     def grid(self) -> tuple[int, int, int, int]:
-        """Sizes of the axes dp, cp, tp and pp."""
+        """Sizes of the axes (dp, cp, tp, pp)."""
         return self.dp, self.cp, self.tp, self.pp
 
     @property
     def keeps_gradient_shards(self) -> bool:
-        """True if a rank never stores full gradients."""
+        """True if a rank stores only its shard of the gradients: ZeRO 2 or 3 that reduces every microbatch."""
         return self.stage >= 2 and self.reduction == "microbatch"
 
     @property
@@ -78,7 +78,7 @@ class TrainingLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTraits:
-    """Properties of a training engine that affect costs; the defaults describe this engine on GPUs."""
+    """Properties of a training engine that affect costs; the defaults describe Trine on GPUs."""
 
     fused: bool = True
     """True if elementwise operators are fused, by kernels or a compiler."""
@@ -110,7 +110,9 @@ SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
-    """Share of the model on the slowest pipeline rank: its blocks, head and outer parameters."""
+    """Share of the model on the slowest pipeline rank: numbers of blocks and heads, and parameters outside of
+    blocks.
+    """
 
     blocks: float
     heads: float
@@ -120,10 +122,10 @@ class StageShare:
 
 
 def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool = True) -> StageShare:
-    """Returns the share of the model on the slowest pipeline rank; ``block``, ``head``: seconds of one block and of the
-    head.
+    """Returns the share of the model on the slowest of ``pp`` pipeline ranks.
 
-    ``balanced``: stages balance seconds; False: all ranks have equally many blocks, and the last one the head as well.
+    ``block``, ``head``: seconds of one block and of the head. ``balanced``: True if stages have about equal seconds;
+    False: all ranks have equally many blocks, and the last rank the head as well.
     """
     outer = work.outer_parameters
     if pp == 1:
@@ -146,7 +148,7 @@ def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool =
 
 
 def idle_over_useful(layout: TrainingLayout) -> float:
-    """Returns pipeline idle time as a fraction of compute time."""
+    """Returns the ratio of pipeline idle time to compute time in a step."""
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if p == 1:
         return 0.0
@@ -157,7 +159,9 @@ def idle_over_useful(layout: TrainingLayout) -> float:
 
 
 def microbatches_held(layout: TrainingLayout) -> float:
-    """Returns the number of microbatches with stored activations on the fullest rank at its peak."""
+    """Returns the number of microbatches with stored activations at the peak, on the pipeline rank that has the
+    most.
+    """
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if layout.schedule in ("gpipe", "looped-bfs"):
         return float(m)

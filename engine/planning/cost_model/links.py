@@ -25,12 +25,16 @@ from engine.planning.cost_model.workload import Product, Workload
 
 
 def tensor_groups_cross(tp: int, node: int) -> bool:
-    """Returns True if a tensor group spans several nodes of ``node`` GPUs."""
+    """Returns True if some group of ``tp`` tensor ranks spans several nodes of ``node`` GPUs."""
     return tp > node or node % tp != 0
 
 
 def placement_picture(grid: Grid, node: int) -> str:
-    """Returns a text with one line for each node: its ranks and their coordinates; cp only with context ranks."""
+    """Returns a table as text, with one line for each node of ``node`` GPUs: its ranks and their coordinates on each
+    axis.
+
+    The column of context ranks is left out if there is only one.
+    """
     lines = list(_lines(grid, node))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
@@ -63,12 +67,12 @@ class LinkSpeed:
     """Bytes per second of each sending rank."""
 
     def seconds(self, calls: float, count: float) -> float:
-        """Returns the seconds of ``calls`` consecutive calls with ``count`` bytes in total."""
+        """Returns the seconds of ``calls`` consecutive calls that send ``count`` bytes in total."""
         return calls * self.latency + count / self.rate
 
 
 class Links:
-    """Link speeds between the ranks of a training layout, on nodes of ``node`` GPUs."""
+    """Link speeds between the ranks of a training layout on a GPU type, with ``node`` GPUs per node."""
 
     def __init__(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> None:
         self._layout, self._gpu, self._node = layout, gpu, node
@@ -77,7 +81,7 @@ class Links:
         self._out = gpu.network_rate * gpu.reached.network
 
     def ring(self, axis: Literal["dp+cp", "cp", "tp"]) -> LinkSpeed:
-        """Returns the link speed of a ring collective over ``axis``."""
+        """Returns the link speed per rank of a ring collective over ``axis``."""
         parts = self._parts(axis)
         stride = min(stride for stride, _ in parts)
         if all(stride * size <= self._node for stride, size in parts):
@@ -87,9 +91,9 @@ class Links:
         return LinkSpeed(self._gpu.network_latency, rate)
 
     def experts(self) -> LinkSpeed:
-        """Returns the link speed between ranks of an expert group, which are adjacent context and data ranks.
+        """Returns the link speed between the ranks that share experts, which are adjacent context and data ranks.
 
-        Rows to ranks of the same node do not leave it.
+        Only rows to ranks of other nodes use the network.
         """
         near, ranks = max(1, self._node // min(stride for stride, _ in self._parts("dp+cp"))), self._layout.ep
         if ranks <= near:
@@ -103,7 +107,7 @@ class Links:
         return [part for part in parts if part[1] > 1] or parts[:1]
 
     def hop(self) -> LinkSpeed:
-        """Returns the link speed from a stage to the next one."""
+        """Returns the link speed from a pipeline stage to the next one."""
         layout = self._layout
         if layout.order == "tp-pp-dp":
             if self._grid.stride("dp") <= self._node:
@@ -125,7 +129,7 @@ UPDATE_BYTES = 34
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSeconds:
-    """Forward seconds of one block and microbatch on one rank, by class of operator."""
+    """Forward seconds of one block and microbatch on one rank: matrix products, attention, and elementwise passes."""
 
     products: float
     attention: float
@@ -133,24 +137,24 @@ class BlockSeconds:
 
     @property
     def forward(self) -> float:
-        """Forward seconds of one block and microbatch."""
+        """Forward seconds of all operators together."""
         return self.products + self.attention + self.passes
 
     @property
     def backward(self) -> float:
-        """Seconds of the backward without recomputation."""
+        """Backward seconds of the block and microbatch, without recomputation."""
         return 2 * self.products + 2.5 * self.attention + 2 * self.passes
 
 
 class Roofline:
-    """Roofline model of a workload and layout on a GPU type."""
+    """Roofline model of a workload and layout on a GPU type: operators are limited by FLOP/s or by memory bandwidth."""
 
     def __init__(self, workload: Workload, layout: TrainingLayout, gpu: GpuSpec, traits: EngineTraits) -> None:
         self._workload, self._layout, self._gpu, self._traits = workload, layout, gpu, traits
         self._tokens = layout.micro * workload.context / layout.cp
 
     def block(self) -> BlockSeconds:
-        """Returns the forward seconds of one block and microbatch."""
+        """Returns the forward seconds of one block and microbatch on one rank, by class of operator."""
         work, layout, gpu = self._workload, self._layout, self._gpu
         flash = self._traits.flash
         executed = 4 * work.attention * work.context * (0.5 if work.causal and flash else 1.0)
@@ -163,7 +167,9 @@ class Roofline:
         )
 
     def product(self, product: Product, fp8: bool = False) -> float:
-        """Returns the forward seconds of a matrix product in bf16, or with ``fp8`` operands."""
+        """Returns the forward seconds of a matrix product for one microbatch on one rank; ``fp8``: True for fp8
+        operands, else bf16.
+        """
         gpu, tp = self._gpu, self._layout.tp if product.cut != "none" else 1
         width = product.narrow(tp)
         reached = width / (width + gpu.reached.product_half)
@@ -173,13 +179,13 @@ class Roofline:
         return max(flops / (rate * reached), moved / self.memory_rate)
 
     def head(self) -> float:
-        """Returns the seconds of head and loss, forward and backward."""
+        """Returns the seconds of head and loss for one microbatch on one rank, forward and backward together."""
         work = self._workload
         logits = self._tokens * work.vocabulary / self._layout.tp * LOGIT_BYTES
         return 3 * sum(self.product(product) for product in work.head) + logits / self.memory_rate
 
     def recomputed(self, block: BlockSeconds) -> float:
-        """Returns the seconds that recomputation adds to a block's backward."""
+        """Returns the seconds that recomputation adds to the backward of a block with the forward seconds ``block``."""
         mode = self._layout.recomputation
         if mode == "full":
             return block.forward
@@ -187,5 +193,5 @@ class Roofline:
 
     @property
     def memory_rate(self) -> float:
-        """Reached memory bandwidth in bytes per second."""
+        """Memory bandwidth that training reaches, in bytes per second."""
         return self._gpu.memory_rate * self._gpu.reached.memory

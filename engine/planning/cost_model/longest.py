@@ -73,9 +73,10 @@ class LongestRun:
 
 
 def longest_length(memory_of: Callable[[int], float], limit: float, step: int) -> int:
-    """Returns the largest multiple of ``step`` up to LONGEST whose memory is within ``limit``; 0 if there is none.
+    """Returns the largest multiple of ``step`` up to LONGEST with at most ``limit`` bytes of memory; 0 if there is
+    none.
 
-    ``memory_of``: bytes at a length; they do not fall with the length.
+    ``memory_of``: function that returns the bytes for rows of a length; it must not fall as the length grows.
     """
     low, high = 0, 1
     while high * step <= LONGEST and memory_of(high * step) <= limit:
@@ -87,7 +88,11 @@ def longest_length(memory_of: Callable[[int], float], limit: float, step: int) -
 
 
 def long_layouts(work: Workload, world: int, node: int) -> Iterator[TrainingLayout]:
-    """Yields the layouts of ``world`` ranks for one long row a data rank: grids x ZeRO stages x recomputation."""
+    """Yields the layouts of ``world`` ranks that train on one long row per data rank: all grids, ZeRO stages and kinds
+    of recomputation.
+
+    ``node``: number of GPUs per node, inside which tensor ranks stay.
+    """
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     for cp, tp, pp in product(sizes, sizes, sizes):
         if world % (cp * tp * pp) or pp > work.blocks or tp > node or work.heads % tp or node % tp:
@@ -103,11 +108,11 @@ def long_layouts(work: Workload, world: int, node: int) -> Iterator[TrainingLayo
 def longest_runs(
     work: Workload, layouts: Iterator[TrainingLayout], memory_bytes: float, sample: LengthSample | None = None
 ) -> list[LongestRun]:
-    """Returns the longest row of each layout, the longest first.
+    """Returns the longest row that fits for each layout, the longest first; counted layouts come before others.
 
-    With ``sample``, blocks of the first layout are counted on shapes, and all layouts with equal blocks are corrected
-    and sorted again, until the first layout is a counted one. If its blocks do not run on shapes, it stays first, with
-    its closed form.
+    ``memory_bytes``: memory of a GPU. ``sample``: function that counts the bytes of blocks in a dry run; None: closed
+    forms only. With ``sample``, the first layout is counted, all layouts with equal blocks are corrected by its counts,
+    and the list is sorted again. This repeats until the first layout is a counted one, or cannot be counted.
     """
     limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
     runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)
@@ -136,8 +141,8 @@ def _blocks_of(layout: TrainingLayout) -> Hashable:
 
 
 def bytes_at(length: int, lengths: Sequence[int], counted: Sequence[float]) -> float:
-    """Returns the bytes for rows of ``length``, from the polynomial through the bytes ``counted`` at ``lengths``
-    (Lagrange).
+    """Returns the bytes for rows of ``length`` tokens, by Lagrange interpolation of the bytes ``counted`` at
+    ``lengths``.
     """
     weights = (prod((length - other) / (own - other) for other in lengths if other != own) for own in lengths)
     return max(0.0, sum(weight * one for weight, one in zip(weights, counted, strict=True)))

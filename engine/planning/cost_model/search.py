@@ -37,7 +37,10 @@ class Wish:
 
 
 def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
-    """Yields every valid layout: tensor groups inside a node, at least one block per stage."""
+    """Yields every valid layout for ``work`` under the conditions ``wish``.
+
+    Tensor ranks stay inside a node, and each pipeline stage has at least one block.
+    """
     sizes = [size for size in range(1, wish.world + 1) if wish.world % size == 0]
     for tp, pp, cp in product(sizes, sizes, (size for size in sizes if size in _context_sizes(work))):
         if wish.world % (tp * pp * cp) or pp > work.blocks or tp > wish.node or work.heads % tp or wish.node % tp:
@@ -73,7 +76,10 @@ def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[Traini
 
 
 def zero_stages(shards: int) -> tuple[tuple[int, Reduction], ...]:
-    """Returns the pairs of stage and reduction; ZeRO 2 that reduces once a step is ZeRO 1."""
+    """Returns the pairs (ZeRO stage, when gradients are reduced) to try for ``shards`` data and context ranks.
+
+    ZeRO 2 that reduces once a step is left out, because it equals ZeRO 1.
+    """
     several: tuple[tuple[int, Reduction], ...] = ((1, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch"))
     return ((0, "step"), *several) if shards > 1 else ((0, "step"),)
 
@@ -86,7 +92,7 @@ def _runs(pp: int, microbatches: int, kind: str, virtual: int, blocks: int) -> b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Layouts of a search, ranked by estimated speed."""
+    """Result of a layout search: estimates of the layouts that fit in memory, the fastest first, and counts."""
 
     tried: int
     grids: int
@@ -97,7 +103,7 @@ class SearchResult:
 
 
 def search_layouts(work: Workload, model: StepModel, wish: Wish) -> SearchResult:
-    """Returns all layouts ranked by their closed-form estimates.
+    """Returns all layouts that fit in memory, ranked by the step time of their closed-form estimates.
 
     Raises:
         PlanError: no grid with this number of ranks can run the model with this batch size.
@@ -121,9 +127,10 @@ def _rank(one: LayoutEstimate) -> tuple[float, float]:
 
 
 def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
-    """Returns the fitting layout that differs from ``layout`` in the fewest settings, of several the fastest.
+    """Returns the layout that fits in memory and differs from ``layout`` in the fewest settings; the fastest of
+    several.
 
-    None: no layout fits.
+    Returns None if no layout fits.
     """
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
@@ -143,9 +150,9 @@ SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
-    """Returns the settings that differ between two layouts, with both values.
+    """Returns the settings that differ between two layouts, by name: (value in ``before``, value in ``after``).
 
-    The number of microbatches follows from the data ranks, and is not listed.
+    A number of microbatches that changes only because the number of data ranks does is not listed.
     """
     found: dict[str, tuple[object, object]] = {}
     for name, members in SETTINGS.items():
@@ -166,15 +173,17 @@ sample. None: no sample.
 
 
 class LayoutChoice:
-    """Iterative choice of the fastest layout that fits, corrected by the bytes counted in whole plans.
+    """Iterator over layouts that should fit, the fastest first, for a caller that counts the bytes of each in a whole
+    plan.
 
-    Sampled blocks replace closed forms. Estimates of activations and buffers are multiplied by the ratio of counted to
-    estimated bytes of the last planned layout with equal recomputation and equal use of split backwards; 1 before.
+    :meth:`learn` takes the counted bytes. Later estimates of similar layouts are multiplied by the ratio of counted to
+    estimated bytes. Layouts are similar if recomputation is equal, and both or neither have split backwards and context
+    ranks.
 
     Args:
         ranked: estimates that fit, the fastest first.
         limit: bytes of a rank that a layout may use.
-        working: bytes of activations and buffers from samples.
+        working: bytes of activations and buffers from sampled blocks, which replace the closed forms.
     """
 
     def __init__(self, ranked: Sequence[LayoutEstimate], limit: float, working: Working = lambda *_: None) -> None:
@@ -193,23 +202,25 @@ class LayoutChoice:
         return self
 
     def learn(self, estimate: LayoutEstimate, counted: RankMemory) -> None:
-        """Records the bytes counted in the plan of ``estimate``'s layout."""
+        """Records ``counted``, the bytes in the plan of ``estimate``'s layout, and corrects later estimates by them."""
         self._tried.add(estimate.layout)
         before = self._known(estimate, False)
         if before > 0:
             self._factors[_held_alike(estimate.layout)] = (counted.activations + counted.buffers) / before
 
     def pass_over(self, layout: TrainingLayout) -> None:
-        """Excludes ``layout``, which was planned already."""
+        """Excludes ``layout`` from the choice, because it was planned already."""
         self._tried.add(layout)
 
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
-        """Returns the estimated bytes of a rank for the layout of ``one``; ``fresh`` allows to make a new sample."""
+        """Returns the corrected estimate of a rank's bytes for the layout of ``one``; ``fresh``: True if blocks may be
+        sampled anew.
+        """
         working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)
 
     def likely(self) -> tuple[LayoutEstimate, ...]:
-        """Returns the estimates of untried layouts that probably fit, the fastest first."""
+        """Returns the estimates of layouts that are not tried yet and probably fit, the fastest first."""
         return tuple(one for one in self._ranked if one.layout not in self._tried and self.need(one) <= self._limit)
 
     def _known(self, one: LayoutEstimate, fresh: bool) -> float:

@@ -16,7 +16,9 @@ Side = Literal["inner", "outer", "none"]
 
 
 class Product(NamedTuple):
-    """Matrix products of one token with weights of one shape; tensor ranks shard the side ``cut``."""
+    """Matrix products of one token with weights of one shape [``inner``, ``outer``]; tensor ranks shard the dim
+    ``cut``.
+    """
 
     inner: int
     outer: int
@@ -25,29 +27,31 @@ class Product(NamedTuple):
 
     @property
     def weights(self) -> float:
-        """Number of weight elements."""
+        """Number of weight elements of all ``times`` products."""
         return self.inner * self.outer * self.times
 
     def narrow(self, tp: int) -> float:
-        """Returns the narrower side of the product on one of ``tp`` tensor ranks."""
+        """Returns the smaller of the two sides of the weight on one of ``tp`` tensor ranks."""
         inner = self.inner / tp if self.cut == "inner" else self.inner
         outer = self.outer / tp if self.cut == "outer" else self.outer
         return min(inner, outer)
 
 
 class CutAmount(NamedTuple):
-    """Amount with a part that is sharded over tensor ranks, and a part that is replicated (or sequence-sharded)."""
+    """Amount, such as bytes, in two parts: ``cut`` is sharded over tensor ranks, ``whole`` only under sequence
+    parallelism.
+    """
 
     cut: float
     whole: float
 
     def on(self, tp: int, sequence: bool) -> float:
-        """Returns the amount on one of ``tp`` tensor ranks; ``sequence``: with sequence parallelism."""
+        """Returns the amount on one of ``tp`` tensor ranks; ``sequence``: True with sequence parallelism."""
         return self.cut / tp + self.whole / (tp if sequence else 1)
 
 
 class ExpertWork(NamedTuple):
-    """Experts of an average MoE block."""
+    """Numbers of experts and of their parameters in an average MoE block."""
 
     parameters: float
     """Number of parameters of all experts."""
@@ -61,7 +65,7 @@ class ExpertWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Workload of a model with equal blocks between embedding and head."""
+    """Sizes and costs of training a model of equal blocks between embedding and head."""
 
     blocks: int
     context: int
@@ -97,12 +101,14 @@ class Workload:
         return self.blocks * self.block_parameters + self.outer_parameters
 
     def flops_of_token(self) -> float:
-        """Returns the model FLOPs to train one token: three times the forward, with all attention pairs."""
+        """Returns the model FLOPs to train one token: three times the forward. Attention counts all pairs of a row,
+        without the causal mask.
+        """
         block = sum(2 * product.weights for product in self.products) + 4 * self.attention * self.context
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
 
     def keeps(self, recomputation: Recomputation) -> CutAmount:
-        """Returns the activation bytes per token that a block stores for its backward."""
+        """Returns the activation bytes per token that a block stores for its backward under this recomputation."""
         return self.kept[("none", "selective", "full").index(recomputation)]
 
 
@@ -121,7 +127,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """Sizes of a decoder-only transformer."""
+    """Sizes of a decoder-only transformer, from which its workload follows."""
 
     layers: int
     width: int
@@ -137,7 +143,7 @@ class DecoderShape:
     tied: bool = False
 
     def workload(self) -> Workload:
-        """Returns the workload of training this decoder on full rows."""
+        """Returns the workload of training this decoder on rows of ``context`` tokens."""
         h = self.width
         head = self.head_width or h // self.heads
         q, kv = self.heads * head, (self.kv_heads or self.heads) * head
@@ -176,12 +182,16 @@ class DecoderShape:
 
 
 def is_model_config(raw: object) -> bool:
-    """Returns True if a JSON object is a Hugging Face model configuration, not a run's."""
+    """Returns True if a parsed JSON value is a Hugging Face model configuration, rather than a configuration of the
+    engine.
+    """
     return isinstance(raw, Mapping) and any(key in raw for key in ("model_type", "architectures", *SIZES["width"]))
 
 
 def decoder_shape_of(raw: Mapping[str, Any]) -> DecoderShape | None:
-    """Returns the decoder sizes in a Hugging Face configuration; None for model types with other blocks."""
+    """Returns the decoder's sizes from ``raw``, a Hugging Face model configuration; None for model types with other
+    blocks.
+    """
     family = raw.get("model_type")
     found = {name: next((raw[key] for key in keys if raw.get(key)), None) for name, keys in SIZES.items()}
     found["context"] = found["context"] or 2048

@@ -14,7 +14,7 @@ from engine.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTraffic:
-    """Bytes that a rank exchanges over the axis "ep", and the experts that it stores."""
+    """Bytes that a rank exchanges over the axis "ep" in a step, and the placement of experts on the ranks."""
 
     expected: float
     """Bytes that it sends in a step, on average, if routing is even."""
@@ -27,8 +27,8 @@ class ExpertTraffic:
 
 
 def expert_traffic(plan: Plan, work: Workload, coord: Coord) -> ExpertTraffic | None:
-    """Returns the expert traffic at the grid position ``coord`` for rows of ``work``; None if no data ranks share
-    experts.
+    """Returns the traffic of divided experts at the grid position ``coord`` for rows of ``work``; None if no experts
+    are divided among data ranks.
     """
     if plan.shared_experts is None or work.experts is None:
         return None

@@ -54,12 +54,12 @@ class PlanCosts:
 
     @property
     def experts(self) -> ExpertTraffic | None:
-        """Rows of shared experts that the first rank exchanges; None if data ranks share none."""
+        """Traffic of divided experts on the first rank; None if no experts are divided among data ranks."""
         return self.exchanges[0] if self.exchanges else None
 
     @property
     def fullest(self) -> RankMemory:
-        """Memory of the pipeline rank that needs the most."""
+        """Memory of the pipeline rank that needs the most bytes."""
         return max(self.memory, key=lambda rank: rank.total)
 
     @property
@@ -74,7 +74,7 @@ class PlanCosts:
 
 
 def planned_layout(plan: Plan) -> TrainingLayout:
-    """Returns the training layout of a plan for the cost model."""
+    """Returns the grid, batch, schedule and recomputation of ``plan`` as a layout of the cost model."""
     config = plan.config
     recomputation = config.activation_checkpointing.mode
     return TrainingLayout(
@@ -97,8 +97,9 @@ def planned_layout(plan: Plan) -> TrainingLayout:
 
 
 def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: BlockSample | None = None) -> PlanCosts:
-    """Returns memory and time of ``plan`` on nodes of ``node`` GPUs; ``sample``: counted activation bytes of its
-    blocks.
+    """Returns the estimated memory and time of ``plan`` on GPUs of type ``gpu``, with ``node`` GPUs per node.
+
+    ``sample``: activation bytes of the plan's blocks, counted in a dry run; None: closed formulas.
     """
     layout, traits = planned_layout(plan), EngineTraits()
     time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))
@@ -125,7 +126,7 @@ def _balance(plan: Plan, work: Workload) -> WorkBalance | None:
 
 
 def host_links(gpu: GpuSpec, node: int) -> HostLinks:
-    """Returns the link speeds inside and between nodes of ``node`` GPUs."""
+    """Returns the link speeds inside and between nodes with ``node`` GPUs of type ``gpu``, from its data sheet."""
     return HostLinks(
         within=LinkSpeed(gpu.link_latency, gpu.link_rate * gpu.reached.link),
         between=LinkSpeed(gpu.network_latency, node * gpu.network_rate * gpu.reached.network),

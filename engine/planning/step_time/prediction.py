@@ -62,7 +62,7 @@ Pattern = Literal["all_reduce", "all_gather"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLinks:
-    """Link speeds of a cluster, measured once for all grids."""
+    """Link speeds inside and between the hosts of a cluster, measured once for all grids."""
 
     within: LinkSpeed
     """Link between two ranks of a host; the rate per rank while all of them send."""
@@ -72,7 +72,7 @@ class HostLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisLinks:
-    """Link speeds of one grid, by axis."""
+    """Link speeds of one grid: of collectives by axis, and between pipeline ranks."""
 
     collectives: Mapping[tuple[Axis, Pattern], LinkSpeed]
     """Link speed of each axis and collective: seconds per call, bytes per second and rank."""
@@ -81,7 +81,7 @@ class AxisLinks:
 
 
 def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
-    """Returns the link speeds of ``grid`` if rank r runs on ``hosts[r]``.
+    """Returns the link speeds of ``grid`` if rank r runs on ``hosts[r]``; ranks with equal host names share a host.
 
     Raises:
         GridError: there are more or fewer hosts than ranks.
@@ -143,7 +143,7 @@ _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """Compute seconds of one rank without pipeline, tensor and context parallelism."""
+    """Compute seconds of one rank that would run the whole model alone, without parallelism inside the model."""
 
     forward: float
     """Forward seconds of a microbatch."""
@@ -175,7 +175,10 @@ class StepTime:
 
 
 def predict_step(plan: Plan, computation: Computation, links: AxisLinks) -> StepTime:
-    """Returns the predicted time of a training step after the first two steps."""
+    """Returns the predicted time of a training step of ``plan`` after the first two steps.
+
+    ``computation``: compute seconds of one rank. ``links``: link speeds of the plan's grid.
+    """
     return _Prediction(plan, computation, links).step()
 
 
@@ -184,11 +187,12 @@ def play_schedule(
 ) -> StepTimeline:
     """Returns the timeline of a schedule: an action starts once its rank is free and its inputs have arrived.
 
-    Messages leave a rank one by one; with zero times this equals
+    A rank sends its messages one after the other. If messages take no time, the result equals that of
     :func:`~engine.parallel.pipeline.schedule.simulate.simulate`.
 
     Args:
         seconds: duration of each operation and stage.
+        hop: function (action, target rank) that returns the seconds of sending, and further seconds until arrival.
 
     Raises:
         ScheduleError: the schedule is incomplete or deadlocks.

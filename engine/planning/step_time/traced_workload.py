@@ -28,7 +28,9 @@ MANY_HEADS = 1 << 20
 
 
 class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts FLOPs and bytes of operators by class."""
+    """Torch dispatch mode that counts FLOPs and memory bytes of the operators inside it: matrix products, attention,
+    others.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +44,7 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of the results of products and attention."""
 
     def usual_width(self) -> int:
-        """Returns the most common inner width of matrix products, taken as the hidden size."""
+        """Returns the inner width of most of the counted matrix products, which serves as the model's hidden size."""
         widths: dict[int, float] = {}
         for (inner, _), count in self.products.items():
             widths[inner] = widths.get(inner, 0.0) + count
@@ -91,7 +93,7 @@ class _AttentionByBlocks(TorchFunctionMode):
 
 
 def traced_workload(program: Program, row: Batch) -> Workload:
-    """Returns the workload of a model for rows shaped like ``row``.
+    """Returns the workload of a model for rows shaped like ``row``, counted in a run of the model on shapes.
 
     Raises:
         PlanError: the model cannot be traced.
