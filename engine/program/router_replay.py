@@ -223,12 +223,10 @@ class RouterReplay:
 
     def joined(self, recorded: Mapping[str, list[Tensor]], rows: int, comm: Comm, device: torch.device) -> Tensor:
         """Joins the choices that :meth:`recording` has recorded on all pipeline stages. Returns an int32 tensor
-        [``rows``, positions, layers with routers, k] on every rank, for the k experts that a router chooses.
+        [``rows``, positions, layers with routers, k] on every rank, for the k experts that a router chooses. Each
+        router must have been called once for each of the ``rows`` rows.
 
         ``recorded``: this rank's choices by router name. Sends two all-reduces over pp, label "routing".
-
-        Raises:
-            EngineError: a router was not called once for each row.
         """
         positions = torch.tensor([each.shape[1] for found in recorded.values() for each in found[:1]][:1] or [0])
         positions = positions.to(device)
