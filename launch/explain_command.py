@@ -101,8 +101,7 @@ def words_of(text: str) -> list[str]:
 
 
 def pieces(text: str) -> list[str]:
-    """Splits ``text``, an error message with placeholders in braces, into the constant texts between the placeholders.
-    """
+    """Splits ``text``, an error message with placeholders in braces, into the constant texts between these."""
     return [piece.strip() for piece in re.split(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text) if piece.strip()]
 
 

@@ -125,7 +125,7 @@ def add_init_options(command: ArgumentParser) -> None:
 
 
 def write_starter(options: Namespace) -> None:
-    """Writes a ``train.py`` and an ``engine.json`` for the user's model as a start, and prints the next commands.
+    """Writes a starter ``train.py`` and ``engine.json`` for the user's model, and prints the next commands.
 
     Raises:
         ConfigError, PlanError: one of the two files exists already, or the model does not exist.

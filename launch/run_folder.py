@@ -36,7 +36,7 @@ RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> ExitStack:
     """Creates or reopens the run folder ``options.out``, locks it, and writes a record of training text, model and
-    configuration. Rank 0 calls it before all other ranks start.
+    configuration. Only rank 0 calls it, before it builds its engine.
 
     Returns:
         A context of the open folder; the lock ends with it, or with this process.

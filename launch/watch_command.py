@@ -123,8 +123,7 @@ def _tables(views: list[RankView], waits: bool) -> list[str]:
 
 
 def rank_table(views: list[RankView]) -> list[str]:
-    """Returns the lines of a table, sorted by rank, with the present action of each rank of ``views`` and its duration.
-    """
+    """Returns the lines of a table, sorted by rank: the present action of each rank of ``views``, and its duration."""
     return aligned([_HEAD, *(_row(view) for view in sorted(views, key=lambda view: view.rank))])
 
 

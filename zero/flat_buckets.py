@@ -91,8 +91,8 @@ class FlatBucket:
 
     @property
     def weights(self) -> Tensor:
-        """Weights that the optimizer updates, a flat tensor of this rank's owned elements: the master, or ``kept`` if
-        there is no master.
+        """Weights that the optimizer updates, as a flat tensor of the elements that this rank owns: the master, or
+        without a master the parameters themselves (``kept``).
         """
         return self.kept if self.master is None else self.master
 

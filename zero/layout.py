@@ -130,8 +130,8 @@ class Bucket:
 
     @property
     def late(self) -> bool:
-        """True if the bucket is reduced only after all gradients of the step: it is tied over stages or partial over
-        tensor ranks.
+        """True if the bucket is reduced only after all gradients of the step have arrived: pipeline stages share its
+        parameters, or its gradients must also be summed over tensor ranks.
         """
         return bool(self.ties) or self.partial
 
@@ -210,7 +210,7 @@ def build_layout(
     A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a parameter larger than
     that gets a bucket of its own. At ZeRO 3 the parameters of a gather group form one bucket of any size. Within a
     bucket, parameters are sorted by optimizer group. Within a group, parameters that several tensor ranks store come
-    last, except in buckets that are tied over stages or partial over tensor ranks.
+    last, except in buckets that are reduced late (see :attr:`Bucket.late`).
 
     Args:
         alignment: number of elements, a multiple of ALIGNMENT; each parameter starts at a multiple of it.

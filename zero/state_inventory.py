@@ -95,7 +95,8 @@ class HoldsCompanions(Protocol):
         """
 
     def forget(self) -> None:
-        """Discards the feature's tensors, or sets them anew from the weights, after the user has replaced the weights.
+        """Discards the feature's tensors, or sets them anew from the weights. Called after the user has replaced the
+        weights.
         """
 
 
@@ -117,7 +118,7 @@ class HoldsSecondary(Protocol):
         """Secondary shards on this rank, one tensor for each bucket that has one."""
 
     def end(self) -> None:
-        """Frees gathered parameters that a forward has left in memory for its own backward."""
+        """Frees gathered parameters that a forward has left in memory for its backward."""
 
 
 class Home(Enum):

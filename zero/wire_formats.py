@@ -24,7 +24,9 @@ _ENCODED = frozenset(str(dtype).removeprefix("torch.") for dtype in ENCODED_DTYP
 
 @dataclass(frozen=True, slots=True)
 class ReductionHop:
-    """One of the all-to-alls that form a quantized gradient reduction."""
+    """One of the all-to-alls that form a quantized gradient reduction: over all ranks, within nodes, or across
+    nodes.
+    """
 
     label: str
     ranks: int

@@ -41,14 +41,13 @@ class BatchRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the startup banner: one sentence about the tensors that are not split; an empty tuple if all are.
-        """
+        """Lines for the startup banner: one sentence about the tensors that are not split; empty if all are split."""
         whole = [f"batch[{name!r}]" for name in self.whole] + [expression(path) for path in self.learnt]
         return (f"batch: every microbatch gets the whole of {', '.join(sorted(set(whole)))}",) if whole else ()
 
     def is_whole(self, path: BatchPath) -> bool:
-        """Returns True if every microbatch receives the tensor at ``path``, a tuple of keys and indices in the batch,
-        without a split.
+        """Returns True if the tensor at ``path``, a tuple of keys and indices, is not split: every microbatch receives
+        all of it.
         """
         named = path[0] in self.whole if path else False
         return named or path in self.learnt or any(isinstance(key, str) and key in self.whole for key in path)

@@ -141,9 +141,9 @@ class ContextProgram(Program):
         return self.sequences
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for one batch, if it is the only positional argument, or for arguments of the
-        model's forward. Sequences are gathered over the axis "cp". In backward, only the first context rank passes the
-        output's gradient on.
+        """Returns the model's output, with sequences gathered over the axis "cp". A single positional argument is a
+        batch; otherwise the arguments are the ones of the model's forward. In backward, only the first context rank
+        passes the output's gradient on.
         """
         moved = self.move(args), self.move(kwargs)
         run = partial(Program.call, self, *moved[0], **moved[1])

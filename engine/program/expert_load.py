@@ -108,8 +108,7 @@ class ExpertCounter:
         self._told: set[str] = set()
 
     def zeros(self) -> Tensor:
-        """Returns an fp64 tensor of zeros for the row counts of a step, with one entry for each expert of each layer.
-        """
+        """Returns an fp64 tensor of zeros for the row counts of a step, with one entry per expert of each layer."""
         return torch.zeros(sum(stack.experts for stack in self._stacks), dtype=torch.float64, device=self._device)
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:

@@ -214,8 +214,8 @@ class TorchLoss:
 
 
 def with_targets(loss_fn: LossFunction | None, inputs: ForwardInputs) -> LossFunction | None:
-    """Returns ``loss_fn``; if it is a ``torch.nn`` or ``torch.nn.functional`` loss, wrapped as :class:`TorchLoss`, so
-    that it receives the targets instead of the batch.
+    """Returns ``loss_fn``, wrapped as :class:`TorchLoss` if it is a ``torch.nn`` or ``torch.nn.functional`` loss. The
+    wrapped loss receives the output and the targets, instead of the output and the batch.
     """
     inner: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     of_torch = isinstance(inner, _Loss) or getattr(inner, "__module__", None) == nn.functional.__name__

@@ -38,8 +38,8 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Model, loss function, dtypes and device as one function of a microbatch. Under pipeline parallelism ``model``
-    runs only the stages of this rank.
+    """Model, loss function, dtypes and device as one function of a microbatch. Under pipeline parallelism a rank runs
+    only its own stages of the model.
     """
 
     model: nn.Module
@@ -97,7 +97,7 @@ class Program:
         return WeightedLoss(torch.stack([leaf.float().square().mean() for leaf in found]).sum(), 1.0)
 
     def output(self, microbatch: Batch) -> Any:
-        """Returns the model's output for one microbatch, without computing a loss."""
+        """Returns the model's output for one microbatch, without a call of the loss function."""
         return self._run(self.move(microbatch), microbatch)
 
     def _run(self, moved: Batch, given: Batch | None = None) -> Any:
@@ -117,8 +117,8 @@ class Program:
             raise _mixed_dtypes(error, self.precision.compute) from error
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for one batch, if it is the only positional argument, or for arguments of the
-        model's forward.
+        """Returns the model's output. A single positional argument is a batch; otherwise the arguments are the ones of
+        the model's forward.
         """
         given = self.move(args[0] if len(args) == 1 and not kwargs else kwargs)
         if self.replay is not None:

@@ -53,7 +53,7 @@ class RouterReplay:
         """Choices in the running forward; a block that sends rows to experts runs twice in it."""
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Wraps the forwards of all routers of ``model``."""
+        """Wraps the forwards of all routers of ``model``, so that they use or record expert choices."""
         for place, (choice, _) in enumerate(self._routers):
             module = model.get_submodule(choice.router)
             patches.wrap_forward(module, PatchLayer.EXPERTS, self._wrapped(place, module.forward), _NOTE)
@@ -134,7 +134,8 @@ class RouterReplay:
         self._now, self._waiting = self._entry(batch), []
 
     def end_backward(self) -> None:
-        """Records that all forwards up to now have had their backward, so a recomputation belongs to a later forward.
+        """Ends a backward. All forwards up to now have had their backward, so later recomputations belong to later
+        forwards.
         """
         self._waiting = []
 

@@ -50,8 +50,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Facts about a host, collected by one of its ranks: software versions, GPUs, network interfaces and system limits.
-    """
+    """Facts about a host, collected by one of its ranks: software versions, GPUs, network interfaces, system limits."""
 
     name: str
     identity: str

@@ -174,7 +174,9 @@ ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 def add_deepspeed_options(command: ArgumentParser) -> None:
-    """Adds DeepSpeed's names for existing options of ``trine launch``, as hidden aliases."""
+    """Adds options of DeepSpeed's launcher to the parser of ``trine launch``, hidden from its help: other names for
+    existing options, options without effect, and options that are refused with advice.
+    """
     command.set_defaults(became=[], refused=[])
     known = command._option_string_actions
     for ours, spellings in TAKEN.items():

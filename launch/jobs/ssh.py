@@ -204,8 +204,7 @@ class SshPlan:
         }
 
     def start(self, facts: HostReply, meeting: MeetingPlace, screen: Screen) -> HostRun:
-        """Starts torchrun over ssh on the host of ``facts``; ``screen`` prints its output. Returns the started process.
-        """
+        """Starts torchrun over ssh on the host of ``facts``, and returns the process; ``screen`` prints its output."""
         return HostRun(facts.host, self.ssh.command(facts.host), self.wish(facts, meeting), screen)
 
 

@@ -197,8 +197,7 @@ def offload_text(smallest: LayoutEstimate | None) -> str:
 
 
 def room_text(memory_bytes: float) -> str:
-    """Returns a clause with the part of ``memory_bytes``, a GPU's memory, that a plan may use; the rest is left free.
-    """
+    """Returns a clause with the part of ``memory_bytes``, a GPU's memory, that a plan may use."""
     room, whole = USABLE * memory_bytes / GIB, memory_bytes / GIB
     return f"a layout may fill {room:.1f} of {whole:.1f} GiB ({1 - USABLE:.0%} is left free)"
 

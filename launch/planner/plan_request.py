@@ -20,7 +20,9 @@ STEP_TOKENS = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Source of the planned model. Exactly one of ``folder``, ``function`` and ``decoder`` is set."""
+    """Source of the planned model: a Hugging Face folder, a function that builds the model, or the sizes of the
+    built-in decoder. Exactly one of ``folder``, ``function`` and ``decoder`` is set.
+    """
 
     folder: Path | None = None
     """Hugging Face folder with ``config.json``, or a configuration file of any name."""

@@ -161,7 +161,7 @@ KEYS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """Heat map of the load of experts; a colour is the load divided by the mean load."""
+    """Heat map of the load of experts. A cell's colour shows its load divided by the mean load."""
 
     title: str
     cells: Sequence[Sequence[float]]

@@ -299,7 +299,7 @@ def memory_table(ranks: Sequence[RecordedRank]) -> str:
 
 
 def wait_axes(ranks: Iterable[RecordedRank]) -> list[str]:
-    """Returns the names of the grid axes on which any rank has waited, sorted."""
+    """Returns the sorted names of the grid axes on which at least one rank has waited for communication."""
     return sorted({axis for rank in ranks for axis, seconds in (rank.waits or {}).items() if seconds})
 
 

@@ -79,7 +79,7 @@ class Subject:
 
 def of_function(name: str) -> Subject:
     """Returns the test subject for ``name``, the ``module:function`` of a function that builds a model. The function
-    returns model, (model, rows) or (model, rows, loss_fn). Unlike a Hugging Face model, the model is not shrunk.
+    returns model, (model, rows) or (model, rows, loss_fn). The model is used at its full size.
 
     Raises:
         PlanError: there is no such function, it raises, or it returns no model or no rows.
@@ -313,11 +313,11 @@ EPS = 1e-5
 
 
 def small_config(config: Config) -> Config:
-    """Returns a version of ``config`` in fp32 for a comparison with plain training, with at most two data ranks and few
-    microbatches.
+    """Returns a version of ``config`` in fp32 for a comparison with plain training, with few microbatches and at most
+    two data ranks. If ``config`` has shard groups, the result has two groups of two data ranks instead.
 
-    If ``config`` has shard groups, the result has two groups of two data ranks; with expert parallelism, two ranks
-    share the experts. Checkpoints, monitors and watchdogs are off, since they do not affect the results.
+    With expert parallelism, two ranks share the experts. Checkpoints, monitors and watchdogs are off, since they do not
+    affect the results.
     """
     optimizer = config.optimizer
     if optimizer is not None:

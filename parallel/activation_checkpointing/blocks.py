@@ -41,7 +41,9 @@ class CheckpointPolicy(Protocol):
 
     @property
     def mode(self) -> str:
-        """Mode for the model's blocks: ``none``, ``full``, ``selective`` or ``offload``."""
+        """Mode for the model's blocks: ``none``, ``full`` (backward recomputes each block), ``selective`` (it
+        recomputes every n-th block, or all blocks in part) or ``offload`` (activations are copied to the host).
+        """
 
     @property
     def save(self) -> tuple[str, ...] | None:

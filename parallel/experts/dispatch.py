@@ -77,8 +77,7 @@ class Dispatch:
 
     @property
     def rounds(self) -> list[Round]:
-        """Rounds that together exchange all rows. There is at least one, and all ranks have the same number of rounds.
-        """
+        """Rounds that together exchange all rows. There is at least one, and all ranks have the same number of them."""
         most = max(map(max, self._counts))
         step = max(1, min(self._limit, most))
         return [self._round(start, start + step) for start in range(0, max(most, 1), step)]

@@ -25,8 +25,7 @@ class ExpertPacking:
     """Row i of all experts precedes row i + 1; otherwise all rows of one expert precede those of the next."""
 
     def shape(self, shape: Sequence[int], experts: int) -> tuple[int, ...]:
-        """Returns the parameter shape ``shape`` with the size of its expert dim changed to that of ``experts`` experts.
-        """
+        """Returns the parameter shape ``shape`` with the size of its expert dim changed to fit ``experts`` experts."""
         return (*shape[: self.dim], experts * self.rows, *shape[self.dim + 1 :])
 
     def apart(self, stack: Tensor, experts: int) -> Tensor:

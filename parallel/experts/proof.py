@@ -204,7 +204,8 @@ class Trial:
 
     @torch.no_grad()
     def without_effect(self) -> str | None:
-        """Returns the name of the first parameter of ``twin`` that does not affect the output; None if all affect it.
+        """Returns the name of the first parameter of ``twin`` without effect on the output; None if all have an
+        effect.
         """
         names, rows = dict(self._twin.named_parameters()), (self._rows, self._numbers, self._weights)
         for name in names:
@@ -257,8 +258,8 @@ def _can_copy(module: nn.Module) -> bool:
 
 
 def are_close(a: Tensor | int | None, b: Tensor) -> bool:
-    """Returns True if ``a`` is a tensor with the shape of ``b`` and differs from ``b`` by fp32 rounding alone (at most
-    1e-5 of the largest element of ``b``).
+    """Returns True if ``a`` is a tensor with the shape of ``b``, and differs from ``b`` by at most 1e-5 of the largest
+    absolute value in ``b``, as by fp32 rounding.
     """
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 

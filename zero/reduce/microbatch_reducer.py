@@ -132,8 +132,9 @@ class MicrobatchReducer(SharedReduction):
         self._microbatches = backwards
 
     def finish(self) -> None:
-        """Completes the step's gradients. It waits for all reductions, then sums gradients that tensor ranks or
-        pipeline stages share over these ranks or stages, and prepares the next step.
+        """Completes the step's gradients: waits for all reductions, and prepares the next step. Gradients that are
+        partial on tensor ranks are also summed over these; gradients of a parameter that pipeline stages share are
+        summed over the stages.
 
         Afterwards ``grads`` of each bucket contains this rank's shard of the sum over microbatches and data ranks.
         """

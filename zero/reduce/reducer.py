@@ -352,7 +352,7 @@ class SharedReduction:
         self._add(name, grad)
 
     def expect(self, backwards: int) -> None:
-        """Does nothing: only :class:`MicrobatchReducer` depends on the number of backwards."""
+        """Does nothing: only :class:`MicrobatchReducer` (ZeRO 2) depends on the number of backwards in a step."""
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -403,8 +403,7 @@ class SharedReduction:
         raise NotImplementedError
 
     def keep(self) -> None:
-        """Copies the reduced gradients of the step, for further backwards of the same step; see :meth:`Reducer.keep`.
-        """
+        """Copies the reduced gradients, for further backwards of the same step; see :meth:`Reducer.keep`."""
         self._kept_sums = [(flat, self._part(flat), flat.gradient(self._part(flat)).clone()) for flat in self._buckets]
         self._kept_names = self.names - self.unused
 

@@ -96,8 +96,7 @@ class NonFiniteSource:
 
     @property
     def subject(self) -> str:
-        """Name of the source for an error message, such as "the loss on ranks 0, 3" or "the gradient of 'head.weight'".
-        """
+        """Name of the source for an error message, as "the loss on ranks 0, 3" or "the gradient of 'head.weight'"."""
         what = self.name if self.name.startswith("the ") else f"the gradient of {self.name!r}"
         return f"{what} on rank{'s' * (len(self.ranks) > 1)} {_listed(self.ranks)}" if self.ranks else what
 

@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class WeightCopies:
-    """Check that weights of ``buckets`` with copies on several ranks have bitwise equal copies."""
+    """Check that the copies of a weight on several ranks are bitwise equal. It covers the weights in ``buckets``."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._told = comm, False
@@ -69,8 +69,8 @@ class WeightCopies:
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:
-        """Returns this rank's digest of the weights with copies, an fp64 scalar. If all copies are equal, the digests
-        of all ranks sum to 0 modulo 2^31 - 1.
+        """Returns this rank's digest of the weights that other ranks store too, an fp64 scalar made from their bits. If
+        all copies are equal, the digests of all ranks sum to 0 modulo 2^31 - 1.
         """
         if not self._parts:
             return 0.0
