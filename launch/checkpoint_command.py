@@ -46,11 +46,12 @@ def info(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path, everything: bool) -> None:
-    """Reads every block of the checkpoint in ``folder``, verifies its checksum, and prints one line. With
-    ``everything``, verifies all checkpoints of the run.
+    """Reads every block of the checkpoint that ``folder`` denotes, verifies its checksum, and prints one line. With
+    ``everything``, does so for all checkpoints of the run.
 
     Raises:
-        CheckpointError: a checkpoint is damaged; the message names file and tensor.
+        CheckpointError: a checkpoint is damaged; the message names file and tensor, or the damaged checkpoints if
+            several were verified.
     """
     newest = find(folder)
     beside_it = committed(Files(), newest.parent)
@@ -72,12 +73,14 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
-    """Copies the Hugging Face model folder of a checkpoint to ``out``, and verifies every block during the copy.
+    """Copies the model in Hugging Face format that a checkpoint contains to the folder ``out``, and verifies every
+    block during the copy.
 
-    The copy is renamed to ``out`` only when it is complete.
+    The copy is made under a temporary name, and renamed to ``out`` when it is complete.
 
     Args:
-        single: writes all tensors to one ``model.safetensors`` instead of one file per saving rank.
+        single: True: writes all tensors to one ``model.safetensors``; False: one file per rank that saved the
+            checkpoint.
 
     Raises:
         CheckpointError: ``out`` exists and is not empty, the checkpoint is damaged, or the disk is full.
@@ -104,11 +107,11 @@ def export(folder: Path, out: Path, single: bool) -> None:
 
 
 def find(folder: Path) -> Path:
-    """Returns the checkpoint folder that ``folder`` denotes: ``folder`` itself, or the newest checkpoint of the run in
-    it.
+    """Returns the folder of the checkpoint that ``folder`` denotes: ``folder`` itself if it is a checkpoint, or the
+    newest checkpoint of the run in ``folder``.
 
     Raises:
-        CheckpointError: the folder has no checkpoint.
+        CheckpointError: ``folder`` is neither a checkpoint nor a run with one.
     """
     path, files = folder.absolute(), Files()
     with _plain_errors(path):
@@ -163,7 +166,7 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
 
 
 def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
-    """Formats a checkpoint's content as text lines, by title such as "grid" or "optimizer"."""
+    """Returns the content of a checkpoint as one line of text for each title, such as "grid" or "optimizer"."""
     return {
         "saved": _saved(manifest),
         "grid": _grid(manifest),
@@ -236,7 +239,7 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """Returns one line with the names of all other checkpoints and files in the run folder of the checkpoint
+    """Returns one line with the names of the other checkpoints and files in the run folder that contains the checkpoint
     ``step``.
     """
     steps = [path.name for path in committed(files, step.parent) if path != step]

@@ -30,7 +30,9 @@ from engine.launch.verifier import verify_command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one ``trine`` command and returns the exit status; ``arguments`` None: the words of the command line."""
+    """Runs one ``trine`` command and returns its exit status. ``arguments``: the words after ``trine``; None: they are
+    read from ``sys.argv``.
+    """
     options = make_parser().parse_args(arguments)
     try:
         return options.run(options) or 0
@@ -40,13 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class CommandParser(ArgumentParser):
-    """Argument parser that shows a command's usage and the most similar option in its errors.
+    """Argument parser with more helpful errors than argparse: they contain the command's usage, and for an unknown
+    option the most similar known one.
 
     Options may stand before, between and after positional arguments, up to ``--``.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses the arguments as argparse does, but exits with a usage error if unknown ones remain."""
+        """Parses ``args`` as argparse does and returns (namespace, unknown words), but exits with a usage error if
+        there are unknown words.
+        """
         if not any(action.nargs in (PARSER, REMAINDER) for action in self._actions):
             args = self._options_first(args)
         found, left = super().parse_known_args(args, namespace)
@@ -224,7 +229,8 @@ def _checkpoint_export(options: Namespace) -> None:
 
 
 def check_configuration(options: Namespace) -> None:
-    """Checks a configuration without a model or GPU; prints notes, the checks that were skipped, and the verdict.
+    """Checks a configuration file without a model or GPU. Prints its notes, the checks that were not made, and the
+    result.
 
     Raises:
         ConfigError, PlanError, ScheduleError: the error that ``engine.initialize`` would raise.

@@ -25,8 +25,8 @@ def add_explain_options(parser: ArgumentParser) -> None:
 
 
 def explain(options: Namespace) -> int:
-    """Prints the engine's error messages that best match the user's words; returns exit status 0, or 1 if none
-    matches.
+    """Prints the engine's error messages that best match the user's words; with ``--all``, every matching one, or all
+    without words. Returns exit status 0, 1 if none matches, or 2 if neither words nor ``--all`` are given.
     """
     given = " ".join(options.words)
     errors = list({(error.kind, error.text): error for error in raised_errors()}.values())
@@ -50,8 +50,8 @@ def explain(options: Namespace) -> int:
 
 
 def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
-    """Returns the error messages most similar to ``given``, best first. If ``given`` contains all constant text of one,
-    only that one is returned.
+    """Returns the error messages that are most similar to the text ``given``, best first. If ``given`` contains all
+    constant text of a message (the text between its placeholders), only that message is returned.
     """
     asked = spelled(given, errors)
     known = [(share_of_words(error, given, asked), constant(error), error) for error in errors]
@@ -63,8 +63,8 @@ def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
 
 
 def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
-    """Splits ``given`` into words, without numbers and paths. Words that occur in no error message are replaced by the
-    most similar ones that do.
+    """Splits the user's text ``given`` into words, without numbers and paths. A misspelled word, which occurs in none
+    of ``errors``, is replaced by the most similar word of these messages, if there is one.
     """
     vocabulary = {word for error in errors for word in words_of(error.text)}
     words = [word for word in words_of(given) if not re.search(r"[\d/]", word)]
@@ -73,13 +73,14 @@ def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
 
 
 def share_of_words(error: RaisedError, given: str, asked: Sequence[str] | None = None) -> float:
-    """Returns how well an error message matches the text ``given``: a fraction from 0 to 1, or 2 for a certain match.
+    """Returns a number for how well an error message matches the text ``given``: a fraction from 0 to 1, or 2 for a
+    certain match.
 
-    It is 2 if ``given`` contains all constant text of the message in order. Otherwise it is the fraction of the words
-    of ``given`` that the message contains. For long texts it may also be the fraction of the message's words that are
-    found in order, if that is larger.
+    It is 2 if ``given`` contains all constant text of the message (the text between its placeholders) in order.
+    Otherwise it is the fraction of the words of ``given`` that the message contains. If ``given`` and the message are
+    long, it is at least the fraction of the message's constant words that are in ``given`` in order.
 
-    ``asked``: words to compare; None: all words of ``given``.
+    ``asked``: words of ``given`` to compare; None: all of them.
     """
     said = " ".join(given.split())
     if constant(error) >= 12 and re.search(".*?".join(map(re.escape, pieces(error.text))), said, flags=re.DOTALL):
@@ -100,23 +101,27 @@ def words_of(text: str) -> list[str]:
 
 
 def pieces(text: str) -> list[str]:
-    """Splits an error message template into the constant texts between its placeholders."""
+    """Splits ``text``, an error message with placeholders in braces, into the constant texts between these."""
     return [piece.strip() for piece in re.split(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text) if piece.strip()]
 
 
 def constant(error: RaisedError) -> int:
-    """Returns the number of characters in the constant parts of an error message."""
+    """Returns the number of characters of an error message without its placeholders."""
     return sum(map(len, pieces(error.text)))
 
 
 def readable(text: str) -> str:
-    """Returns an error message template for display, with <value> for each placeholder and [text] for optional text."""
+    """Returns the error message ``text`` for display: with <value> for each placeholder, and [text] for a text that
+    only some errors contain.
+    """
     text = re.sub(r"\{\?([^{}]*)\}", r"[\1]", text)
     return re.sub(r"\{([^{}\"']*)\}", r"<\1>", text)
 
 
 def described(error: RaisedError) -> str:
-    """Formats an error message with its cause and remedy, as paragraphs for the terminal."""
+    """Returns a description of an error message for the terminal: its text, its remedy, the raising function, and that
+    function's docstring.
+    """
     text = readable(error.text)
     clauses = re.split(r"; (?=[^;]*$)", text, maxsplit=1)
     rule, remedy = clauses if len(clauses) == 2 else (text, "the sentence has no separate remedy.")

@@ -125,10 +125,10 @@ def add_init_options(command: ArgumentParser) -> None:
 
 
 def write_starter(options: Namespace) -> None:
-    """Writes a starter ``train.py`` and ``engine.json``, and prints the next commands.
+    """Writes a starter ``train.py`` and ``engine.json`` for the user's model, and prints the next commands.
 
     Raises:
-        ConfigError, PlanError: a file exists already, or the model does not.
+        ConfigError, PlanError: one of the two files exists already, or the model does not exist.
     """
     for name in (SCRIPT, CONFIG):
         if (options.out / name).exists():

@@ -40,8 +40,8 @@ def add_outer_options(command: ArgumentParser) -> None:
 
 
 def run_outer(options: Namespace) -> None:
-    """Runs ``trine outer``: serves a store, which merges the weights of several training sites; prints a store's state;
-    or replays its merges.
+    """Runs ``trine outer``. Depending on the arguments it serves a store, a server that merges the weights of several
+    training sites; prints the state of a running store; or replays a store's merges.
 
     Raises:
         EngineError: the configuration has no store, the address cannot be served, or the store does not answer.
@@ -85,8 +85,9 @@ def _serve(options: Namespace) -> None:
 
 
 def store_config(source: str | Mapping[str, Any], overrides: list[str]) -> Config:
-    """Returns the configuration for a store that merges the weights of several training sites. It is the training's
-    configuration ``source``, reduced to the keys that a store needs.
+    """Returns the configuration for a store, the server that merges the weights of several training sites. ``source``:
+    configuration of the training, as a path or mapping; only the keys that a store needs are read. ``overrides``:
+    changes as KEY=VALUE.
 
     Raises:
         ConfigError: a needed key is invalid, or there is no section "outer" with a store.

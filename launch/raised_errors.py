@@ -24,7 +24,7 @@ REFUSALS = "RefusedError"
 
 
 class RaisedError(NamedTuple):
-    """Error message that the source code can raise, with its location."""
+    """Error message that the source code can raise, with placeholders in braces, and its location in the sources."""
 
     kind: str
     """Name of the exception class."""
@@ -39,8 +39,8 @@ class RaisedError(NamedTuple):
 
 
 def raised_errors(root: Path = ROOT) -> Iterator[RaisedError]:
-    """Parses all Python sources below ``root``, and yields every error message that a user can see. Variables are in
-    braces.
+    """Parses all Python sources below ``root``, and yields every error message that a user can see. Variable parts of a
+    message are placeholders in braces.
     """
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
@@ -92,14 +92,16 @@ def _message(call: ast.Call, scope: "Scope") -> tuple[str, ast.expr | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Function and module around an error message, from which the possible texts of its variables are derived."""
+    """Function and module of the source code that contain an error message. The possible texts of the message's
+    variables are derived from them.
+    """
 
     function: ast.AST | None
     tree: ast.Module
 
     def texts(self, node: ast.expr, depth: int = 3) -> list[str]:
-        """Returns every text that the expression ``node`` may have; an unknown part is a placeholder in braces.
-        ``depth``: how many assignments or calls may be followed.
+        """Returns every text that the expression ``node`` may have; an unknown part of a text is a placeholder in
+        braces. ``depth``: maximum number of assignments and calls that are followed to find the value of a name.
         """
         match node:
             case ast.Constant(value=str() as text):
@@ -116,8 +118,8 @@ class Scope:
         return [text for value in found for text in self.texts(value, depth - 1)] or [_placeholder(node)]
 
     def public(self, name: str) -> str:
-        """Returns the public error class that the class ``name`` is, or derives from in this file; empty if it has
-        none.
+        """Returns ``name`` if it is a public error class. If it is a class of this source file that derives from a
+        public error class, returns that class's name; otherwise an empty string.
         """
         if name in PUBLIC:
             return name

@@ -46,10 +46,12 @@ def add_options(command: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Runs ``trine schedule``: prints pictures and figures of pipeline schedules, and writes the requested files.
+    """Runs ``trine schedule``: prints pipeline schedules as pictures, with figures such as their idle time, and writes
+    the files that the options request.
 
     Raises:
-        EngineError: the kind does not exist or refuses these sizes, or a file is malformed or cannot be written.
+        EngineError: the kind of schedule does not exist or refuses these sizes, or a file is malformed or cannot be
+            written.
     """
     config = None if options.config is None else load_config(options.config, options.world)
     asked, cost = _asked(options, config), _cost(options, config)

@@ -28,7 +28,8 @@ def add_sweep_options(command: ArgumentParser) -> None:
 
 
 def run_sweep(options: Namespace) -> None:
-    """Runs a hyperparameter sweep: one line for each trial, then a table of all.
+    """Runs ``trine sweep``, a hyperparameter search: prints one line for each trial at its end, then a table of all
+    trials and the best one.
 
     Raises:
         EngineError: the settings have a mistake, found before any rank communicates; or a trial raises it.

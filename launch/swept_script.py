@@ -30,11 +30,12 @@ def sweep_script(
     promote: int,
     show: Callable[[TrialRow, SweepConfig], None],
 ) -> Sweep:
-    """Runs ``script`` once for each trial of a hyperparameter sweep; returns the finished sweep. Collective.
+    """Runs ``script`` once for each trial of a hyperparameter sweep; returns the finished sweep. All ranks must call
+    it.
 
     Args:
         promote: number of pruned trials that continue from their checkpoints.
-        show: called on rank 0 with the result row of each trial at its end.
+        show: callback on rank 0 with the result row of each trial at its end.
 
     Raises:
         ConfigError: a mistake in the settings or in the script's configuration; on all ranks.

@@ -78,32 +78,36 @@ class FlatBucket:
 
     @property
     def rounds_in_gathers(self) -> bool:
-        """True if the all-gather after an update is quantized and a master exists. The gather then writes ``kept``,
-        decoded like the copies on other ranks; the master is not rounded.
+        """True if the all-gather after an update is quantized and the bucket has an fp32 master. The gather then
+        overwrites this rank's ``kept`` with the dequantized values that other ranks get; the master is not rounded.
         """
         return self.codec is not None and self.wide is not None and not self.sharded
 
     def gradient(self, part: slice) -> Tensor:
-        """Returns a view of the gradients of the bucket's elements ``part``, which must be within ``held``."""
+        """Returns a view of the gradients of the bucket's elements ``part``. ``part`` must be within ``held``, the
+        elements with gradients on this rank.
+        """
         return self.grads[part.start - self.held.start : part.stop - self.held.start]
 
     @property
     def weights(self) -> Tensor:
-        """Weights [owned] that the optimizer updates: the master, or ``kept`` if there is no master."""
+        """Weights that the optimizer updates, as a flat tensor of the elements that this rank owns: the master, or
+        without a master the parameters themselves (``kept``).
+        """
         return self.kept if self.master is None else self.master
 
     @property
     def wide(self) -> Tensor | None:
-        """Master [owned], if its dtype differs from that of ``kept``; otherwise None. A host copy of equal dtype is not
-        saved or gathered.
+        """Master weights of this rank's owned elements, if their dtype differs from that of the parameters in ``kept``;
+        otherwise None. A master of the same dtype is a host copy of the parameters, which is not saved or gathered.
         """
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
-        """Copies ``given``, the full values of one parameter, to its position ``slot`` in the bucket.
+        """Copies ``given``, the full values of one parameter, to its range ``slot`` in the bucket.
 
-        This rank's part is written to ``kept`` and to the master; unless the bucket is sharded, all values are written
-        to ``params``.
+        The elements that this rank owns are written to ``kept`` and to the master. All elements are written to
+        ``params``, unless the bucket is sharded (ZeRO 3).
         """
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
@@ -120,11 +124,11 @@ class FlatBucket:
         self.params.untyped_storage().resize_(self.params.numel() * self.params.element_size())
 
     def release(self) -> None:
-        """Frees the memory of ``params`` of a sharded bucket; views of it are valid again after :meth:`reserve` and a
-        gather.
+        """Frees the memory of ``params`` of a sharded bucket. Views of ``params`` are valid again after :meth:`reserve`
+        and a gather.
 
         Memory that cannot be resized (shared with NumPy or another process), or that state-dict entries share, stays
-        allocated for its users.
+        allocated for its other users; ``params`` then moves to new memory.
         """
         if self.apart or not self.params.untyped_storage().resizable():
             self.move()
@@ -141,8 +145,8 @@ class FlatBucket:
         return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
-        """Moves ``params``, and the parameters that are views of it, to new uninitialized memory. Other tensors retain
-        the old memory.
+        """Moves ``params``, and the parameters that are views of it, to new uninitialized memory. Other tensors over
+        the old memory retain it.
         """
         fresh = torch.empty_like(self.params)
         for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
@@ -153,9 +157,9 @@ class FlatBucket:
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
     """Gives ``tensor``, a slice of larger memory, a storage object that covers only its own bytes. A pickle of it then
-    contains no other data.
+    contains no other data. Does nothing if ``tensor`` is not contiguous, or has its own storage already.
 
-    No data are copied. Tensors with the same bytes share one entry of ``storages``, which this function extends.
+    No data are copied. Tensors over the same bytes share one storage object of ``storages``; a new one is added to it.
     """
     whole, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
@@ -170,8 +174,8 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Returns the registry of single-parameter storages in the bucket of ``parameter``, for :func:`lay_apart`. Returns
-    None if the parameter is in no bucket.
+    """Returns the storage objects that the bucket of ``parameter`` has created for single parameters, by (address,
+    bytes), as argument of :func:`lay_apart`. Returns None if the parameter is in no bucket.
     """
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
@@ -190,7 +194,9 @@ def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
-    """Returns the view of one parameter, in its shape, in ``flat`` [elements], a flat tensor of its bucket."""
+    """Returns the view of one parameter, in the parameter's shape, in ``flat``, a 1-dim tensor with all elements of a
+    bucket. ``slot``: the parameter's range in the bucket.
+    """
     return flat[slot.start : slot.stop].view(slot.shape)
 
 
@@ -232,12 +238,12 @@ class Ownership:
     """Shards of frozen buckets that another engine on this rank has, by the names of their slots."""
 
     def index_of(self, spread: Spread) -> int:
-        """Returns the index of this rank's shard in a bucket with the axes ``spread``."""
+        """Returns the index of this rank's shard in a bucket that is sharded over the axis ``spread.sharding``."""
         return self.index if self.grid is None else self.grid.index(spread.sharding)
 
     def counts(self, spread: Spread) -> bool:
-        """Returns True if this rank counts its shard of a bucket with the axes ``spread`` in the gradient norm. Among
-        ranks with equal copies, only the first one does.
+        """Returns True if this rank counts its shard in the gradient norm, for a bucket with equal shards along the
+        axis ``spread.shard_copies``. Only the first rank along that axis counts it.
         """
         return self.grid is None or self.grid.is_first(spread.shard_copies)
 
@@ -246,9 +252,10 @@ def reserve(
     layout: FlatLayout, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device
 ) -> tuple[FlatBucket, ...]:
     """Allocates zeroed memory for the buckets of ``layout`` on ``device``; returns the trained buckets, then the frozen
-    ones.
+    ones. The full parameters of a sharded bucket (ZeRO 3) get no memory yet.
 
-    ``parameters``: parameters by name. Their values are copied later, by :func:`fill`.
+    ``parameters``: parameters by name; :func:`fill` copies their values later. ``who``: this rank's share of the
+    buckets.
     """
     trained = [_reserve(bucket, parameters, who, device, trainable=True) for bucket in layout.buckets]
     return (*trained, *(_reserve(bucket, parameters, who, device, trainable=False) for bucket in layout.frozen))
@@ -269,8 +276,8 @@ def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
 
 
 def leave(flat: FlatBucket) -> None:
-    """Gives each parameter of an unsharded bucket a storage object of its own when the engine closes. The data stay in
-    place, without copies.
+    """Gives each parameter of an unsharded bucket a storage object that covers only its own bytes of the bucket, when
+    the engine closes. The data are not copied. Does nothing for a sharded bucket (ZeRO 3).
     """
     for parameter in flat.parameters if not flat.sharded else ():
         vars(parameter).pop("__reduce_ex__", None)
@@ -352,10 +359,10 @@ def _on_host(owned: slice, who: Ownership, device: torch.device, dtype: torch.dt
 
 
 def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: Callable[[FlatBucket], float]) -> Tensor:
-    """Returns each parameter's sum of squared gradient elements, fp64 [names], over the elements that this rank counts.
+    """Returns the sum of squared gradient elements of each parameter in ``names``, an fp64 tensor [len(names)]. It
+    includes only the elements that this rank counts; the sum over all ranks counts each element once.
 
-    Other ranks count the other elements, so the sum over ranks is complete. ``factor``: returns the factor by which the
-    gradients of a bucket are multiplied first.
+    ``factor``: callback that returns, for a bucket, the factor by which its gradients are multiplied first.
     """
     found: dict[str, Tensor] = {}
     for flat in buckets:
@@ -371,9 +378,10 @@ def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: C
 
 def norm_parts(buckets: Sequence[FlatBucket]) -> list[tuple[Tensor, bool]]:
     """Returns pairs (gradient slice, counted) over this rank's shards of all buckets, as inputs of the gradient norm.
+    Padding is 0.
 
-    ``counted`` is False if another rank counts the same elements; such a slice adds only NaN, if it contains a
-    non-finite value. Padding is 0.
+    ``counted`` is False if another rank counts the same elements. Such a slice must not change a finite norm, but makes
+    the norm NaN if it contains a non-finite value.
     """
     return [
         (flat.gradient(part), counts and flat.counts)
@@ -420,7 +428,7 @@ class Attachment:
 
     def check(self) -> None:
         """Checks that the engine trains all parameters of the model: none was added, replaced, moved or unfrozen since
-        the build.
+        the engine was built.
 
         A trained parameter may be frozen and unfrozen; while frozen it has no gradient.
 

@@ -40,8 +40,8 @@ ALIGNMENT = 64
 
 
 class Turn(NamedTuple):
-    """Key of a gather group: its pipeline stage, and its number in the stage. Keys sort in the order in which a forward
-    through all stages uses the groups.
+    """Key of a gather group (modules with parameters that ZeRO 3 gathers together): its pipeline stage, and its number
+    in the stage. Keys sort in the order in which a forward through all stages uses the groups.
     """
 
     stage: int
@@ -97,7 +97,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start:stop`` of a bucket that belong to one optimizer group, within one data rank's slice."""
+    """Elements ``start:stop`` of a bucket that belong to one parameter group of the optimizer, within the slice of one
+    data rank.
+    """
 
     group: int
     start: int
@@ -128,27 +130,27 @@ class Bucket:
 
     @property
     def late(self) -> bool:
-        """True if the bucket is reduced only after all gradients of the step: it is tied over stages or partial over
-        tensor ranks.
+        """True if the bucket is reduced only after all gradients of the step have arrived: pipeline stages share its
+        parameters, or its gradients must also be summed over tensor ranks.
         """
         return bool(self.ties) or self.partial
 
     def shard(self, index: int) -> slice:
-        """Returns the elements that rank ``index`` along the axis ``spread.sharding`` owns: an equal part of the
-        bucket.
+        """Returns the elements that the rank with ``index`` along the axis ``spread.sharding`` owns. All ranks along
+        that axis own parts of the same size.
         """
         size = self.elements // self.spread.ranks
         return slice(index * size, (index + 1) * size)
 
     def segments(self, within: slice) -> tuple[Segment, ...]:
-        """Divides the slice ``within`` of the bucket into consecutive segments by optimizer group; padding belongs to
-        the group before it.
+        """Divides the slice ``within`` of the bucket into consecutive segments, one for each run of parameters of the
+        same optimizer group. Padding belongs to the segment before it.
         """
         return tuple(Segment(group, start, stop) for group, start, stop in self._runs(within, lambda slot: slot.group))
 
     def counted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the parts of ``within`` that this rank includes in the gradient norm, possibly with padding.
-        Replicated elements are included by one rank only.
+        """Returns the parts of ``within`` that this rank includes in the gradient norm; they may contain padding, which
+        is 0. Elements that several ranks store are included by only one of them.
         """
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
@@ -184,7 +186,9 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Buckets for the parameters of one pipeline stage and tensor rank, sharded over ``ranks`` data ranks."""
+    """Buckets for the parameters that one pipeline stage and tensor rank stores. ``ranks``: number of data ranks over
+    which each bucket is sharded, unless the bucket names its own axes.
+    """
 
     ranks: int
     buckets: tuple[Bucket, ...]
@@ -194,23 +198,23 @@ class FlatLayout:
 
     @property
     def elements(self) -> int:
-        """Padded number of elements of all trained buckets."""
+        """Number of elements of all trained buckets, with padding."""
         return sum(bucket.elements for bucket in self.buckets)
 
 
 def build_layout(
     items: Sequence[Item], ranks: int, bucket_elements: int, alignment: int = ALIGNMENT, spread: Spread | None = None
 ) -> FlatLayout:
-    """Distributes the parameters ``items``, in model order, to buckets for ``ranks`` data ranks.
+    """Distributes the parameters ``items``, in model order, to buckets for ``ranks`` data ranks. Returns the layout.
 
-    A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a larger parameter gets a
-    bucket of its own. At ZeRO 3 the parameters of a gather group form one bucket of any size. Within a bucket,
-    parameters are sorted by optimizer group; within a group, the ones that several tensor ranks store come last, except
-    in deferred buckets.
+    A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a parameter larger than
+    that gets a bucket of its own. At ZeRO 3 the parameters of a gather group form one bucket of any size. Within a
+    bucket, parameters are sorted by optimizer group. Within a group, parameters that several tensor ranks store come
+    last, except in buckets that are reduced late (see :attr:`Bucket.late`).
 
     Args:
-        alignment: multiple of ALIGNMENT at which each parameter starts, in elements.
-        spread: axes for items that name none; None: the data axis.
+        alignment: number of elements, a multiple of ALIGNMENT; each parameter starts at a multiple of it.
+        spread: axes for the items with ``spread`` None; None: the data axis.
     """
     usual = (spread or Spread())._replace(ranks=ranks)
     items = [item if item.spread is not None else replace(item, spread=usual) for item in items]

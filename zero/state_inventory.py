@@ -27,11 +27,13 @@ from engine.zero.flat_buckets import FlatBucket
 
 
 class UpdatedTensor(Protocol):
-    """Interface of a tensor that an optimizer updates. It covers the elements ``part`` of a flat bucket."""
+    """Interface of a tensor that an optimizer updates: a range of elements of a flat bucket, which contains several
+    model parameters.
+    """
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Tensor's ``nn.Parameter`` object in the optimizer's parameter groups."""
+        """``nn.Parameter`` object that represents this tensor in the optimizer's parameter groups."""
 
     @property
     def flat(self) -> FlatBucket:
@@ -39,20 +41,20 @@ class UpdatedTensor(Protocol):
 
     @property
     def part(self) -> slice:
-        """Elements of the bucket that this tensor covers."""
+        """Range of the bucket's elements that this tensor covers."""
 
     def names(self) -> list[str]:
         """Returns the names of the model parameters with elements in this tensor."""
 
 
 class KeepsWhole(Protocol):
-    """Interface of an update rule, such as Muon or Adafactor, that stores state per whole parameter, in shapes of its
-    own.
+    """Interface of an update rule, such as Muon or Adafactor, with state for each whole parameter. The state's shapes
+    may differ from the parameter's shape.
     """
 
     @property
     def on_all_data_ranks(self) -> bool:
-        """True if every data rank stores the same state, False if the state is divided among them."""
+        """True if every data rank stores all of the state, False if the state is divided among the data ranks."""
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -81,16 +83,21 @@ class HoldsCompanions(Protocol):
     """
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the feature's tensors by parameter object of the optimizer, then by kind such as "ema"."""
+        """Returns the tensors that the feature stores, by parameter object of the optimizer, then by kind such as
+        "ema".
+        """
 
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Allocates the tensors that a checkpoint load fills, and returns them as :meth:`tensors` does.
+        """Allocates the tensors that a checkpoint load fills. Returns them by parameter object of the optimizer, then
+        by kind such as "ema".
 
         ``stored``: entries of the checkpoint by "KIND/NAME", with the parameter's name as NAME.
         """
 
     def forget(self) -> None:
-        """Discards or renews the feature's tensors after the user has replaced the weights."""
+        """Discards the feature's tensors, or sets them anew from the weights. Called after the user has replaced the
+        weights.
+        """
 
 
 class HoldsResiduals(Protocol):
@@ -98,11 +105,13 @@ class HoldsResiduals(Protocol):
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Encoding errors of quantized gradients, by a name that is unique on this rank."""
+        """Encoding errors of quantized gradients, by a name that no other error on this rank has."""
 
 
 class HoldsSecondary(Protocol):
-    """Interface of a parameter gatherer with secondary shards (ZeRO++ hpZ: parameters partitioned within a node)."""
+    """Interface of a parameter gatherer with secondary shards (ZeRO++ hpZ): additional copies of the parameters,
+    sharded over the ranks of one node, for gathers within the node.
+    """
 
     @property
     def secondary(self) -> Sequence[Tensor]:
@@ -123,7 +132,9 @@ class Home(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """One tensor of training state that this rank stores between steps, with the parameters that it belongs to."""
+    """One tensor of training state that this rank stores between steps, with the names or the bucket of the parameters
+    that it belongs to.
+    """
 
     kind: str
     """Kind of state: "weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or an
@@ -154,14 +165,14 @@ class StateTensor:
         return self._slot(element)[0]
 
     def place(self, element: int) -> int:
-        """Returns the index of ``element`` of this tensor, counted from the first element of the same parameter
-        here.
+        """Returns the position of ``element``, an index into this tensor, relative to the first element of the same
+        parameter in this tensor.
         """
         return element - self._slot(element)[1]
 
     def within(self, part: slice) -> "StateTensor":
-        """Returns this entry reduced to the bucket's elements ``part``; its tensor is a slice of this one, which must
-        contain them.
+        """Returns a copy of this entry for ``part``, a range of the bucket's elements. Its tensor is the slice of this
+        entry's tensor for that range, which this entry must contain.
         """
         start = self.part.start
         return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
@@ -207,7 +218,7 @@ class StateInventory:
         return (*self.trained, *self.frozen)
 
     def weights(self) -> Iterator[StateTensor]:
-        """Yields the weights in the compute dtype: bucket by bucket, then parameters outside of buckets."""
+        """Yields the weights in the compute dtype: one entry for each bucket, then parameters that are in no bucket."""
         for flat in self.buckets:
             optimized = self._optimized(flat) if flat.master is None else ()
             if flat.sharded:
@@ -231,7 +242,9 @@ class StateInventory:
                 )
 
     def masters(self) -> Iterator[StateTensor]:
-        """Yields the master weights that this rank stores, bucket by bucket."""
+        """Yields the master weights (copies that the optimizer updates instead of the parameters) on this rank, bucket
+        by bucket.
+        """
         for flat in self.buckets:
             if flat.master is not None:
                 yield StateTensor(
@@ -248,7 +261,9 @@ class StateInventory:
             )  # fmt: skip
 
     def moments(self) -> Iterator[StateTensor]:
-        """Yields the optimizer state: first that of whole parameters, then per-element state such as Adam's moments."""
+        """Yields the optimizer state: first state of whole parameters, as of Muon, then per-element state such as
+        Adam's moments.
+        """
         for updates in self.optimizer.whole:
             yield from self.whole_state(updates)
         state = self.optimizer.inner.state
@@ -258,8 +273,8 @@ class StateInventory:
         })  # fmt: skip
 
     def element_state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
-        """Yields the per-element state in ``tensors``, a mapping from the optimizer's parameter object to tensors by
-        kind. ``tensors`` may be the present state, or state to be loaded.
+        """Yields an entry for each tensor in ``tensors``, a mapping from the optimizer's parameter objects to state
+        tensors by kind. ``tensors`` may be the present state, or state to be loaded.
         """
         for place in self.optimizer.places:
             flat, shape = place.flat, place.parameter.shape
@@ -281,15 +296,15 @@ class StateInventory:
                 )
 
     def companion_state(self) -> Iterator[StateTensor]:
-        """Yields the tensors that features store next to each updated tensor: weight averages, anchors and encoding
-        errors.
+        """Yields the tensors that features store next to each updated tensor: weight averages, the outer loop's anchors
+        (weights of the last synchronization) and encoding errors.
         """
         for companion in self.companions:
             yield from self.element_state(companion.tensors())
 
     def gradients(self) -> Iterator[StateTensor]:
-        """Yields the accumulated gradients, their host copies, and the encoding errors of quantized gradients and
-        messages.
+        """Yields the accumulated gradients, their host copies, and the encoding errors of quantized gradients and of
+        quantized messages between pipeline stages.
         """
         for flat in self.trained:
             yield StateTensor(kind="gradient", tensor=flat.grads, flat=flat, part=flat.held)
@@ -302,7 +317,9 @@ class StateInventory:
             yield StateTensor(kind="residual", tensor=residual)
 
     def secondary(self) -> Iterator[StateTensor]:
-        """Yields the secondary shards (hpZ: parameters partitioned within a node) on this rank."""
+        """Yields the secondary shards on this rank (ZeRO++ hpZ: additional copies of the parameters, sharded within a
+        node).
+        """
         for shard in self.gatherer.secondary if self.gatherer is not None else ():
             yield StateTensor(kind="secondary shard", tensor=shard)
 

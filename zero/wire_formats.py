@@ -24,7 +24,9 @@ _ENCODED = frozenset(str(dtype).removeprefix("torch.") for dtype in ENCODED_DTYP
 
 @dataclass(frozen=True, slots=True)
 class ReductionHop:
-    """One of the all-to-alls that form a quantized gradient reduction."""
+    """One of the all-to-alls that form a quantized gradient reduction: over all ranks, within nodes, or across
+    nodes.
+    """
 
     label: str
     ranks: int
@@ -57,7 +59,7 @@ class WireFormats:
 
     @property
     def alignment(self) -> int:
-        """Number of elements to which the start of every parameter in a bucket is aligned, so that each starts a
+        """Number of elements; every parameter in a bucket starts at a multiple of it, and so at the start of a
         quantization block.
         """
         return max([ALIGNMENT, *(wire.block for wire in (self.weights, self.gradients) if wire is not None)])
@@ -73,10 +75,10 @@ class WireFormats:
         return self.gradients if bucket.dtype in _ENCODED and _encodable(bucket) else None
 
     def over(self, spread: Spread) -> "WireFormats":
-        """Returns the formats for buckets that are sharded over the axis of ``spread``.
+        """Returns the formats for buckets that are sharded over the axis ``spread.sharding``.
 
-        If that axis differs from ``axis``, as for experts, the result has the ranks of ``spread`` and reduces in one
-        hop.
+        If that axis differs from this object's ``axis``, as for experts, the result has ``spread.ranks`` ranks and
+        reduces in one all-to-all. Otherwise the result is this object.
         """
         if spread.sharding == self.axis or not self.axis:
             return self
@@ -94,8 +96,9 @@ class WireFormats:
         return inside, ReductionHop("gradients across nodes", nodes, 1)
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
-        """Returns the indices along ``axis`` that exchange messages with rank ``index`` in hop number ``hop``. They
-        include ``index``, in the order in which messages are summed.
+        """Returns the indices along ``axis`` of the ranks that exchange messages in all-to-all number ``hop`` of a
+        reduction, for the rank with ``index``. They include ``index``, and are in the order in which messages are
+        summed.
         """
         first = index - index % self.ranks
         if len(self.hops) == 1:
@@ -106,8 +109,8 @@ class WireFormats:
         return tuple(range(first + place, first + self.ranks, self.within))
 
     def gathered_bytes(self, bucket: Bucket, itemsize: int) -> int:
-        """Returns the message bytes of all shards in one all-gather of ``bucket``. ``itemsize``: bytes of an unencoded
-        element.
+        """Returns the number of bytes of all ranks' messages together in one all-gather of ``bucket``. ``itemsize``:
+        bytes of an element that is not quantized.
         """
         wire = self.of_weights(bucket)
         if wire is None:
@@ -116,8 +119,9 @@ class WireFormats:
         return ranks * wire.message_bytes(bucket.elements // ranks)
 
     def reduction(self, bucket: Bucket, itemsize: int) -> Iterator[Traffic]:
-        """Yields the bytes that a rank sends in one gradient reduction of ``bucket``, for each hop. ``itemsize``: bytes
-        of an unencoded element.
+        """Yields the bytes that this rank sends in one gradient reduction of ``bucket``, one entry for each all-to-all.
+        Yields one entry for a reduce-scatter if the gradients are not quantized. ``itemsize``: bytes of an element that
+        is not quantized.
         """
         wire, formats = self.of_gradients(bucket), self.over(bucket.spread)
         if wire is None:
@@ -130,7 +134,9 @@ class WireFormats:
             yield Traffic(formats.axis, hop.label, 1, sent)
 
     def residual_elements(self, bucket: Bucket) -> int:
-        """Returns the number of fp32 values that a rank stores for error feedback of ``bucket``, over all hops."""
+        """Returns the number of fp32 values that a rank stores for the encoding errors of gradients of ``bucket``, over
+        all hops. It is 0 without error feedback, or if the gradients are not quantized.
+        """
         if not self.feedback or self.of_gradients(bucket) is None:
             return 0
         formats = self.over(bucket.spread)

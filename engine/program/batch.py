@@ -17,24 +17,25 @@ BatchPath = tuple[str | int, ...]
 
 
 def map_tensors(tree: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Returns a copy of the nested batch ``tree`` with ``change(tensor)`` in place of every tensor; mappings become
-    plain dicts.
+    """Returns a copy of ``tree``, a nested batch of tuples, lists and mappings, with every tensor replaced by
+    ``change(tensor)``. Mappings become plain dicts; values that are no tensors stay.
     """
     return change_tensors(tree, lambda _, tensor: change(tensor))
 
 
 def cast_floats(tree: Batch, dtype: torch.dtype | None) -> Batch:
-    """Returns a copy of the nested batch ``tree`` with its floating-point tensors in ``dtype``; None: with unchanged
-    dtypes.
+    """Returns a copy of ``tree``, a nested batch of tuples, lists and mappings, with its floating-point tensors cast to
+    ``dtype``. With ``dtype`` None, no tensor is cast.
     """
     return map_tensors(tree, lambda one: one if dtype is None or not one.is_floating_point() else one.to(dtype))
 
 
 def change_tensors(tree: Batch, change: Callable[[BatchPath, Tensor], Tensor], path: BatchPath = ()) -> Batch:
-    """Returns a copy of the nested batch ``tree`` with ``change(path, tensor)`` in place of every tensor; mappings
-    become plain dicts.
+    """Returns a copy of ``tree``, a nested batch of tuples, lists and mappings, with every tensor replaced by
+    ``change(path, tensor)``. Mappings become plain dicts; values that are no tensors stay.
 
-    A path is a tuple of keys and indices; ``path`` is the prefix of all paths.
+    The path of a tensor is the tuple of keys and indices that lead to it, such as ("key", 0). ``path``: a prefix for
+    all paths.
     """
     if isinstance(tree, Tensor):
         return change(path, tree)
@@ -52,8 +53,10 @@ def _like(tree: Any, parts: list[Any]) -> Any:
 
 
 def tensors_by_path(tree: Batch, path: BatchPath = ()) -> Iterator[tuple[BatchPath, Tensor]]:
-    """Yields (path, tensor) for every tensor of a nested batch. A path is a tuple of keys and indices; ``path`` is the
-    prefix of all.
+    """Yields (path, tensor) for every tensor of ``tree``, a nested batch of tuples, lists and mappings.
+
+    The path is the tuple of keys and indices that lead to the tensor, such as ("key", 0). ``path``: a prefix for all
+    paths.
     """
     if isinstance(tree, Tensor):
         yield path, tree
@@ -66,8 +69,8 @@ def tensors_by_path(tree: Batch, path: BatchPath = ()) -> Iterator[tuple[BatchPa
 
 
 def named_tensors(tree: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Yields (expression, tensor) for every tensor of a nested batch, with an expression such as
-    ``batch['key'][0]``.
+    """Yields (expression, tensor) for every tensor of ``tree``, a nested batch. The expression is Python code for the
+    tensor, such as ``batch['key'][0]``.
     """
     return ((expression(path), tensor) for path, tensor in tensors_by_path(tree))
 
@@ -78,8 +81,8 @@ def expression(path: BatchPath) -> str:
 
 
 def count_tokens(microbatch: Batch) -> int:
-    """Returns the number of tokens: the elements of ``input_ids``, or the number of rows if the batch has no
-    ``input_ids``.
+    """Returns the number of tokens in ``microbatch``: the elements of ``input_ids``. Without ``input_ids``, returns the
+    number of rows (leading dim of the first tensor); 1 if no tensor has a dim.
     """
     if is_text(microbatch):
         return int(microbatch["input_ids"].numel())
@@ -87,7 +90,7 @@ def count_tokens(microbatch: Batch) -> int:
 
 
 def is_text(microbatch: Batch) -> bool:
-    """Returns True if the batch has ``input_ids``, so that tokens can be counted."""
+    """Returns True if ``microbatch`` is a mapping with a tensor ``input_ids``, so that its tokens can be counted."""
     return isinstance(microbatch, Mapping) and isinstance(microbatch.get("input_ids"), Tensor)
 
 
@@ -103,8 +106,8 @@ def call_model(model: nn.Module, microbatch: Batch) -> Any:
 
 
 def join_outputs(outputs: list[Any]) -> Any:
-    """Joins the model outputs of several microbatches into one. Tensors are concatenated along dim 0, scalars are
-    stacked, mappings and sequences are joined entry by entry.
+    """Joins the model outputs of several microbatches into one output of the same structure. Tensors are concatenated
+    along dim 0, 0-dim tensors are stacked, mappings and sequences are joined entry by entry.
 
     Sequences of different lengths have one entry per row or image (SmolVLM's ``pooler_output``), and are concatenated.
     """

@@ -20,8 +20,8 @@ Name = str | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRows:
-    """Rule for splitting a batch into microbatches. Every tensor with at least one dim is split by rows, except for the
-    tensors in ``whole`` and ``learnt``.
+    """Rule for splitting a batch into microbatches. Every tensor with at least one dim is split along dim 0, its rows,
+    except for the tensors that the user names (``whole``) and tensors without rows found in an example (``learnt``).
     """
 
     whole: frozenset[Name] = frozenset()
@@ -30,10 +30,10 @@ class BatchRows:
 
     @staticmethod
     def of(whole: Name | Sequence[Name], example: Batch, micro: int) -> "BatchRows":
-        """Returns the rule for batches like ``example``, a microbatch of ``micro`` rows. Tensors named in ``whole``,
-        and tensors of the example with another leading dim, are not split.
+        """Returns the rule for batches with the structure of ``example``, a microbatch of ``micro`` rows. Tensors named
+        in ``whole`` are not split, and neither are tensors that have a leading dim other than ``micro`` in the example.
 
-        If no tensor of the example has ``micro`` rows, only ``whole`` counts.
+        If no tensor of the example has ``micro`` rows, only ``whole`` excludes tensors from the split.
         """
         leading = {path: tensor.shape[0] for path, tensor in tensors_by_path(example) if tensor.ndim}
         others = {path for path, rows in leading.items() if rows != micro} if micro in leading.values() else ()
@@ -41,18 +41,21 @@ class BatchRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Text for the startup banner about the tensors that are not split: one sentence, or empty."""
+        """Lines for the startup banner: one sentence about the tensors that are not split; empty if all are split."""
         whole = [f"batch[{name!r}]" for name in self.whole] + [expression(path) for path in self.learnt]
         return (f"batch: every microbatch gets the whole of {', '.join(sorted(set(whole)))}",) if whole else ()
 
     def is_whole(self, path: BatchPath) -> bool:
-        """Returns True if every microbatch receives the tensor at ``path`` unchanged."""
+        """Returns True if the tensor at ``path``, a tuple of keys and indices, is not split: every microbatch receives
+        all of it.
+        """
         named = path[0] in self.whole if path else False
         return named or path in self.learnt or any(isinstance(key, str) and key in self.whole for key in path)
 
     def take_microbatches(self, batch: Batch | Iterator[Batch], micro: int, count: int | None) -> list[Batch]:
-        """Returns ``count`` microbatches of ``micro`` rows, split from a batch or drawn from an iterator of
-        microbatches. With ``count`` None, ``batch`` is a list of microbatches of any sizes and is returned.
+        """Returns ``count`` microbatches of ``micro`` rows each. ``batch`` is one batch, which is split, or an iterator
+        of microbatches. With ``count`` None, ``batch`` is a list of microbatches of any sizes, which is checked and
+        returned.
 
         Raises:
             EngineError: a tensor has a wrong number of rows, the batch has no tensors, an iterable is not an iterator,
@@ -97,8 +100,8 @@ class BatchRows:
         return [expression(path) for path, tensor in tensors_by_path(batch) if tensor.ndim and self.is_whole(path)]
 
     def take_rows(self, batch: Batch, start: int, count: int) -> Batch:
-        """Returns the batch with ``count`` rows from row ``start`` of each split tensor; all other values stay
-        unchanged.
+        """Returns a copy of the batch with ``count`` rows, from row ``start``, of each tensor that is split. All other
+        tensors and values stay.
         """
 
         def cut(path: BatchPath, tensor: Tensor) -> Tensor:

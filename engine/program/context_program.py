@@ -29,8 +29,8 @@ from engine.program.program import ForwardResult, Program
 
 @dataclass(frozen=True, slots=True)
 class ContextProgram(Program):
-    """Model and loss under context parallelism: each rank of the axis "cp" computes a part of the positions of every
-    sequence.
+    """Model and loss function as one function of a microbatch, under context parallelism: each rank of the axis "cp"
+    computes a part of the positions of every sequence.
     """
 
     sequences: ContextOfSequences | None = field(default=None, compare=False)
@@ -41,7 +41,7 @@ class ContextProgram(Program):
     """Modules that a trace runs on this rank's positions as plain tensors; in a run they have been patched."""
 
     def forward(self, microbatch: Batch) -> ForwardResult:
-        """Returns output and loss of one microbatch. The loss is equal on all context ranks, but only the first rank's
+        """Returns output and loss of one microbatch. All context ranks get the same loss, but only the first rank's
         loss starts a gradient.
         """
         done = Program.forward(self, microbatch)
@@ -54,7 +54,9 @@ class ContextProgram(Program):
         )
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
-        """Returns the loss of an example for planning, gathered to a plain tensor; see :meth:`Program.planned_loss`."""
+        """Returns the loss of an example microbatch for planning, as plain tensors. If the output has no loss, a
+        substitute is computed; see :meth:`Program.planned_loss`.
+        """
         loss = Program.planned_loss(self, microbatch)
         return WeightedLoss(_plain(loss.sum), _plain(loss.weight))
 
@@ -74,8 +76,8 @@ class ContextProgram(Program):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the startup banner: the attention methods, the balance of their work, and functions that gather
-        whole sequences.
+        """Lines for the startup banner: the attention methods, the balance of attention work between context ranks, and
+        the functions that gather whole sequences.
         """
         gathers = self._sequences.gathers
         attention = (*self._sequences.attention.notes, *self._on_balance())
@@ -86,8 +88,8 @@ class ContextProgram(Program):
 
     @property
     def balance(self) -> WorkBalance:
-        """Attention work of each context rank for the packed documents of the last forward, in (query, key) pairs per
-        head. It is empty if no documents were packed.
+        """Attention work of each context rank in the last forward, as the number of (query, key) pairs per head. It is
+        empty if the batch had no packed documents.
         """
         return self._sequences.balance
 
@@ -111,8 +113,8 @@ class ContextProgram(Program):
             )
 
     def keeps_positions(self, trace: ModelTrace) -> bool:
-        """Returns True if all sharded tensors that modules of ``trace`` exchange have the positions of the batch.
-        Pipeline stages then know the position of each row that they receive.
+        """Returns True if every sharded tensor that passes between modules in the traced forward ``trace`` has the
+        positions of the batch. Pipeline stages then know the position of each row that they receive.
         """
         last = max((call.event for call in trace.calls), default=0)
         specs = [call.output.spec for call in trace.calls]
@@ -120,7 +122,8 @@ class ContextProgram(Program):
         return all(self._sequences.is_plain(sets) for spec in specs for sets in _sets_in(spec, self._sequences))
 
     def check_trace(self, trace: ModelTrace) -> None:
-        """Checks that pipeline stages can place all tensors between modules when documents are packed.
+        """Checks that pipeline stages know the positions of all tensors between modules of the traced forward
+        ``trace``. This matters only if packed documents are divided by their attention work.
 
         Raises:
             EngineError: a tensor between modules has other positions than the batch.
@@ -138,8 +141,9 @@ class ContextProgram(Program):
         return self.sequences
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for given arguments, with sequences gathered over the axis "cp". In backward, only
-        the first context rank passes the output's gradient on.
+        """Returns the model's output, with sequences gathered over the axis "cp". A single positional argument is a
+        batch; otherwise the arguments are the ones of the model's forward. In backward, only the first context rank
+        passes the output's gradient on.
         """
         moved = self.move(args), self.move(kwargs)
         run = partial(Program.call, self, *moved[0], **moved[1])
@@ -193,13 +197,14 @@ def with_context(
     staged: bool = False,
     unit: int = 1,
 ) -> Program:
-    """Returns ``program`` with context parallelism over ``axis``; returns ``program`` itself if the axis has one rank.
+    """Returns a copy of ``program`` with context parallelism over ``axis``. Returns ``program`` itself if ``axis`` has
+    one rank.
 
     Args:
-        asked: attention method from the configuration: how queries get the keys of other ranks.
+        asked: attention method from the configuration: the way in which queries get the keys of other ranks.
         plan: decisions from a trace of the model.
         staged: True if a forward runs one pipeline stage only.
-        unit: number that divides each rank's number of positions.
+        unit: number of which each rank's number of positions is a multiple.
     """
     if axis.size == 1:
         return program

@@ -35,7 +35,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 class ExpertStack(NamedTuple):
-    """Module that owns the experts of one layer, with the number of experts."""
+    """Name of the module that owns the experts of one layer, and the number of these experts."""
 
     name: str
     """Name of the module that owns them."""
@@ -47,8 +47,8 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 
 def chosen_experts(model: nn.Module, experts: int) -> int:
-    """Returns the number of experts that a router chooses per token, from the model's ``config``; 2 if it has no such
-    entry. The result is at most ``experts``, the number of experts in the layer.
+    """Returns the number of experts that a router chooses per token, from the model's ``config``; 2 if the config does
+    not contain it. ``experts``, the number of experts in the layer, is the maximum.
     """
     config = getattr(model, "config", None)
     given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
@@ -56,9 +56,9 @@ def chosen_experts(model: nn.Module, experts: int) -> int:
 
 
 def find_experts(model: nn.Module, key: str = "monitor.expert_load") -> tuple[ExpertStack, ...]:
-    """Returns the modules of ``model`` that own experts, in model order. Reads only names and shapes.
+    """Returns the modules of ``model`` that own experts, in model order. Reads only names, signatures and shapes.
 
-    ``key``: configuration key that requires them, for the error message.
+    ``key``: configuration key that requires experts, for the error message.
 
     Raises:
         ConfigError: the model has no experts.
@@ -91,10 +91,10 @@ def _held_by(name: str, module: nn.Module) -> int:
 
 
 class ExpertCounter:
-    """Counter of the rows routed to each expert on this rank, for ``monitor.expert_load``.
+    """Counter of the rows that routers send to each expert on this rank, for ``monitor.expert_load``.
 
-    Ranks along tp and cp may route the same rows. Each row counts only on the first rank that stores it, so the sum
-    over all ranks counts it once. A recomputed forward does not count again.
+    Several ranks along tp and cp may have the same row. Only the first of them counts it, so the sum over all ranks
+    contains each row once. A recomputed forward does not count again.
 
     Args:
         ranks: this rank's index along tp and cp.
@@ -108,12 +108,12 @@ class ExpertCounter:
         self._told: set[str] = set()
 
     def zeros(self) -> Tensor:
-        """Returns a tensor of zeros for the counts of a step, fp64 [total number of experts over all layers]."""
+        """Returns an fp64 tensor of zeros for the row counts of a step, with one entry per expert of each layer."""
         return torch.zeros(sum(stack.experts for stack in self._stacks), dtype=torch.float64, device=self._device)
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Wraps the forwards of the experts of ``model``. It must be called before patches that may run a forward
-        twice.
+        """Wraps the forwards of the experts of ``model``, so that they count rows. It must be called before patches
+        that may run a forward twice, such as recomputation.
         """
         start = 0
         for stack in self._stacks:

@@ -42,7 +42,9 @@ class ForwardSignature:
 
     @staticmethod
     def of(model: nn.Module) -> "ForwardSignature":
-        """Reads the signature of the model's forward. If it cannot be inspected, the result accepts any argument."""
+        """Returns the signature of the model's forward. If the forward cannot be inspected, the result accepts any
+        argument.
+        """
         try:
             parameters = list(inspect.signature(model.forward).parameters.values())
         except (TypeError, ValueError):
@@ -73,10 +75,10 @@ class ForwardInputs:
     def of(
         model: nn.Module, separate_loss: bool, stated: Inputs | None, without: Collection[str] = ()
     ) -> "ForwardInputs":
-        """Returns the rule for a run.
+        """Returns the rule that selects arguments of ``model.forward``.
 
         ``separate_loss``: True if a loss function receives the microbatch too. ``stated``: the user's ``inputs``; None:
-        the signature of forward decides. ``without``: keys that forward never receives.
+        the signature of forward selects, if there is a loss function. ``without``: keys that forward never receives.
         """
         follows = separate_loss and stated is None
         signature = ForwardSignature.of(model) if follows else ForwardSignature()
@@ -89,7 +91,8 @@ class ForwardInputs:
         return {key: value for key, value in microbatch.items() if key not in self.without}
 
     def take(self, microbatch: Batch) -> Batch:
-        """Returns the part of a microbatch that forward receives: a mapping, a sequence or a single value.
+        """Returns the part of ``microbatch`` that the model's forward receives: a mapping of keyword arguments, a
+        sequence of positional arguments, or a single value.
 
         Raises:
             EngineError: the signature of forward does not determine the arguments, or ``inputs`` names absent entries.
@@ -104,8 +107,8 @@ class ForwardInputs:
         return microbatch
 
     def rest(self, microbatch: Batch) -> list[Any]:
-        """Returns the values of a microbatch that forward does not receive, such as targets; [] if ``inputs`` is a
-        function.
+        """Returns the values of ``microbatch`` that the model's forward does not receive, such as targets. Returns an
+        empty list if the user's ``inputs`` is a function, as the values are then unknown.
         """
         microbatch = self.kept(microbatch)
         if callable(self.stated):
@@ -122,8 +125,8 @@ class ForwardInputs:
         return list(microbatch[len(given) if isinstance(given, tuple | list) else 1 :])
 
     def note(self, microbatch: Batch) -> str:
-        """Returns one sentence for the banner about entries that only the loss function receives; "" if forward
-        receives all.
+        """Returns one sentence for the startup banner about entries of ``microbatch`` that the loss function receives
+        and forward does not; an empty string if forward receives all.
         """
         microbatch = self.kept(microbatch)
         given = self.take(microbatch)
@@ -191,8 +194,8 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchLoss:
-    """Loss function with the engine's signature (output, batch) around a ``torch.nn`` loss. It calls the loss with the
-    output and the batch's only tensor that forward does not receive.
+    """Loss function with the engine's signature (output, batch) around a ``torch.nn`` loss. It calls that loss with the
+    output and the targets, the only tensor of the batch that the model's forward does not receive.
     """
 
     loss: Callable[..., Any]
@@ -211,8 +214,8 @@ class TorchLoss:
 
 
 def with_targets(loss_fn: LossFunction | None, inputs: ForwardInputs) -> LossFunction | None:
-    """Returns ``loss_fn``. A ``torch.nn`` or ``torch.nn.functional`` loss is wrapped as :class:`TorchLoss`, so that it
-    receives the targets instead of the batch.
+    """Returns ``loss_fn``, wrapped as :class:`TorchLoss` if it is a ``torch.nn`` or ``torch.nn.functional`` loss. The
+    wrapped loss receives the output and the targets, instead of the output and the batch.
     """
     inner: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     of_torch = isinstance(inner, _Loss) or getattr(inner, "__module__", None) == nn.functional.__name__

@@ -40,10 +40,10 @@ def find_loss(
 
     With ``loss_fn``: it returns a 0-dim tensor or (sum, weight), optionally followed by a dict of metrics by name. Each
     metric is a number, a 0-dim tensor or (sum, weight). Without ``loss_fn``, the loss is ``output.loss``,
-    ``output["loss"]``, a 0-dim output, or the one 0-dim floating tensor of a tuple.
+    ``output["loss"]``, a 0-dim output, or the only 0-dim floating tensor of a tuple.
 
     ``names``: metrics that the run averages; None: returned metrics are ignored. ``weight``: weight of a loss that is a
-    mean.
+    single tensor, a mean; a returned (sum, weight) has its own weight.
 
     Raises:
         EngineError: there is no loss, or it is not a 0-dim floating tensor; a metric is missing, is not named, or is
@@ -69,8 +69,8 @@ def _without_metrics(found: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def with_metrics(loss: WeightedLoss, metrics: Mapping[str, Any], names: Sequence[str]) -> WeightedLoss:
-    """Returns ``loss`` with ``metrics``, which a user's loop passes to ``backward``. A metric in ``names`` that is
-    absent has weight 0.
+    """Returns ``loss`` with ``metrics``, a dict by name that a user's loop passes to ``backward``. ``names``: names of
+    all metrics in ``monitor.metrics``; one that is absent from ``metrics`` gets weight 0.
 
     Raises:
         EngineError: a metric is not named in ``monitor.metrics``, or is not a number.
@@ -119,12 +119,13 @@ def _number(value: Any, name: str, by: str) -> Tensor | float:
 
 
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
-    """Converts ``found``, a 0-dim loss or a pair (sum, weight), to a :class:`WeightedLoss`; a single loss has weight 1.
+    """Converts ``found``, a 0-dim loss or a pair (sum, weight), to a :class:`WeightedLoss`. A loss that is no pair gets
+    weight 1.
 
     ``what``: subject of the error message, with {} for "loss", "sum" or "weight".
 
     Raises:
-        EngineError: ``found`` is neither.
+        EngineError: ``found`` is neither a loss nor a pair.
     """
     if isinstance(found, tuple) and len(found) == 2:
         return WeightedLoss(check_scalar(found[0], what.format("sum")), _check_weight(found[1], what.format("weight")))
@@ -132,7 +133,7 @@ def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLo
 
 
 def check_scalar(loss: Any, what: str) -> Tensor:
-    """Returns ``loss`` if it is a 0-dim floating tensor. ``what``: subject of the error message.
+    """Checks that ``loss`` is a 0-dim floating tensor, and returns it. ``what``: subject of the error message.
 
     Raises:
         EngineError: ``loss`` is anything else.
@@ -174,8 +175,8 @@ def check_trainable(loss: Tensor) -> None:
 
 
 def has_loss(output: Any) -> bool:
-    """Returns True if a model output contains a loss: a ``loss`` entry, a 0-dim output, or one 0-dim tensor in a
-    tuple.
+    """Returns True if a model output contains a loss: a ``loss`` entry, a 0-dim tensor as output, or a tuple with
+    exactly one 0-dim floating tensor.
     """
     try:
         found = _loss_in(output)
@@ -210,13 +211,13 @@ _ARGUMENT = "gather_rows"
 
 class RowGather:
     """Differentiable all-gather of rows over dp, for contrastive losses that compare rows of all data ranks. Before
-    :meth:`open` it returns only shapes, for planning.
+    :meth:`open` it sends nothing, and the result has only the right shape, for planning.
 
-        forward     rows [b, ...] of each data rank -> [N*b, ...] on all of them        all-gather over dp
+        forward     rows [b, ...] of each data rank -> [N*b, ...] on all N of them      all-gather over dp
         backward    gradient of all rows -> its sum over ranks for the own rows         reduce-scatter over dp
 
-    The engine's gradient is that of the mean of all ranks' losses (of sum over weight, if a loss is a pair). Every term
-    counts exactly once, even if each rank computes the loss of the whole batch.
+    The engine's gradient is that of the mean of all ranks' losses, or of the total sum over the total weight, if a loss
+    is (sum, weight). Every term counts exactly once, even if each rank computes the loss of the whole batch.
     """
 
     def __init__(self, ranks: int = 1, uneven: bool = False) -> None:
@@ -240,7 +241,12 @@ class RowGather:
         return gathered
 
     def given_to(self, loss_fn: LossFunction | None) -> LossFunction | None:
-        """Returns ``loss_fn``. If it has a parameter ``gather_rows``, this object is bound to it."""
+        """Returns ``loss_fn``. If it has a parameter ``gather_rows``, returns it with this object bound to that
+        parameter.
+
+        Raises:
+            EngineError: it has the parameter, but data ranks run different numbers of microbatches.
+        """
         try:
             named = loss_fn is not None and _ARGUMENT in inspect.signature(loss_fn).parameters
         except (TypeError, ValueError):  # a callable without a signature

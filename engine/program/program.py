@@ -29,7 +29,7 @@ from engine.program.router_replay import RouterReplay
 class ForwardResult(NamedTuple):
     """Model output and loss of one microbatch.
 
-    Drop it early: the logits of a large vocabulary are the largest tensor of a step.
+    Release it early: the logits of a large vocabulary are the largest tensor of a step.
     """
 
     output: Any
@@ -38,8 +38,8 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Model, loss function, dtypes and device as one function of a microbatch. Under pipeline parallelism each stage
-    runs a part of it.
+    """Model, loss function, dtypes and device as one function of a microbatch. Under pipeline parallelism a rank runs
+    only its own stages of the model.
     """
 
     model: nn.Module
@@ -63,8 +63,8 @@ class Program:
         return map_tensors(batch, lambda tensor: self.copies.bring(tensor, self.device))
 
     def cast(self, batch: Batch) -> Batch:
-        """Returns the batch with floating-point tensors in the dtype of the model's inputs. The loss function receives
-        the uncast batch.
+        """Returns a copy of ``batch`` for the model, with floating-point tensors in the dtype of the model's inputs.
+        The loss function receives the batch without this cast.
         """
         return cast_floats(batch, self.precision.inputs)
 
@@ -79,10 +79,10 @@ class Program:
         return find_loss(output, moved, self.loss_fn, self.metrics, weight)
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
-        """Returns the loss of an example microbatch, for planning. If the output has no loss, a substitute is computed
-        from every floating-point tensor of the output.
+        """Returns the loss of an example microbatch, for planning. If the model's output has no loss, returns a
+        substitute that depends on every floating-point tensor of the output.
 
-        The planner then sends all of these tensors to the last stage.
+        With the substitute, the planner sends all of these tensors to the last pipeline stage.
         """
         with self.precision.forward(self.device):
             return self._planned_loss(self.move(microbatch))
@@ -97,7 +97,7 @@ class Program:
         return WeightedLoss(torch.stack([leaf.float().square().mean() for leaf in found]).sum(), 1.0)
 
     def output(self, microbatch: Batch) -> Any:
-        """Returns the model's output for one microbatch, without computing a loss."""
+        """Returns the model's output for one microbatch, without a call of the loss function."""
         return self._run(self.move(microbatch), microbatch)
 
     def _run(self, moved: Batch, given: Batch | None = None) -> Any:
@@ -117,8 +117,8 @@ class Program:
             raise _mixed_dtypes(error, self.precision.compute) from error
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for one batch, if it is the only positional argument, or for arguments of the
-        model's forward.
+        """Returns the model's output. A single positional argument is a batch; otherwise the arguments are the ones of
+        the model's forward.
         """
         given = self.move(args[0] if len(args) == 1 and not kwargs else kwargs)
         if self.replay is not None:
@@ -130,22 +130,24 @@ class Program:
             return self.model(*self.cast(self.move(args)), **kept)
 
     def local_modules(self) -> AbstractContextManager[None]:
-        """Returns a context for a trace, in which some modules run on this rank's positions as plain tensors. Here it
-        has no effect; :class:`ContextProgram` overrides it.
+        """Returns a context for a trace. Under context parallelism, modules that compute each position independently
+        run in it on this rank's positions; here it has no effect. :class:`ContextProgram` overrides it.
         """
         return nullcontext()
 
     def check_trace(self, trace: ModelTrace) -> None:
-        """Checks that pipeline stages can run a traced forward. Here it does nothing; :class:`ContextProgram` overrides
-        it.
+        """Checks that pipeline stages can run the traced forward ``trace``. Here it does nothing, because only context
+        parallelism has a condition; :class:`ContextProgram` overrides it.
         """
 
     def on_shapes(self) -> AbstractContextManager[None]:
-        """Returns a context in which forwards trace shapes and communicate nothing. Here it has no effect."""
+        """Returns a context in which forwards trace shapes and communicate nothing over the axis "cp". Here it has no
+        effect; :class:`ContextProgram` overrides it.
+        """
         return nullcontext()
 
     def on(self, device: torch.device) -> "Program":
-        """Returns a copy of the program for another device."""
+        """Returns a copy of the program that moves its batches to ``device``. The model is not moved."""
         return replace(self, device=device)
 
 
@@ -180,8 +182,8 @@ def _mixed_dtypes(error: RuntimeError, compute: torch.dtype) -> EngineError:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Returns a context in which all modules of ``model`` are in eval mode; afterwards each gets its previous mode
-    back.
+    """Returns a context in which all modules of ``model`` are in eval mode. At its end each module gets back the mode
+    that it had before.
     """
     training = {module: module.training for module in model.modules()}
     model.eval()

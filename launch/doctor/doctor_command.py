@@ -168,7 +168,9 @@ def _conclude(examination: "Examination", seen: Examined, path: Path | None) -> 
 
 
 def result_json(seen: Examined, findings: Sequence[HostFinding]) -> dict[str, Any]:
-    """Returns findings, facts and measurements as one JSON object; "starts" is True if training would start."""
+    """Returns the facts and measurements of ``seen`` and the ``findings`` (errors and warnings) as one JSON object. Its
+    entry "starts" is True if training would start.
+    """
     starts = not any(finding.severity == "error" for finding in findings)
     return {"starts": starts, "findings": [asdict(finding) for finding in findings], **seen.to_json()}
 
@@ -200,7 +202,9 @@ _MOST_ROWS = 64
 
 
 def report_lines(seen: Examined, findings: Sequence[HostFinding]) -> Iterator[str]:
-    """Yields the lines of the printed report: tables of hosts, ranks and links, then findings and verdict."""
+    """Yields the lines of the printed report: tables of the hosts, ranks and links in ``seen``, then the ``findings``
+    (errors and warnings), then the conclusion.
+    """
     hosts = Hosts(seen.facts)
     grid = "" if seen.grid is None else f", {Grid(order=seen.order, **seen.grid).shape}"
     yield f"{_number(len(seen.facts), 'rank')} of {seen.size} on {_number(len(hosts.ranks), 'host')}{grid}"
@@ -218,7 +222,9 @@ def report_lines(seen: Examined, findings: Sequence[HostFinding]) -> Iterator[st
 
 
 def verdict_line(findings: Sequence[HostFinding]) -> str:
-    """Returns the last line of the report, such as "training would start: 1 warning"."""
+    """Returns the last line of the report, such as "training would start: 1 warning", from the numbers of errors and
+    warnings in ``findings``.
+    """
     errors = sum(finding.severity == "error" for finding in findings)
     warnings = len(findings) - errors
     counted = [_number(errors, "error")] * bool(errors) + [_number(warnings, "warning")] * bool(warnings)

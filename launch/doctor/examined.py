@@ -50,7 +50,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Facts about a host, collected by one of its ranks: software versions, GPUs, network and limits."""
+    """Facts about a host, collected by one of its ranks: software versions, GPUs, network interfaces, system limits."""
 
     name: str
     identity: str
@@ -81,8 +81,8 @@ class HostFacts:
     infiniband: bool = False
 
     def carrier(self) -> InterfaceFacts | None:
-        """Returns the network interface that gloo uses: the configured one, or the one with an address of the host's
-        name. Returns None if it is unknown.
+        """Returns the network interface that gloo uses: the one that GLOO_SOCKET_IFNAME names, otherwise the one with
+        an address of the host's name. Returns None if there is no such interface.
         """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
@@ -95,7 +95,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Facts about a rank: its host, its device, and the reason why training would not start there."""
+    """Facts about a rank: its host, its device, and the reason why training would not start on it, if there is one."""
 
     rank: int
     local_rank: int
@@ -108,7 +108,7 @@ class RankFacts:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "RankFacts":
-        """Rebuilds a :class:`RankFacts` from its JSON object."""
+        """Converts ``facts``, a :class:`RankFacts` that was sent as a JSON object, back to a :class:`RankFacts`."""
         host = dict(facts["host"])
         host["gpus"] = tuple(GpuFacts(**gpu) for gpu in host["gpus"])
         given = ({**one, "addresses": tuple(one["addresses"])} for one in host["interfaces"])
@@ -129,8 +129,8 @@ class ClockFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFigure:
-    """Measured latency and rate of one group of ranks along a grid axis, while the axis's other groups communicated
-    too.
+    """Latency and rate of one group of ranks along a grid axis, measured while the other groups of this axis
+    communicated at the same time.
     """
 
     axis: str
@@ -164,7 +164,9 @@ class PairFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """Result of ``trine doctor``: facts about all ranks, and all measurements up to the end or the first failure."""
+    """Result of ``trine doctor``: facts about all ranks that joined, and the measurements made until the end or the
+    first failure.
+    """
 
     size: int
     """Number of ranks of the job."""
@@ -201,8 +203,8 @@ class Examined:
 
 @dataclass(slots=True)
 class Hosts:
-    """Display names of the job's hosts, with the ranks on each. A host name that occurs several times is followed by an
-    address.
+    """Display names of the job's hosts, with the ranks on each. If several hosts have the same name, an address follows
+    the name.
     """
 
     facts: tuple[RankFacts, ...]
@@ -228,9 +230,10 @@ class Hosts:
 
 
 def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
-    """Collects the facts about this host that do not need torch.
+    """Collects the facts about this host that do not need torch; the GPUs are missing from the result.
 
-    ``variables``: environment variables. ``target``: address of the rendezvous, for the route to it.
+    ``variables``: environment variables. ``target``: address of the rendezvous, to find the network interface that
+    leads to it.
     """
     name, identity = socket.gethostname(), host_identity()
     size, free = _shared_memory()
@@ -283,8 +286,9 @@ def _memory_free() -> int | None:
 
 
 def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> HostFacts:
-    """Returns ``host`` with its GPUs and the NCCL version, read through torch. It first runs a small kernel on
-    ``device``, unless that is empty.
+    """Returns a copy of ``host``, facts about this host, with its GPUs and the NCCL version as torch reports them. If
+    ``device`` is not empty, first runs a small kernel on that GPU. A failure becomes the entry ``gpu_problem`` of the
+    result.
     """
     import torch
 

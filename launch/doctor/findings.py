@@ -24,7 +24,7 @@ _MOST_SENTENCES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFinding:
-    """Error or warning about a job's hosts, as one sentence."""
+    """Error or warning about the hosts of a job, as one sentence. With an error, training would not start."""
 
     severity: Literal["error", "warning"]
     """Severity; "error": training would not start."""
@@ -273,8 +273,8 @@ _ROUGH = 0.1
 
 
 def link_findings(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, str]]:
-    """Yields (kind, sentence) for each link problem: tensor ranks on several hosts, slow axes, and a slow pair of
-    hosts.
+    """Yields (kind, sentence) for each problem with the links between ranks: tensor ranks on several hosts, grid axes
+    with a low rate, and a pair of hosts with a low rate. ``kind``: topic of the finding in a word.
     """
     yield from _wide_tensor(seen, hosts)
     yield from _slow_axes(seen)

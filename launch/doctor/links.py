@@ -34,10 +34,10 @@ _CLOCK_REPEATS = 8
 
 
 def tournament(count: int) -> list[list[tuple[int, int]]]:
-    """Returns rounds of host pairs such that a host is in at most one pair of a round. Each pair is (index, index)
-    below ``count``.
+    """Returns rounds of pairs of hosts for measurements between hosts. In a round, a host is in at most one pair. A
+    pair is two host indices below ``count``, the number of hosts.
 
-    Up to 16 hosts, the rounds contain every pair once; for more hosts, only neighbours in a ring.
+    Up to 16 hosts, the rounds contain every pair once. With more hosts they contain only neighbours in a ring.
     """
     if count < 2:
         return []
@@ -56,13 +56,13 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def ladder(call: Callable[[int], float]) -> int:
-    """Finds the message size for a rate measurement: doubles it while ``call`` is fast, then repeats the last size.
-    Returns that size in bytes.
+    """Finds the message size for a rate measurement. Doubles the size until a call takes long enough, then repeats the
+    call with that size. Returns that size in bytes.
 
-    Large messages are needed because switches buffer small ones, which hides a slow link.
+    Large messages are needed because switches buffer small ones, so that a slow link seems fast.
 
     Args:
-        call: sends a message of the given size, and returns its seconds.
+        call: callback that sends a message of the given size in bytes, and returns its seconds.
     """
     size = PROBE
     call(size)
@@ -74,7 +74,7 @@ def ladder(call: Callable[[int], float]) -> int:
 
 
 class Stopwatch:
-    """Record of durations in seconds, by message size."""
+    """Record of the durations of calls in seconds, by message size in bytes."""
 
     def __init__(self) -> None:
         self._taken: dict[int, list[float]] = {}
@@ -85,14 +85,18 @@ class Stopwatch:
         return seconds
 
     def median(self, size: int) -> float:
-        """Returns the median duration for ``size``; the first call is left out if there are others."""
+        """Returns the median of the durations recorded for messages of ``size`` bytes. The first one counts only if
+        there is no other.
+        """
         found = self._taken[size]
         return median(found[1:] or found)
 
 
 @dataclass(frozen=True, slots=True)
 class PairTimes:
-    """Measured latency in seconds and rate in bytes per second between two hosts, given by their indices."""
+    """Measured latency in seconds and rate in bytes per second between two hosts, which ``hosts`` names by their
+    indices.
+    """
 
     hosts: tuple[int, int]
     latency: float
@@ -100,10 +104,11 @@ class PairTimes:
 
 
 def measure_pairs(group: HostGroup, leaders: Sequence[int]) -> list[PairTimes]:
-    """Measures the links between pairs of hosts, in rounds of disjoint pairs. All leaders, one rank per host, must call
-    it.
+    """Measures the links between pairs of hosts. Pairs of one round have no host in common, and are measured at the
+    same time.
 
-    Returns the results of the pairs in which this leader's host is the first.
+    ``leaders``: ranks that make the measurement, one per host; all of them must call it. Returns the results of the
+    pairs with the host of the calling leader in first place.
 
     Raises:
         EngineError: a leader does not answer.
@@ -179,10 +184,11 @@ def _follow(other: _Partner) -> None:
 
 
 def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float, float]]:
-    """Measures the clocks of all hosts against the first leader's. All leaders, one rank per host, must call it.
+    """Compares the clocks of all hosts with the clock of the first leader's host.
 
-    Returns on the first leader (seconds ahead, maximum error) for each other host; an empty list on the others. As in
-    NTP, the shortest round trip determines the offset.
+    ``leaders``: ranks that make the comparison, one per host; all of them must call it. On the first leader, returns
+    for each other host (seconds by which its clock is ahead, maximum error). On the other leaders, returns an empty
+    list. As in NTP, the shortest round trip determines the offset.
 
     Raises:
         EngineError: a leader does not answer.
@@ -216,7 +222,7 @@ _Call = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class AxisTimes:
-    """One rank's measured latency in seconds and rate in bytes per second within its group of ranks along a grid
+    """Latency in seconds and rate in bytes per second that one rank has measured, in its group of ranks along a grid
     axis.
     """
 
@@ -228,8 +234,9 @@ class AxisTimes:
 
 
 def measure_axes(comm: Comm, device: torch.device) -> Iterator[AxisTimes]:
-    """Measures an all-reduce along each grid axis, and sends between pipeline stages. All groups of an axis communicate
-    at once, as in training. Yields this rank's times.
+    """Measures the all-reduce along each grid axis, and messages between neighbouring pipeline stages. The groups of an
+    axis communicate at the same time, as in training. Every rank must call it. Yields the times that this rank has
+    measured, axis by axis.
 
     Raises:
         EngineError: a rank does not join.
@@ -320,8 +327,8 @@ class _Meter:
 def axis_figures(
     times: Sequence[AxisTimes], grid: Grid, hosts: Hosts, device: torch.device, shared: bool
 ) -> list[AxisFigure]:
-    """Combines the times of all ranks into one result per group, with the expected rate of its link. The slowest rank
-    of a group counts.
+    """Combines the ``times`` of all ranks into one result for each group of ranks along an axis. A result has the
+    latency and rate of the slowest rank of the group, and the expected rate of the link between its ranks.
 
     ``shared``: True if tensor ranks of a host communicate through shared memory.
     """

@@ -33,8 +33,8 @@ def read_cores(text: str) -> tuple[int, ...]:
 
 
 def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """Returns the CPU cores for the local rank ``rank`` of ``ranks`` on this host: an equal, contiguous slice of
-    ``cores``.
+    """Returns the CPU cores for the local rank ``rank`` of ``ranks`` on this host: a contiguous slice of ``cores``. All
+    ranks get the same number of cores; a remainder stays unused.
 
     Raises:
         LaunchError: there are fewer cores than ranks.
@@ -49,12 +49,13 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Binds this process to its share of the host's CPU cores, by LOCAL_RANK, then replaces it by another program.
+    """Binds this process to its share of the host's CPU cores, by LOCAL_RANK, and sets OMP_NUM_THREADS to their number.
+    Then replaces the process by another program.
 
     ``words``: optionally ``--cores LIST``, then the program and its arguments.
 
     Raises:
-        LaunchError: there are too few cores, or the host lacks them.
+        LaunchError: there are too few cores, or the host lacks a core of LIST.
     """
     allowed = sorted(os.sched_getaffinity(0))
     listed, words = (words[1], words[2:]) if words[0] == "--cores" else ("", words)

@@ -89,7 +89,8 @@ def _problems_of(host: Host, before: list[Host], place: str) -> Iterator[LaunchE
 
 
 def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """Returns the hosts that ``--include`` or ``--exclude`` leaves, restricted to the selected GPUs.
+    """Returns the hosts of ``hosts`` that the options ``--include`` or ``--exclude`` select, each restricted to its
+    selected GPUs. Without either option, returns all hosts.
 
     Raises:
         LaunchError: both options are given, one names an unlisted host or missing GPUs, or no host remains.

@@ -128,7 +128,8 @@ def _count(text: str) -> int:
 
 
 def launch(options: Namespace) -> int:
-    """Starts the job of ``trine launch``, or writes its batch script or manifest; returns the exit status.
+    """Runs ``trine launch``: starts the job on this host or over ssh, or writes its Slurm script or Kubernetes
+    manifest. Returns the exit status.
 
     Raises:
         LaunchError: options are wrong; the message lists all problems, before anything is started.

@@ -20,8 +20,8 @@ SOURCES = (".py", ".json")
 
 
 def gpu_names() -> list[str]:
-    """Returns the names of the GPUs that CUDA_VISIBLE_DEVICES leaves on this host, from ``nvidia-smi`` and without
-    torch.
+    """Returns the names of the GPUs of this host that CUDA_VISIBLE_DEVICES does not hide. Reads them from
+    ``nvidia-smi``, without torch. Returns an empty list without ``nvidia-smi``.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None or given == "":
@@ -38,7 +38,9 @@ def gpu_names() -> list[str]:
 
 
 def tell_facts() -> None:
-    """Answers the launcher: reads its question from stdin, and prints facts about this host as one line of JSON."""
+    """Reads a request of the launcher, a line of JSON, from stdin, and prints facts about this host as one line of
+    JSON.
+    """
     question = json.loads(sys.stdin.readline())
     print(MARK + json.dumps(_answer(question)), flush=True)
 
@@ -74,8 +76,8 @@ def _version(package: str) -> str:
 
 
 def sources_digest(folder: "str | os.PathLike[str]") -> str:
-    """Returns a short SHA-256 digest over names and contents of all source files in ``folder``; empty if a file is
-    unreadable.
+    """Returns the first 12 hex digits of a SHA-256 digest over the names and contents of all source files in
+    ``folder``. Returns an empty string if a file cannot be read.
     """
     found = [
         os.path.join(base, name)

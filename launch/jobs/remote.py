@@ -28,7 +28,7 @@ _FIRST = "import sys,json;exec(json.loads(sys.stdin.readline()))"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshRequest:
-    """Hosts of a job, with the ssh command and Python interpreter to reach them."""
+    """Hosts of a job, with the ssh command to reach them and the Python interpreter to run on them."""
 
     hostfile: Path
     hosts: tuple[Host, ...]
@@ -39,8 +39,8 @@ class SshRequest:
     python: str
 
     def command(self, host: Host) -> list[str]:
-        """Returns the local ssh command that runs a Python program on ``host``; the program's source is sent over
-        stdin.
+        """Returns the command of this host, as a list of words, that runs a Python program on ``host`` over ssh. The
+        caller sends the source code of the program through the command's stdin.
         """
         connect = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(self.seconds))}")
         return [*self.ssh, *connect, *ALIVE, "-T", host.name, f"exec {shlex.quote(self.python)} -u -c '{_FIRST}'"]
@@ -48,8 +48,8 @@ class SshRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Answer of a host to the probe, a small program that reports facts about it; or the reason for a missing
-    answer.
+    """Reply of a host to the probe, a small program that reports facts about the host. Without a reply, it contains the
+    reason.
     """
 
     facts: Mapping[str, Any] | None
@@ -68,14 +68,16 @@ def input_of(program: Path, question: Mapping[str, Any]) -> bytes:
 
 
 def guard_input(wish: Mapping[str, Any]) -> bytes:
-    """Returns the stdin that starts the guard of torchrun on a host; ``wish``: its request, from
-    :meth:`SshPlan.wish`.
+    """Returns the stdin that starts the guard, the program that runs torchrun on a host. ``wish``: its request with
+    command, environment and rendezvous, from :meth:`SshPlan.wish`.
     """
     return input_of(Path(guard.__file__), wish)
 
 
 def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
-    """Runs the probe on ``host`` over ssh and returns its answer, or the reason for its failure."""
+    """Runs the probe, a program that reports facts about its host, on ``host`` over ssh. Returns its reply, or the
+    reason why there is none. ``question``: input of the probe.
+    """
     given = input_of(Path(probe.__file__), question)
     try:
         done = subprocess.run(
@@ -136,7 +138,7 @@ class HostReply:
 def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict[str, Any]:
     """Returns the input of the probe, the program that checks a host before the job starts.
 
-    ``port``: port that must be free on the host; 0: find any; None: check none.
+    ``port``: port number that must be free on the host; 0: the probe finds a free port; None: it checks no port.
     """
     names = [host.address for host in ssh.hosts] if len(ssh.hosts) > 1 else []
     return {
@@ -150,7 +152,9 @@ def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweringHosts:
-    """Result of probing all hosts: the ones on which the job starts, and the unreachable ones of an elastic job."""
+    """Result of probing all hosts: the hosts on which the job starts, and the hosts that did not answer and that an
+    elastic job starts without.
+    """
 
     found: tuple[HostReply, ...]
     absent: Mapping[Host, str]
@@ -158,11 +162,12 @@ class AnsweringHosts:
 
 
 def examine(request: JobRequest, ssh: SshRequest) -> AnsweringHosts:
-    """Probes all hosts in parallel and compares their software, sources and GPUs. An elastic job may start without some
-    of them.
+    """Probes all hosts in parallel, and compares their software, sources and GPUs with the first host's. An elastic job
+    may start without hosts that cannot be reached, if enough others answer.
 
     Raises:
-        LaunchError: hosts do not answer or differ; the message lists all problems.
+        LaunchError: too many hosts do not answer, a host is unsuitable, or hosts differ; the message lists all
+            problems.
     """
     wish = request.port or 0
     with ThreadPoolExecutor(min(AT_ONCE, len(ssh.hosts))) as pool:
@@ -227,7 +232,9 @@ def _own_problems(request: JobRequest, ssh: SshRequest, facts: HostReply) -> Ite
 
 
 def differences(facts: HostReply, other: HostReply, script: str) -> Iterator[LaunchError]:
-    """Yields an error for each difference between two hosts in Python, packages, script, sources or GPUs."""
+    """Yields an error for each property in which the host of ``facts`` differs from the host of ``other``: Python,
+    packages, ``script``, sources of the engine, GPUs.
+    """
     name, than = facts.host.name, other.host.name
     if facts.python != other.python:
         yield LaunchError(
@@ -269,7 +276,9 @@ def _port_problem(request: JobRequest, facts: HostReply) -> list[LaunchError]:
 
 
 def ranks_on(request: JobRequest, facts: HostReply) -> int:
-    """Returns the number of ranks on a host: the requested number, else the hostfile's, else one per GPU, else 1."""
+    """Returns the number of ranks on the host that ``facts`` describes: the number from the command line; without one,
+    the hostfile's number; without both, one per GPU, at least 1.
+    """
     return request.ranks_per_node or facts.host.slots or len(facts.gpus) or 1
 
 

@@ -31,7 +31,7 @@ def refuse_all(problems: Sequence[LaunchError]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCount:
-    """Number of nodes of a job; for an elastic job, its minimum and maximum."""
+    """Number of nodes of a job; for an elastic job, the smallest and largest number with which it runs."""
 
     least: int
     most: int
@@ -39,12 +39,12 @@ class NodeCount:
 
     @classmethod
     def parse(cls, text: str, option: str, elastic: bool = False) -> Self:
-        """Parses a number of nodes such as ``4``, or a range such as ``2:4`` for an elastic job.
+        """Parses ``text``, a number of nodes such as ``4``, or a range such as ``2:4`` for an elastic job.
 
-        ``option``: name of the option in the error message. ``elastic``: only a range is accepted.
+        ``option``: name of the option in the error message. ``elastic``: True: only a range is accepted.
 
         Raises:
-            LaunchError: it is not a number of nodes.
+            LaunchError: ``text`` is neither.
         """
         least, colon, most = text.partition(":")
         if not (least.isdecimal() and (most.isdecimal() if colon else not elastic)):
@@ -62,7 +62,9 @@ class NodeCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """Options of ``trine launch`` that apply to every launch method."""
+    """Options of ``trine launch`` that apply to every way of launching: on this host, over ssh, with Slurm, with
+    Kubernetes.
+    """
 
     script: str
     """Script file, module or program, by ``form``."""
@@ -90,11 +92,11 @@ class JobRequest:
         return self.nodes is not None and self.nodes.elastic
 
     def ranks(self, why: str) -> int:
-        """Returns the number of ranks per node, which must be given if the launcher cannot count the GPUs of the nodes.
-        ``why``: subject of the error message.
+        """Returns the number of ranks per node from the command line, for launches in which the GPUs of the nodes
+        cannot be counted. ``why``: subject of the error message.
 
         Raises:
-            LaunchError: the number is not specified.
+            LaunchError: the command line does not contain the number.
         """
         if self.ranks_per_node is None:
             raise LaunchError(
@@ -104,10 +106,11 @@ class JobRequest:
 
 
 def exported(wishes: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables that ``--export NAME`` or ``--export NAME=VALUE`` selects, by name.
+    """Returns a dict of the environment variables that the options ``--export`` select. ``wishes``: the option's
+    values; "NAME" takes the value from ``environment``, "NAME=VALUE" sets VALUE.
 
     Raises:
-        LaunchError: a name is invalid, or the launcher's environment lacks the variable.
+        LaunchError: a name is invalid, or ``environment`` lacks the variable.
     """
     found: dict[str, str] = {}
     for wish in wishes:
@@ -121,7 +124,7 @@ def exported(wishes: Iterable[str], environment: Mapping[str, str]) -> dict[str,
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables that every host gets without ``--export``, by name."""
+    """Returns a dict of the variables of ``environment`` that every host gets even without the option ``--export``."""
     return {
         name: value
         for name, value in environment.items()
@@ -171,7 +174,9 @@ ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 def add_deepspeed_options(command: ArgumentParser) -> None:
-    """Adds DeepSpeed's names for existing options of ``trine launch``, as hidden aliases."""
+    """Adds options of DeepSpeed's launcher to the parser of ``trine launch``, hidden from its help: other names for
+    existing options, options without effect, and options that are refused with advice.
+    """
     command.set_defaults(became=[], refused=[])
     known = command._option_string_actions
     for ours, spellings in TAKEN.items():
@@ -234,16 +239,16 @@ class _Launcher(_Told):
 
 
 def drop_one_node(options: Namespace) -> None:
-    """Ignores ``--nodes 1`` without a hostfile or scheduler, because DeepSpeed's users pass it for a job on one
-    host.
+    """Discards the option ``--nodes 1`` if neither a hostfile nor a scheduler is given. Users of DeepSpeed pass it for
+    a job on this host alone.
     """
     if options.nodes == "1" and options.hostfile is None and not options.slurm and options.kubernetes is None:
         options.nodes = None
 
 
 def environment_file() -> tuple[Path, dict[str, str]] | None:
-    """Reads ``.deepspeed_env`` in the working or home folder, with variables for all hosts. Returns (path, variables),
-    or None if there is no such file.
+    """Reads the file ``.deepspeed_env`` (or the name in DS_ENV_FILE) in the working folder or else the home folder. It
+    contains environment variables for all hosts. Returns (path, dict of variables), or None if there is no such file.
 
     Raises:
         LaunchError: one of its lines is not NAME=VALUE.

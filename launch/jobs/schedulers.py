@@ -28,10 +28,11 @@ WRITTEN = "# Written by trine launch"
 
 
 def write_job_file(path: Path, text: str) -> None:
-    """Writes a generated job file. Refuses to overwrite a file that the launcher did not generate.
+    """Writes ``text``, a generated batch script or manifest, to ``path``. Overwrites only files that ``trine launch``
+    has generated.
 
     Raises:
-        LaunchError: another file exists, or the path cannot be written.
+        LaunchError: ``path`` is a file of other origin, or cannot be written.
     """
     try:
         if path.exists() and WRITTEN not in path.read_text(encoding="utf-8", errors="replace"):

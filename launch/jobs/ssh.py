@@ -55,7 +55,7 @@ _ITS_FRAMES = re.compile(rb"Exception raised from |frame #\d+: |<omitting python
 
 
 class Screen:
-    """Printer of the output of all hosts, thread-safe, with the host name before each line."""
+    """Thread-safe printer of the output of all hosts; it puts the host name before each line."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,20 +139,20 @@ class HostRun:
 
     @property
     def taken_down(self) -> bool:
-        """True if torchrun's error report names, as root cause, the failure of another rank or a process ended by
-        SIGTERM. The origin is then on another host.
+        """True if torchrun's error report on this host names a consequence as root cause: the failure of another rank,
+        or a process that SIGTERM has ended. The failure then began on another host.
         """
         root = "".join(self._errors).rpartition("Root Cause")[2]
         return is_consequence(root) or re.search(r"exitcode +: -15\b", root) is not None
 
     @property
     def reason(self) -> str:
-        """Last line of ssh's error output, without host and port."""
+        """Last line of ssh's error output without host and port, or "without a message"."""
         return failure_message(self._errors) or "without a message"
 
     def abandon(self) -> None:
-        """Kills the local ssh process. The guard, which runs torchrun on the host, then ends it because its connection
-        is closed.
+        """Kills the local ssh process. The guard, the program that runs torchrun on the host, then ends torchrun
+        because its connection is closed.
         """
         self._process.kill()
         self._process.wait()
@@ -160,7 +160,7 @@ class HostRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """Rendezvous of the hosts: address of its store, its identity, and the number of restarts so far."""
+    """Rendezvous of a job's hosts: host and port of its store, its identity, and the number of restarts so far."""
 
     first: Host
     port: int
@@ -174,15 +174,17 @@ class MeetingPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshPlan:
-    """Plan of a job over ssh: the user's options, the ssh command, and the hosts that answered."""
+    """Plan of a job over ssh: the user's options, the ssh command, and the facts about the hosts on which the job
+    starts.
+    """
 
     request: JobRequest
     ssh: SshRequest
     hosts: tuple[HostReply, ...]
 
     def wish(self, facts: HostReply, meeting: MeetingPlace) -> dict[str, Any]:
-        """Returns the request for the guard on a host: torchrun's command, its environment, and the rendezvous
-        ``meeting``.
+        """Returns the request for the guard, the program that runs torchrun on the host of ``facts``: torchrun's
+        command, its environment, and the rendezvous ``meeting``.
         """
         rendezvous = RendezvousEndpoint(
             address=meeting.first.address,
@@ -202,7 +204,7 @@ class SshPlan:
         }
 
     def start(self, facts: HostReply, meeting: MeetingPlace, screen: Screen) -> HostRun:
-        """Starts torchrun over ssh on the host that ``facts`` describes; returns the running process."""
+        """Starts torchrun over ssh on the host of ``facts``, and returns the process; ``screen`` prints its output."""
         return HostRun(facts.host, self.ssh.command(facts.host), self.wish(facts, meeting), screen)
 
 
@@ -216,12 +218,12 @@ class Running:
         self.runs: dict[Host, HostRun] = {}
 
     def start(self, facts: HostReply, meeting: MeetingPlace) -> None:
-        """Starts torchrun on the host that ``facts`` describes, and adds it to the running hosts."""
+        """Starts torchrun on the host of ``facts``, which joins ``meeting``, and adds it to the running hosts."""
         self.runs[facts.host] = self._plan.start(facts, meeting, self._screen)
 
     def ended(self) -> list[tuple[HostRun, int]]:
-        """Waits briefly and sends keep-alives. Returns pairs (host process, exit status) for hosts that have ended
-        since the last call.
+        """Waits 0.1 s, and sends keep-alives if they are due. Returns pairs (host process, exit status) for the hosts
+        that have ended since the previous call, and removes them from the running ones.
         """
         time.sleep(0.1)
         if time.monotonic() > self._beaten + BEAT_SECONDS:
@@ -233,15 +235,15 @@ class Running:
         return found
 
     def say(self, word: str) -> None:
-        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard on each running host, which controls
-        torchrun.
+        """Sends a control word ("beat", "TERM", "INT" or "KILL") to each running host, to the guard: the program there
+        that runs torchrun.
         """
         for run in self.runs.values():
             run.say(word)
 
     def end(self, seconds: float) -> list[tuple[HostRun, int]]:
-        """Ends torchrun on all hosts: sends TERM, after ``seconds`` KILL, and finally kills ssh. Returns pairs (host
-        process, exit status).
+        """Ends torchrun on all running hosts: sends TERM, after ``seconds`` KILL, and 10 s later kills the ssh
+        processes. Returns pairs (host process, exit status) for all of these hosts.
         """
         found: list[tuple[HostRun, int]] = []
         for word, wait in (("TERM", seconds), ("KILL", 10.0)):
@@ -273,7 +275,7 @@ class AskedToStop:
         self._last = float("-inf")
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler that records ``number``; repeated signals within a second count once."""
+        """Records the signal ``number``, as signal handler, unless another signal came within the second before it."""
         if time.monotonic() - self._last > HURRY_SECONDS:
             self.numbers.append(number)
         self._last = time.monotonic()
@@ -303,8 +305,8 @@ class JobEnd:
 
 
 class SshJob:
-    """Job on several hosts over ssh: starts torchrun on them, restarts elastic jobs, and ends all hosts after a
-    failure.
+    """Job on several hosts over ssh. It starts torchrun on each host, restarts an elastic job after a host is lost, and
+    ends all hosts after a failure.
     """
 
     def __init__(self, plan: SshPlan, meeting: MeetingPlace, absent: Mapping[Host, str] | None = None) -> None:
@@ -324,7 +326,7 @@ class SshJob:
         """Facts of all hosts, lost or not."""
 
     def run(self) -> int:
-        """Runs the job to its end; returns the exit status of the first failed host, or 0."""
+        """Runs the job to its end. Returns the exit status of the first host that fails, or 0 if none fails."""
         stop = AskedToStop()
         try:
             with stop.listening():

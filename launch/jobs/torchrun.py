@@ -23,7 +23,9 @@ hangs.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousEndpoint:
-    """Rendezvous settings of one node, as torchrun expects them."""
+    """Settings for torchrun's rendezvous on one node: the store's address, the rendezvous' name, and the node's own
+    address.
+    """
 
     address: str
     """Address of the node with the store, resolvable on all nodes."""
@@ -36,7 +38,7 @@ class RendezvousEndpoint:
 
     @property
     def endpoint(self) -> str:
-        """Address and port as "ADDRESS:PORT"; an IPv6 address is in brackets."""
+        """Address and port of the rendezvous' store as "ADDRESS:PORT"; an IPv6 address is in brackets."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
@@ -76,8 +78,8 @@ def _program(request: JobRequest) -> list[str]:
 
 
 def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> dict[str, str]:
-    """Returns environment variables for torchrun: the user's exports, elastic settings, and the grace period for a last
-    checkpoint.
+    """Returns the environment variables for torchrun on one node: the user's exports, settings of an elastic job, and
+    the time that ranks have for a last checkpoint.
 
     ``devices``: indices of the GPUs for this node's ranks; empty: all.
     """
@@ -87,8 +89,8 @@ def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> di
 
 
 def shell_line(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-    """Returns ``command`` as one shell line with quoted words. ``variables``: shell expressions that replace
-    placeholder words such as ``@HEAD@``.
+    """Returns ``command``, a list of words, as one line for a shell, with words in quotes where necessary.
+    ``variables``: shell expression for each placeholder such as ``@HEAD@``, which replaces the placeholder unquoted.
     """
     line = shlex.join(command)
     for word, value in (variables or {}).items():

@@ -76,8 +76,8 @@ def gpu_kind_of(name: str) -> str | None:
 
 
 def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns the GPU file ``content`` of a known kind, renamed to ``name`` and with all values marked as not measured.
-    It is the template for measured values.
+    """Returns a GPU file's content for a GPU named ``name``, as a template for measured values. ``content``: parsed GPU
+    file of a known kind; its values stay, and all are marked as not measured.
     """
     for entry in (*content.values(), *content["reached"].values()):
         if isinstance(entry, dict) and "source" in entry:
@@ -109,8 +109,8 @@ _Entry = tuple[str, float, str]
 
 
 def measured(device: torch.device) -> list[_Entry]:
-    """Measures matrix products, memory copies and attention in bf16 on ``device``. Returns (key, value in SI units,
-    source) for each.
+    """Measures matrix products, memory copies and attention in bf16 on ``device``. Returns a triple for each entry of a
+    GPU file: (key, value in SI units, description of the measurement).
     """
     dtype = torch.bfloat16
     times = {width: _product_seconds(width, device, dtype) for width in WIDTHS}
@@ -134,11 +134,11 @@ def measured(device: torch.device) -> list[_Entry]:
 
 
 def line_of(times: Mapping[int, float]) -> tuple[float, float]:
-    """Fits the rate of square matrix products: ``times`` maps the width to seconds. Returns (FLOP/s at infinite width,
-    width at which half of it is reached).
+    """Fits the rate of products of square matrices to ``times``, a mapping from width to seconds. Returns (FLOP/s at
+    infinite width, width at which half of that rate is reached).
 
-    Model: 2 w^3 / seconds = R w / (w + w0). Then w divided by the rate is a straight line, (w + w0) / R, fitted by
-    least squares.
+    Model with the rate R and the width w0 of half the rate: 2 w^3 / seconds = R w / (w + w0). Then w divided by the
+    rate at width w is a straight line, (w + w0) / R, fitted by least squares.
     """
     points = [(width, width * seconds / (2 * width**3)) for width, seconds in times.items()]
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
@@ -173,8 +173,9 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def link_entries(axes: Sequence[Mapping[str, Any]]) -> list[_Entry]:
-    """Returns the link rates and latencies for a GPU file from the doctor's results ``axes``. The fastest group within
-    a host and the slowest group between hosts count.
+    """Returns link rates and latencies as entries of a GPU file: triples (key, value in SI units, description).
+    ``axes``: measurements of ``trine doctor --json``. The fastest group within a host gives the "link" entries, the
+    slowest group across hosts the "network" entries.
     """
     found: list[_Entry] = []
     for inside, rate, latency in ((True, "link", "link_latency"), (False, "network", "network_latency")):

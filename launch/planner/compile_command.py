@@ -29,7 +29,9 @@ _UNUSED = {"nodes": None, "memory": None, "batch": None, "price": None, "top": N
 
 
 class StepSubject(NamedTuple):
-    """Model, configuration and launch options of the training step with kernels to compile ahead."""
+    """Model, configuration and launch options of a training step. ``trine compile`` compiles the kernels of this step
+    ahead of the run.
+    """
 
     planned: "PlannedModel"
     config: Config
@@ -56,7 +58,8 @@ def add_compile_options(command: ArgumentParser) -> None:
 
 
 def run_compile(options: Namespace) -> None:
-    """Finds the Triton kernels that a training step launches, and compiles the ones that Triton's cache lacks.
+    """Runs ``trine compile``: finds the Triton kernels that a training step launches, and compiles the kernels that are
+    not in Triton's cache.
 
     Raises:
         EngineError: the model, the configuration or the GPU is refused, or Triton is not installed.
@@ -98,8 +101,8 @@ def _noted(options: Namespace, name: str, gpu: "GpuShape") -> "list[NotedKernel]
 
 
 def note_subject(subject: StepSubject, name: str, gpu: "GpuShape") -> "list[NotedKernel]":
-    """Returns the distinct kernels that a step launches on ``gpu``, over all pipeline ranks. They are noted in a dry
-    run with tensor shapes only.
+    """Returns the distinct Triton kernels that the training step ``subject`` launches on ``gpu``, over all pipeline
+    ranks. It finds them in a dry run with tensor shapes only.
 
     ``name``: name of the GPU in the table of tuned kernel settings.
     """
@@ -179,7 +182,9 @@ def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
 
 
 def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
-    """Compiles the kernels that Triton's cache lacks, in up to ``processes`` processes; prints progress and times."""
+    """Compiles the kernels ``noted`` that are not in Triton's cache, in up to ``processes`` processes. Prints progress
+    and times.
+    """
     from engine.kernels.gpu.warm_cache import compile_kernel, is_compiled
 
     if not noted:

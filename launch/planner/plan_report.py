@@ -23,7 +23,9 @@ PICTURED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Finished plan of one layout: memory and time estimates, and whether it fits."""
+    """Finished plan of one layout (parallel sizes, ZeRO stage, microbatches): its estimates of memory and time, and
+    whether it fits in GPU memory.
+    """
 
     asked: PlanAsked
     plan: "Plan"
@@ -42,7 +44,9 @@ class Planned:
 
 
 def as_text(planned: Planned) -> str:
-    """Formats the plan for the terminal: the startup banner, then memory, step time and verdict."""
+    """Formats ``planned`` for the terminal: the startup banner that a run would print, then memory, step time and
+    whether the layout fits.
+    """
     from engine.reporting.banner import banner_text
 
     lines = [banner_text(planned.plan, "no device: a plan")]
@@ -103,7 +107,9 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
 
 
 def balance_text(balance: "WorkBalance") -> str:
-    """Formats how evenly attention work is divided over the context ranks."""
+    """Formats ``balance``, the attention work of each context rank, as one sentence with the maximum and its ratio to
+    the mean.
+    """
     return (
         f"a context rank computes at most {max(balance.pairs):,} pairs of a query and a key in a head and row, "
         f"{balance.most_over_mean:.4f} times the mean of {len(balance.pairs)} ranks, under a causal mask"
@@ -111,7 +117,7 @@ def balance_text(balance: "WorkBalance") -> str:
 
 
 def expert_text(traffic: "ExpertTraffic") -> str:
-    """Formats the bytes that a rank exchanges for expert parallelism, and the placement of the experts."""
+    """Formats the bytes that a rank sends for expert parallelism in a step, and the number of experts on each rank."""
     places = "; ".join(_places(experts, bounds) for experts, bounds in traffic.placement)
     return (
         f"ep sends {traffic.expected / GIB:.2f} GiB a rank and step on average for even routing, at most "
@@ -165,8 +171,8 @@ def _verdict(planned: Planned) -> str:
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Formats the setting ``name`` of a layout: "grid" with the sizes (dp, cp, tp, pp, ep) = (4, 1, 2, 1, 1) becomes
-    ``dp4 x tp2 x pp1``.
+    """Formats ``value``, the setting ``name`` of a layout, for a sentence. For example "grid" with the sizes (dp, cp,
+    tp, pp, ep) = (4, 1, 2, 1, 1) becomes ``dp4 x tp2 x pp1``.
     """
     match name, value:
         case "grid", (dp, cp, tp, pp, ep):
@@ -181,8 +187,8 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def offload_text(smallest: LayoutEstimate | None) -> str:
-    """Formats the GPU memory that ``smallest``, the layout with the least memory, needs with offloaded optimizer state;
-    empty for None.
+    """Returns a clause with the GPU memory that ``smallest``, the layout with the least memory, would need if its
+    optimizer state were offloaded to the host. Returns an empty string for None.
     """
     if smallest is None:
         return ""
@@ -191,7 +197,7 @@ def offload_text(smallest: LayoutEstimate | None) -> str:
 
 
 def room_text(memory_bytes: float) -> str:
-    """Formats the part of ``memory_bytes``, a GPU's memory, that a layout may fill."""
+    """Returns a clause with the part of ``memory_bytes``, a GPU's memory, that a plan may use."""
     room, whole = USABLE * memory_bytes / GIB, memory_bytes / GIB
     return f"a layout may fill {room:.1f} of {whole:.1f} GiB ({1 - USABLE:.0%} is left free)"
 
@@ -247,7 +253,9 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
-    """Formats the best layouts of a search as lines, with the reasons why the first one is the fastest."""
+    """Formats the result of a layout search. Each line is one of the best layouts, ``planned``; the last lines are the
+    reasons why the first of them is the fastest.
+    """
     lines = [f"model: {planned[0].asked.model.words}"]
     lines += [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]
     for one in planned:

@@ -20,7 +20,9 @@ STEP_TOKENS = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Source of the planned model. Exactly one of ``folder``, ``function`` and ``decoder`` is set."""
+    """Source of the planned model: a Hugging Face folder, a function that builds the model, or the sizes of the
+    built-in decoder. Exactly one of ``folder``, ``function`` and ``decoder`` is set.
+    """
 
     folder: Path | None = None
     """Hugging Face folder with ``config.json``, or a configuration file of any name."""
@@ -108,10 +110,11 @@ _DEFAULTS = {"layers": 8, "width": 256, "heads": 4, "context": 128, "vocabulary"
 
 
 def read_request(options: Namespace) -> PlanAsked:
-    """Parses and checks the options of ``trine plan``, including model source, GPU and configuration.
+    """Parses and checks the options of ``trine plan``, and reads the files that they name: model source, GPU and
+    configuration.
 
     Raises:
-        ConfigError, GridError: an input does not exist or does not fit.
+        ConfigError, GridError: an input does not exist or does not fit the others.
     """
     overrides = [word for word in (options.model, options.config, *options.overrides) if word and is_override(word)]
     model, config = (None if word and is_override(word) else word for word in (options.model, options.config))

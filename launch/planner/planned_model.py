@@ -74,7 +74,7 @@ WIDE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """Model on the meta device, with all other inputs that the planner needs."""
+    """Model on the meta device, with the loss function, an example row and the other inputs of the planner."""
 
     model: nn.Module
     loss_fn: LossFunction | None
@@ -107,23 +107,25 @@ class PlannedModel:
         return replace(plan, notes=(*notes, KNOWN_NOTE))
 
     def plan_shorter(self, shorter: nn.Module, plan: Plan) -> Plan:
-        """Plans ``shorter``, a copy of the model with fewer blocks, with the configuration and tensor-parallel styles
-        of ``plan``.
+        """Returns a plan for ``shorter``, a copy of the model with fewer blocks. It has the configuration and the
+        tensor-parallel styles of ``plan``, the plan of the whole model.
         """
         styles = None if plan.tensor is None else _present(shorter, plan.tensor.patterns)
         made = replace(self, model=shorter, styles=styles).plan(plan.config)
         return replace(made, config=plan.config)
 
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
-        """Returns these inputs with ``shorter``, a copy with fewer blocks, as model. Its tensor-parallel styles are the
-        ones found for the whole model under ``config``.
+        """Returns a copy of these planner inputs for ``shorter``, a copy of the model with fewer blocks. Its
+        tensor-parallel styles are the ones that a search finds for the whole model under ``config``.
         """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
         return replace(self, model=shorter, styles=_present(shorter, self._search(config).patterns))
 
     def with_rows_of(self, length: int) -> "PlannedModel":
-        """Returns these inputs with an example row of ``length`` tokens instead of the model's own length."""
+        """Returns a copy of these planner inputs with an example row of ``length`` tokens; the present row has the
+        model's default length.
+        """
         sizes = {leaf.shape[1] for leaf in tree_leaves(self.row) if leaf.dim() > 1}
         tokens = max(sizes, default=1)
 
@@ -133,8 +135,8 @@ class PlannedModel:
         return replace(self, row=map_tensors(self.row, longer))
 
     def called(self) -> set[int] | None:
-        """Returns the ``id`` of each module that a forward on the meta device calls. Returns None if the forward fails
-        there, as it does if it reads data.
+        """Returns the ``id`` of each module of the model that a forward calls. The forward runs on the meta device.
+        Returns None if it raises there, as a forward does that reads tensor values.
         """
         program = Program(self.model, self.loss_fn, Precision(None, None), torch.device("meta"))
         called = CalledModules()
@@ -256,10 +258,11 @@ MOST_SILENT = 150
 
 
 def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -> str:
-    """Returns the reason why the activations of ``plan`` are only estimated; empty if they can be counted in a dry run.
+    """Returns the reason why the activations of ``plan`` are estimated instead of counted in a dry run: the model has
+    too many modules. Returns an empty string if they can be counted.
 
     Args:
-        searches: True if the plan is one of several in a search, which has a lower limit on the model's size.
+        searches: True if the plan is one of several in a search, which allows fewer modules.
     """
     leaves = _leaves(planned)
     if searches and leaves * plan.config.pp > MOST_SEARCHED:
@@ -275,10 +278,10 @@ def _leaves(planned: PlannedModel) -> int:
 
 
 def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
-    """Counts the peak memory of each pipeline rank in a dry run with tensor shapes only. Returns ``costs`` with these
-    numbers, and a description of the count.
+    """Counts the peak memory of activations on each pipeline rank, in a dry run with tensor shapes only. Returns a copy
+    of ``costs``, the estimates for ``plan``, with these numbers, and a description of the count.
 
-    If the model cannot run on shapes, ``costs`` is unchanged and the description names the reason.
+    If the model cannot run on shapes, returns ``costs`` without changes, and the reason as description.
     """
     leaves = _leaves(planned)
     if leaves > MOST_SILENT:
@@ -312,7 +315,9 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
 
 
 def kernels_of(config: Config, gpu: GpuSpec) -> PlannedKernels | None:
-    """Returns the choice of Triton kernels on ``gpu`` under ``config``; None if it selects the reference operators."""
+    """Returns the rule by which a dry run chooses Triton kernels for ``gpu`` under ``config``. Returns None if
+    ``config`` sets ``kernels`` to "reference", plain torch operators.
+    """
     return None if config.kernels == "reference" else PlannedKernels(config.kernels, gpu.name)
 
 
@@ -329,11 +334,12 @@ def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[Rank
 
 
 class SampledBlocks:
-    """Cache of memory measurements of a model's blocks, each made in a dry run of a shortened model at first use.
+    """Cache of measured memory of a model's blocks. A measurement is a dry run of the model with fewer blocks, made
+    when it is first needed.
 
     Args:
         planned: model of the plan.
-        config_of: returns the configuration of a layout.
+        config_of: callback that returns the configuration of a layout.
         gpu: GPU that determines which operators have kernels.
     """
 
@@ -349,11 +355,11 @@ class SampledBlocks:
         self._shortened: dict[int, nn.Module] = {}
 
     def of(self, layout: TrainingLayout, fresh: bool = True, length: int | None = None) -> BlockSample | None:
-        """Returns the memory of a block under ``layout``, for rows of ``length`` tokens; None: the model's own row
-        length.
+        """Returns the measured memory of one block under ``layout``, for rows of ``length`` tokens; ``length`` None:
+        the model's own row length.
 
-        Returns None if the model has no run of equal blocks, does not run on shapes, or uses less memory with more
-        blocks. ``fresh``: True: measure if the cache has no entry; False: return None.
+        Returns None if the model has no list of blocks of the same structure, cannot run on shapes, or needs less
+        memory with more blocks. ``fresh`` False: returns None if the cache has no entry, instead of measuring.
         """
         key = layout.tp, layout.cp, layout.sequence, layout.recomputation, layout.inputs, length
         if key not in self._samples and fresh:
@@ -413,10 +419,10 @@ class SampledBlocks:
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:
-    """Returns a function (estimate, fresh) that refines a layout's estimated bytes of activations and buffers.
+    """Returns a function (estimate, fresh) that refines the bytes of activations and buffers in a layout's estimate.
 
-    It scales the estimate by the measured memory of the model's blocks, from ``samples``; without a measurement it
-    returns None. ``fresh``: as in :meth:`SampledBlocks.of`.
+    The function scales the estimate by the measured memory of the model's blocks in ``samples``. It returns None if
+    there is no measurement. Its argument ``fresh`` allows a new measurement, as in :meth:`SampledBlocks.of`.
     """
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:

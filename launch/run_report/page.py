@@ -256,8 +256,8 @@ def _lost(traces: Sequence[RankTrace]) -> str:
 
 
 def traffic_table(run: RecordedRun) -> str:
-    """Returns an HTML table of planned and sent bytes in the last recorded step, by axis and label. The bytes are sums
-    over the recorded ranks.
+    """Returns an HTML table of the planned and the sent bytes in the last recorded step, with a row for each axis and
+    label. The bytes are summed over the recorded ranks.
     """
     sums: dict[tuple[str, str], list[int]] = {}
     for row in (row for rank in run.ranks for row in rank.sent):
@@ -281,7 +281,9 @@ KEYS = '<span class="key k0">planned</span><span class="key k1">measured</span>'
 
 
 def memory_table(ranks: Sequence[RecordedRank]) -> str:
-    """Returns an HTML table with the planned state and the measured peak memory of each rank."""
+    """Returns an HTML table with a row for each rank: the planned bytes of its weights, gradients and optimizer state,
+    and its measured peak memory.
+    """
     kinds = list(dict.fromkeys(kind for rank in ranks for kind, count in rank.state.items() if count))
     hosted = any(rank.host_bytes for rank in ranks)
     most = max(max(rank.peak_bytes, sum(rank.state.values())) for rank in ranks) or 1
@@ -297,12 +299,14 @@ def memory_table(ranks: Sequence[RecordedRank]) -> str:
 
 
 def wait_axes(ranks: Iterable[RecordedRank]) -> list[str]:
-    """Returns the names of the grid axes on which any rank has waited, sorted."""
+    """Returns the sorted names of the grid axes on which at least one rank has waited for communication."""
     return sorted({axis for rank in ranks for axis, seconds in (rank.waits or {}).items() if seconds})
 
 
 def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
-    """Returns an HTML table of the seconds that each rank has waited, by axis, and their share of its step time."""
+    """Returns an HTML table with a row for each rank: its seconds of waiting for communication by axis, and the share
+    of these in the time of its steps.
+    """
     axes = wait_axes(ranks)
     rows = []
     for rank in (rank for rank in ranks if rank.waits is not None):
@@ -318,8 +322,8 @@ def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
 
 
 def bubble_table(run: RecordedRun, predicted: float) -> str:
-    """Returns an HTML table of the idle share of each pipeline in the last recorded step: ``predicted`` and
-    measured.
+    """Returns an HTML table with a row for each pipeline: the share of time in which its ranks are idle in the last
+    recorded step, as the schedule predicts (``predicted``) and as measured.
     """
     found = run.timelines()
     rows = [
@@ -355,7 +359,7 @@ def _placed(row: Sequence[str], right: Collection[int]) -> list[str]:
 
 
 def cell(text: str) -> str:
-    """Returns an HTML table cell with ``text``, escaped."""
+    """Returns an HTML table cell with ``text``; special characters of HTML are escaped."""
     return f"<td>{escape(text)}</td>"
 
 
@@ -370,8 +374,8 @@ def amount(count: int) -> str:
 
 
 def bars(lines: Sequence[Sequence[tuple[int, float]]]) -> str:
-    """Returns an HTML table cell with one horizontal bar per line. Each bar is a list of pieces (number of the colour,
-    fraction of the width).
+    """Returns an HTML table cell with horizontal bars, one for each of ``lines``. A bar is a list of pieces, left to
+    right: (index of the colour, fraction of the cell's width).
     """
     drawn = (
         "".join(f'<i class="k{colour % 6}" style="width:{min(share, 1.0):.2%}"></i>' for colour, share in pieces)

@@ -27,7 +27,7 @@ from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
 class SentBytes(NamedTuple):
     """Planned and measured bytes that a rank sends for one label on one axis, in its last recorded step.
 
-    None: the traffic was not planned, or not sent.
+    ``planned`` None: the plan has no such traffic. ``measured`` None: the rank sent none.
     """
 
     axis: str
@@ -38,7 +38,7 @@ class SentBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRank:
-    """Facts and measurements that one rank recorded in its last recorded step."""
+    """Record that one rank has written about its last recorded step, with facts about the rank and measurements."""
 
     rank: int
     place: Mapping[str, int]
@@ -64,7 +64,7 @@ class RecordedRank:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "RecordedRank":
-        """Converts ``record``, the parsed JSON file of a rank."""
+        """Converts ``record``, the parsed JSON file of a rank, to a :class:`RecordedRank`."""
         spans = record["spans"]
         return cls(
             rank=int(record["rank"]),
@@ -107,8 +107,8 @@ class RecordedRun:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences for the report: notes of the plan, problems with the records, skipped steps, missing ranks,
-        deviations from the plan.
+        """Sentences for the report: notes of the plan, problems with the records, skipped steps, missing ranks, and
+        differences between planned and sent bytes.
         """
         return [*map(str, self.facts["notes"]), *self.notes, *self._skipped(), *self._late(), *self._deviations()]
 
@@ -132,8 +132,8 @@ class RecordedRun:
             yield f"Planned and sent bytes differ on {len(off)} rank{'s' * (len(off) > 1)}: {_few(off)}."
 
     def timelines(self) -> dict[str, StepTimeline]:
-        """Returns the timeline of each pipeline's last recorded step, by text such as "data 0, tensor 1". Pipelines
-        with missing ranks are left out.
+        """Returns the timeline of the last recorded step of each pipeline. A key names the pipeline, such as "data 0,
+        tensor 1". A pipeline is left out if ranks of it have no record, or records of different steps.
         """
         found: dict[str, StepTimeline] = {}
         places = {(_outside_pipeline(rank), rank.place["pp"]): rank for rank in self.ranks}
@@ -153,7 +153,7 @@ def _few(words: Sequence[str]) -> str:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Reads all records of a run from ``folder``, its ``monitor.report`` folder.
+    """Reads all records of a run. ``folder``: the folder that the run's configuration names in ``monitor.report``.
 
     Raises:
         EngineError: the folder is missing, contains no records, or a file is damaged.
@@ -187,7 +187,8 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def told_by(path: Path) -> dict[str, Any] | None:
-    """Reads the JSON file that a rank has written; None if it does not exist.
+    """Reads the JSON file ``path`` that a rank has written, and returns its content. Returns None if the file does not
+    exist.
 
     Raises:
         EngineError: the file is damaged, or has another format version.
@@ -213,7 +214,9 @@ def _rank(path: Path) -> Iterator[RecordedRank]:
 
 
 def damaged_file(path: Path, error: Exception) -> EngineError:
-    """Returns the EngineError for ``path``, a damaged file; ``error``: the exception from reading it."""
+    """Returns an EngineError for the damaged file ``path``. ``error``: the exception that occurred when the file was
+    read.
+    """
     cause = f"{type(error).__name__}: {error}".rstrip(".")
     return EngineError(f"{path} cannot be read ({cause}); it may be damaged: restore it, or train another step.")
 
@@ -284,7 +287,7 @@ _MICROSECOND = 1e3
 
 
 class TraceSlice(NamedTuple):
-    """Trace event with start and end, in nanoseconds of its host's clock."""
+    """Event of a trace, with its start and end in nanoseconds on the clock of its host."""
 
     track: str
     name: str
@@ -307,7 +310,8 @@ class RankTrace(NamedTuple):
 
 
 def read_traces(folder: Path, size: int) -> list[RankTrace]:
-    """Reads the traces of all ``size`` ranks of the run; empty if no step was profiled.
+    """Reads the traces that the ranks of a run with ``size`` ranks have written to ``folder``. Ranks without a trace of
+    this run are left out; the list is empty if no step was profiled.
 
     Raises:
         EngineError: a file is damaged.

@@ -32,7 +32,9 @@ class _EndOfScript(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class ScriptCall:
-    """Arguments of one call of ``engine.initialize`` that a user's script made."""
+    """Arguments of one call of ``engine.initialize`` in a user's script, and the first batch that the script passed to
+    a step.
+    """
 
     model: Any
     config: Any
@@ -73,8 +75,8 @@ class _Calls:
 
 
 class EngineStandIn:
-    """Substitute for an engine while a user's script is inspected. The script ends at the first use that needs a real
-    engine.
+    """Substitute for the engine that ``engine.initialize`` returns, while a user's script is inspected. The script ends
+    at the first use that needs a real engine.
     """
 
     def __init__(self, call: ScriptCall, resolve: Callable[[Any], Config]) -> None:
@@ -83,12 +85,12 @@ class EngineStandIn:
 
     @property
     def grid(self) -> Grid:
-        """Grid of the script's configuration, seen from rank 0."""
+        """Grid of ranks in the script's configuration, with the coordinates of rank 0."""
         config = self._resolve(self._call.config)
         return config.grid(0)
 
     def train_batch(self, batch: Any) -> None:
-        """Records ``batch``, or the first item of an iterator, as example rows; then ends the script."""
+        """Records ``batch`` as example rows, or its first item if it is an iterator; then ends the script."""
         given = next(batch) if isinstance(batch, Iterator) else batch
         self._call.rows = _with_content(given) or self._call.rows
         raise _EndOfScript
@@ -115,14 +117,14 @@ def _with_content(batch: Any) -> Batch | None:
 
 
 def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[Any], Config]) -> list[ScriptCall]:
-    """Runs a script with ``arguments`` until it first uses an engine. Returns its calls of ``engine.initialize`` up to
-    there.
+    """Runs ``script`` with ``arguments`` until it first uses an engine. Returns all calls of ``engine.initialize`` that
+    it has made until then.
 
     Args:
-        resolve: converts the script's configuration to a :class:`Config`.
+        resolve: callback that converts the script's configuration to a :class:`Config`.
 
     Raises:
-        PlanError: the script fails earlier, or never calls ``engine.initialize``.
+        PlanError: the script fails before it uses an engine, or never calls ``engine.initialize``.
     """
     calls = _Calls(resolve)
     try:
@@ -153,7 +155,9 @@ def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[A
 
 @contextmanager
 def started_as(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Returns a context in which ``sys.argv`` and ``sys.path`` are as if Python had started the script."""
+    """Returns a context in which ``sys.argv`` and ``sys.path`` have the values that they would have if Python had
+    started ``script`` with ``arguments``.
+    """
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))

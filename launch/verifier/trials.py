@@ -68,8 +68,8 @@ class Subject:
     """Other arguments of :func:`engine.verify.verify`."""
 
     def batches(self, count: int, size: int) -> list[Batch]:
-        """Draws ``count`` batches of ``size`` rows with replacement from ``rows``; every call returns the same
-        batches.
+        """Draws ``count`` batches of ``size`` random rows from ``rows``; a row may occur several times. Every call
+        returns the same batches.
         """
         chance = torch.Generator().manual_seed(SEED)
         rows = len(next(leaf for leaf in tree_leaves(self.rows) if isinstance(leaf, Tensor)))
@@ -78,8 +78,8 @@ class Subject:
 
 
 def of_function(name: str) -> Subject:
-    """Returns the test subject for ``name``, the ``module:function`` of a builder. The function returns model, (model,
-    rows) or (model, rows, loss_fn); the model is used unchanged.
+    """Returns the test subject for ``name``, the ``module:function`` of a function that builds a model. The function
+    returns model, (model, rows) or (model, rows, loss_fn). The model is used at its full size.
 
     Raises:
         PlanError: there is no such function, it raises, or it returns no model or no rows.
@@ -99,9 +99,11 @@ def of_function(name: str) -> Subject:
 
 
 def of_folder(folder: Path, tensor: int, layers: int) -> Subject:
-    """Returns the test subject for a Hugging Face folder or ``config.json``: a shrunk model with random weights.
+    """Returns the test subject for a Hugging Face folder or ``config.json``: the model with small sizes and random
+    weights.
 
-    ``tensor``: number of tensor ranks that must divide its heads. ``layers``: number of blocks.
+    ``tensor``: number of tensor ranks; it divides the number of attention heads of the small model. ``layers``: maximum
+    number of blocks.
 
     Raises:
         PlanError: the model cannot be built at this size.
@@ -156,11 +158,11 @@ def _check_rows(rows: Batch, name: str) -> None:
 
 def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
     """Returns the test subject for ``call``, a recorded call of ``engine.initialize``. A transformers language model is
-    shrunk; any other model is used unchanged.
+    replaced by a small one of its class; any other model is used as it is.
 
     Args:
         name: name of the model in messages.
-        sizes: (tensor ranks, blocks) of a shrunk model.
+        sizes: (number of tensor ranks, maximum number of blocks) for the small model.
 
     Raises:
         PlanError: the model cannot be built again, or its rows are unknown.
@@ -217,11 +219,12 @@ _MOST: Mapping[str, int] = MappingProxyType({
 
 
 def shrink(config: Any, tensor: int, layers: int) -> None:
-    """Shrinks a Hugging Face configuration in place to toy sizes, such that ``tensor`` ranks can divide its heads and
-    experts.
+    """Reduces a Hugging Face configuration in place to a small model, with numbers of heads and experts that ``tensor``
+    ranks can divide.
 
-    Widths, numbers of heads, experts and layers, vocabulary and positions shrink. Settings that select code paths stay:
-    activations, norms, biases, tied weights, kinds of attention, shared key heads, the pattern of layers.
+    Widths, numbers of heads, experts and layers, vocabulary and positions become small, and dropout is off. Settings
+    that select code paths stay: activations, norms, biases, tied weights, kinds of attention, shared key heads, the
+    pattern of layers.
 
     Args:
         layers: maximum number of blocks.
@@ -310,11 +313,11 @@ EPS = 1e-5
 
 
 def small_config(config: Config) -> Config:
-    """Returns a small fp32 version of ``config`` for a comparison with plain training: at most two data ranks, few
-    microbatches.
+    """Returns a version of ``config`` in fp32 for a comparison with plain training, with few microbatches and at most
+    two data ranks. If ``config`` has shard groups, the result has two groups of two data ranks instead.
 
-    With shard groups, it has two groups of two data ranks; with expert parallelism, two ranks share the experts.
-    Checkpoints, monitors and watchdogs are off, since they change no number.
+    With expert parallelism, two ranks share the experts. Checkpoints, monitors and watchdogs are off, since they do not
+    affect the results.
     """
     optimizer = config.optimizer
     if optimizer is not None:
@@ -344,8 +347,8 @@ def _steadied(optimizer: Chosen) -> Chosen:
 
 
 def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yields (feature key, ``config`` without the feature) for each enabled feature, to find the cause of a
-    deviation.
+    """Yields (configuration key, copy of ``config`` without this feature) for each feature that ``config`` enables.
+    Runs with these copies show which feature causes a deviation.
     """
     parallel, (dp, tp, pp) = config.parallel, (config.dp, config.tp, config.pp)
     parts = replace(parallel, sequence_parallel=False, sequence_parallel_regather=False)
@@ -375,8 +378,8 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def train_both_ways(subject: Subject, config: Config, steps: int) -> Parity:
-    """Trains the model on the grid of ``config``, with one thread per rank, and in plain torch in one process. Returns
-    the comparison.
+    """Trains the model of ``subject`` for ``steps`` steps twice: on the grid of ``config``, with one thread per rank,
+    and in plain torch in one process. Returns the comparison of both results.
 
     Raises:
         EngineError: the same error that :func:`engine.initialize` or a step raises.

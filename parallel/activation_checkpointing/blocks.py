@@ -41,20 +41,22 @@ class CheckpointPolicy(Protocol):
 
     @property
     def mode(self) -> str:
-        """Mode for the model's blocks: ``none``, ``full``, ``selective`` or ``offload``."""
+        """Mode for the model's blocks: ``none``, ``full`` (backward recomputes each block), ``selective`` (it
+        recomputes every n-th block, or all blocks in part) or ``offload`` (activations are copied to the host).
+        """
 
     @property
     def save(self) -> tuple[str, ...] | None:
-        """Operators or kinds of operators; mode ``selective`` saves their outputs for backward. None: matrix products
-        and attention.
+        """Torch operators, or kinds of operators such as "matmul". Mode ``selective`` saves their outputs for backward
+        instead of computing them again. None: matrix products and attention.
         """
 
     @property
     def every(self) -> int | None:
-        """Interval n between affected blocks, for modes ``selective`` and ``offload``.
+        """Interval n of the blocks that modes ``selective`` and ``offload`` affect.
 
-        Mode ``selective``: every n-th block is recomputed in full, the others not at all. With None, every block is
-        recomputed except for the outputs of the operators in ``save``. Mode ``offload``: the activations of every n-th
+        Mode ``selective``: every n-th block is recomputed in full, the others not at all. None: every block is
+        recomputed, except for the outputs of the operators in ``save``. Mode ``offload``: the activations of every n-th
         block are copied to the host; None: of all blocks.
         """
 
@@ -68,7 +70,8 @@ class CheckpointPolicy(Protocol):
 
 
 def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """Returns the blocks that ``settings`` selects for full recomputation in backward, by module name.
+    """Returns the blocks that ``settings`` selects for full recomputation in backward, by module name. If Hugging
+    Face's own gradient checkpointing is on, returns all blocks.
 
     Raises:
         ConfigError: ``every`` is larger than the number of blocks.
@@ -83,7 +86,9 @@ def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[s
 
 
 def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """Returns the blocks that backward recomputes except for the saved outputs of listed operators, by module name."""
+    """Returns the blocks that backward recomputes in part, by module name: outputs of the operators in
+    ``settings.save`` are saved instead. Returns none if Hugging Face's own gradient checkpointing is on.
+    """
     if _switched_on(model):
         return MappingProxyType({})
     if settings.mode == "offload" and settings.others == "selective":
@@ -93,7 +98,8 @@ def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[st
 
 
 def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """Returns the blocks with activations that are copied to the host until backward, by module name.
+    """Returns the blocks with activations that stay on the host between forward and backward, by module name. Returns
+    none if Hugging Face's own gradient checkpointing is on.
 
     Raises:
         ConfigError: ``every`` is larger than the number of blocks.
@@ -104,10 +110,11 @@ def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[st
 
 
 def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
-    """Returns the torch operators (``OpOverload``) with outputs that selective checkpointing saves.
+    """Returns the torch operators (``OpOverload``) with outputs that selective checkpointing saves, from the names in
+    ``settings.save``.
 
     Raises:
-        ConfigError: torch has no such operator, or its outputs share the memory of its arguments.
+        ConfigError: torch has no operator of a given name, or its outputs share the memory of its arguments.
     """
     names = settings.save if settings.save is not None else DEFAULT
     known = [name for kind in names for name in OPERATOR_KINDS.get(kind, ())]
@@ -134,7 +141,8 @@ def recompute_blocks(
     Args:
         axis: tensor-parallel axis; selective checkpointing also saves the results of all-reduces over it.
         device: device of the activations.
-        again: called in each forward of a block; returns the context for the recomputation of this forward.
+        again: callback, called in each forward of a block. It returns a function that makes the context in which this
+            forward is recomputed.
     """
     host = HostActivations(device)
     if _switched_on(model):
@@ -160,10 +168,11 @@ def recomputed_in_part(
     block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None,
     again: Again | None = None,
 ) -> Any:  # fmt: skip
-    """Returns a forward of ``block`` under selective checkpointing.
+    """Returns a forward of ``block`` that saves the tensors selected by ``selective``, and is recomputed in backward
+    except for them.
 
-    Each call appends its record of saved tensors to ``started``, unless that is None. ``again``: as in
-    :func:`recompute_blocks`.
+    Each call appends its records of saved tensors to ``started``, unless that is None. ``again``: callback in each
+    forward, as in :func:`recompute_blocks`.
     """
     inner, state = block.forward, BlockState(block)
 
@@ -274,10 +283,11 @@ def _maker(value: Any) -> Callable[[Any], Any]:
 
 
 def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
-    """Returns a wrapper of ``inner``, a block's forward, for one call and its recomputations.
+    """Returns a wrapper of ``inner``, a block's forward. The first call of the wrapper is the block's forward run;
+    later calls are recomputations of that run.
 
-    A recomputation runs under the torch function modes of the first run, and in the context that ``again`` returned in
-    that run.
+    A recomputation runs under the torch function modes of the first call. If the callback ``again`` is given, it also
+    runs in a context from the function that ``again`` has returned before the first call.
     """
     calls, run = 0, _in_mode_of_forward(inner)
     if again is None:

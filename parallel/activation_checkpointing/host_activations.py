@@ -64,11 +64,10 @@ class _BlockRun:
 
 
 class HostActivations:
-    """Store in host memory for activations of offloaded blocks, one per engine.
+    """Store in host memory for tensors that blocks save for backward. An engine has one.
 
-    Attributes:
-        bytes_out: bytes copied to the host since the engine was built.
-        observer: called with each newly allocated host tensor; None: no call.
+    Attributes: bytes_out: bytes copied to the host since the engine was built. observer: callback for each newly
+    allocated host tensor; None: no call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,8 +82,8 @@ class HostActivations:
         """The call in backward."""
 
     def keeping(self, block: nn.Module) -> Any:
-        """Returns a forward of ``block`` that moves the tensors saved for backward to host memory. Backward copies them
-        back to the device.
+        """Returns a forward of ``block`` that copies the tensors saved for backward to host memory, instead of storing
+        them on the device. Backward copies them back. Parameters, buffers and tensors below 4 KiB stay on the device.
         """
         inner = block.forward
 

@@ -39,7 +39,9 @@ _NOTHING = object()
 
 
 class BlockState:
-    """State that a block's forward reads and changes, other than parameters: Python attributes and buffers."""
+    """State of a block, other than parameters, that its forward may read and change: Python attributes of its modules,
+    and buffers.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
@@ -53,8 +55,8 @@ class BlockState:
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a wrapper of ``forward`` for one call of the block and its recomputations.
 
-        The first run is the normal forward. Each recomputation starts from the same state as the first run, and
-        afterwards restores the state from before the recomputation.
+        The first call of the wrapper is the normal forward. Each later call, a recomputation, starts from the block
+        state before the first one. It afterwards restores the state from before the recomputation.
         """
         found: list[_Found] = []
 
@@ -77,10 +79,10 @@ class BlockState:
         return run
 
     def run_twice(self, first: Callable[[], Any], second: Callable[[], Result], arguments: tuple[Any, ...]) -> Result:
-        """Runs ``first`` and undoes its changes to the block's state. Then runs ``second``, leaves its changes, and
-        returns its result.
+        """Runs the callback ``first`` and undoes its changes to the block's state. Then runs the callback ``second``,
+        retains its changes, and returns its result.
 
-        ``arguments``: arguments of the block; the state of objects in them is restored too.
+        ``arguments``: arguments of the block; changes by ``first`` to objects in them are undone too.
         """
         state = self._begin(arguments)
         before = state.enter()

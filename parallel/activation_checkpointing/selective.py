@@ -92,15 +92,15 @@ class SavedActivations:
 
     @property
     def bytes(self) -> int:
-        """Memory of all saved tensors in bytes; tensors in the same storage count once."""
+        """Memory of all saved tensors in bytes. A storage that several tensors share counts once."""
         outputs = [leaf for entries in self._calls.values() for entry in entries for leaf in entry.leaves]
         tensors = [output.like for output in (*outputs, *self._sums) if isinstance(output, _Output)]
         sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
         return sum(sizes.values())
 
     def note(self, operator: Operator, out: Any, random: tuple[Tensor, ...] | None) -> None:
-        """Saves ``out``, the output of ``operator`` in the forward. ``random``: generator states after the call, if it
-        drew random numbers; otherwise None.
+        """Saves ``out``, the output of one call of ``operator`` in the forward. ``random``: states of the random
+        generators after the call, if it drew random numbers; otherwise None.
         """
         leaves, spec = pytree.tree_flatten(out)
         noted = tuple(self._noted(leaf, leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -119,16 +119,17 @@ class SavedActivations:
         return output
 
     def saved(self) -> None:
-        """Records that autograd has just saved a tensor. All entries so far then stay, because the recomputation
-        reaches them.
+        """Records that autograd has just saved a tensor for backward. All entries of this record up to now then stay,
+        because the recomputation runs at least to this point.
         """
         self._latest.clear()
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
-        """Completes the record at the end of a forward with the given ``outputs``.
+        """Completes the record at the end of a forward that returns ``outputs``.
 
-        Drops entries after the last tensor that autograd has saved, since the recomputation stops there. Copies saved
-        tensors that share memory with ``outputs``.
+        Drops entries that are newer than the last tensor that autograd has saved, since the recomputation stops there.
+        Saved tensors that share memory with ``outputs`` are replaced by copies, because a later layer may write to the
+        outputs.
         """
         for entries in self._latest:
             entries.pop()
@@ -138,13 +139,16 @@ class SavedActivations:
         self._in_memory.clear()
 
     def before_write(self, tensor: Tensor) -> None:
-        """Copies saved tensors that share memory with ``tensor``, just before an in-place write to it."""
+        """Replaces saved tensors that share memory with ``tensor`` by copies. It is called just before an in-place
+        write to ``tensor``.
+        """
         for output in self._in_memory.pop(_memory(tensor), ()):
             output.copy()
 
     def before_sum(self, tensor: Tensor) -> None:
-        """Drops saved outputs in the memory of ``tensor``, just before an in-place all-reduce of it. If ``tensor`` is
-        only a part of its storage, they are copied instead.
+        """Drops the content of saved outputs in the memory of ``tensor``; the saved sum replaces it in the
+        recomputation. It is called just before an in-place all-reduce of ``tensor``. If ``tensor`` is only a part of
+        its storage, the outputs are copied instead.
         """
         if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             self.before_write(tensor)
@@ -152,15 +156,15 @@ class SavedActivations:
             output.drop()
 
     def take(self, operator: Operator) -> _Entry | None:
-        """Removes and returns the saved outputs of the next call of ``operator``, in the order of the forward; None if
-        none are left.
+        """Removes and returns the saved outputs of the oldest remaining call of ``operator``, so that the recomputation
+        gets them in the order of the forward. Returns None if none are left.
         """
         calls = self._calls.get(operator)
         return calls.popleft() if calls else None
 
     def take_sum(self) -> Tensor | None:
-        """Removes and returns the saved result of the next all-reduce, in the order of the forward; None if none are
-        left.
+        """Removes and returns the saved result of the oldest remaining all-reduce, so that the recomputation gets them
+        in the order of the forward. Returns None if none are left.
         """
         return self._sums.popleft().take("a sum", torch.device("cpu")) if self._sums else None
 
@@ -249,8 +253,8 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def outside_of_saving() -> Iterator[None]:
-    """Returns a context in which selective checkpointing saves and reuses nothing. It serves code that recomputes its
-    own activations.
+    """Returns a context in which selective checkpointing neither saves operator outputs nor reuses saved ones. It
+    serves code that recomputes its own activations.
     """
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Saving | _Reusing)]
     before = [mode.passes for mode in modes]
@@ -290,8 +294,8 @@ class Selective:
         self._operators, self._axis = operators, axis
 
     def contexts(self, kept: SavedActivations) -> "tuple[_Run, _Run]":
-        """Returns two contexts, one for a block's forward and one for its recomputation, as ``context_fn`` of
-        ``torch.utils.checkpoint`` does. ``kept``: record that the first fills and the second reads.
+        """Returns two contexts for ``context_fn`` of ``torch.utils.checkpoint``. The first, for a block's forward,
+        fills the record ``kept``; the second, for the recomputation, takes saved tensors from it.
         """
         first, second = _Saving(self._operators, kept), _Reusing(self._operators, kept)
         return _FirstRun(first, self._axis, kept), _Run(second, self._axis, kept.clear)

@@ -31,8 +31,8 @@ _MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Plan for tiled forwards: the number of tokens in a tile, and the modules that process their input tile by
-    tile.
+    """Plan for forwards that run tile by tile (on a few positions at a time): the number of tokens in a tile, and the
+    modules that run so.
     """
 
     tokens: int
@@ -42,11 +42,12 @@ class TilePlan:
 
 
 def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | None, ranks: int) -> TilePlan | None:
-    """Selects the modules in ``found`` for which tiles save memory, and the tile size. All of them compute each
-    position independently. Returns None if ``setting`` is None.
+    """Selects the modules in ``found`` for which tiles save memory, and the tile size. All modules in ``found`` compute
+    each position independently. Returns None if ``setting`` is None.
 
-    ``setting``: tokens of a tile; "auto": the largest tile with intermediate tensors and gradients no larger than the
-    module's inputs and outputs. ``ranks``: number of context ranks, which divide the positions.
+    ``setting``: tokens of a tile; "auto": the largest tile with intermediate tensors and their gradients no larger than
+    the module's inputs and outputs of all tokens. ``ranks``: number of context ranks, among which the positions are
+    divided.
     """
     if setting is None:
         return None
@@ -73,9 +74,11 @@ def _gains(form: ProvenForm) -> bool:
 
 
 def run_in_tiles(model: nn.Module, plan: TilePlan, patches: ForwardPatches, again: Again | None = None) -> None:
-    """Patches the forwards of the modules in ``plan`` to run tile by tile, and again for each tile in backward.
+    """Patches the forwards of the modules in ``plan`` to run tile by tile. Backward runs the forward of each tile
+    again.
 
-    ``again``: as in :func:`~engine.parallel.activation_checkpointing.blocks.recompute_blocks`.
+    ``again``: callback in each forward of a tile. It returns a function that makes the context in which this tile's
+    forward runs again.
     """
     for each in plan.modules:
         module = model.get_submodule(each.name)

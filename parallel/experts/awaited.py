@@ -40,7 +40,9 @@ _METADATA = _PROPERTIES | {
 
 
 class Arrival:
-    """Expert results that are being sent back to this rank, and their sum for each token, computed at the first use."""
+    """Expert results that are being sent back to this rank, and their sum for each token. The sums are computed at
+    their first use.
+    """
 
     def __init__(self, sums: Tensor, token: Tensor, route: Round, comm: Comm) -> None:
         self.sums, self.token = sums, token
@@ -51,13 +53,15 @@ class Arrival:
         self._coming: tuple[Tensor, Pending] | None = None
 
     def expect(self, rows: Tensor, pending: Pending) -> None:
-        """Stores ``rows``, the receive buffer of a running exchange, and ``pending``, the handle of the exchange."""
+        """Stores ``rows``, the receive buffer of a running exchange of expert results, and ``pending``, the handle of
+        that exchange.
+        """
         self._coming = rows, pending
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Waits for the received rows and adds each one to its token's entry in ``sums``; a second call does
-        nothing.
+        """Waits for the rows of expert results, and adds each row to the entry of its token in ``sums``. A second call
+        does nothing.
         """
         coming, self._coming = self._coming, None
         if coming is not None:
@@ -67,10 +71,11 @@ class Arrival:
             self.sums.data.zero_().index_add_(0, self.token, rows)
 
     def send_back(self, grad: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Pending]:
-        """Starts the exchange that sends the gradient of each row to the rank of its expert. ``grad``: gradient of
-        ``sums``; ``token``: token of each row.
+        """Starts the exchange that sends the gradient of each expert result to the rank of its expert. ``grad``:
+        gradient of ``sums``. ``token``: index of the token of each result.
 
-        Returns (``grad``, the receive buffer for row gradients of this rank's experts, the exchange's handle).
+        Returns ``grad`` itself, the receive buffer for the gradients of the results of this rank's experts, and the
+        handle of the exchange.
         """
         rows = grad.new_empty(sum(self._route.gets), *grad.shape[1:])
         route, given = self._route, grad.index_select(0, token)
@@ -79,12 +84,12 @@ class Arrival:
 
 
 class Awaited(Tensor):
-    """Tensor subclass for the output of an expert layer, while expert results are still being received. It waits at its
-    first use, and then acts as a plain tensor.
+    """Tensor subclass for the output of an expert layer, while expert results are still being received. At its first
+    use it waits for them, and then acts as a plain tensor.
 
     It has the shape of the result, or of a view of it, but no memory: a C++ extension that accesses its data pointer
-    raises. Torch functions wait above autograd, in one autograd node for the first use. Code that bypasses them, such
-    as an ``autograd.Function``, waits in the operators below autograd.
+    raises. A torch function waits before autograd records it, in one autograd node for the first use. Code that
+    bypasses torch functions, such as an ``autograd.Function``, waits in the operators below autograd.
     """
 
     _arrival: Arrival
@@ -115,7 +120,7 @@ class Awaited(Tensor):
         return made
 
     def plain(self) -> Tensor:
-        """Waits for the expert results; returns this tensor's values as a plain tensor with autograd history."""
+        """Waits for the expert results. Returns the values of this tensor as a plain tensor with autograd history."""
         with torch._C.DisableTorchFunctionSubclass():
             node = self.grad_fn
         if node is self._node and self._plain is not None:
@@ -235,7 +240,8 @@ class _Combine(torch.autograd.Function):
 
 
 class WaitingBlock:
-    """Forward of a block with an expert layer, in which other layers compute while expert results are being received.
+    """Forward of a block with an expert layer. Other layers of the block compute while the expert results are being
+    received.
 
     All exchanges are complete at the end of the block, and its outputs are plain tensors.
     """
@@ -251,7 +257,9 @@ class WaitingBlock:
         return self._started is not None and not _is_compiled()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block's original forward, completes all exchanges, and returns the output with plain tensors."""
+        """Runs the original forward of the block and completes all exchanges. Returns the output, with a plain tensor
+        for each :class:`Awaited` one.
+        """
         outer, self._started = self._started, []
         try:
             out = pytree.tree_map_only(Awaited, Awaited.plain, self._own(*args, **kwargs))
@@ -262,11 +270,12 @@ class WaitingBlock:
         return out
 
     def combine(self, made: Tensor, route: Round, token: Tensor, count: int, ties: Sequence[Tensor]) -> Tensor:
-        """Sends ``made``, the results of this rank's experts, back to the ranks of their tokens. Returns an
-        :class:`Awaited` tensor [``count``, ..] with the sum of each token's results.
+        """Starts the exchange of ``route`` that sends ``made``, the results of this rank's experts, back to the ranks
+        of their tokens. Returns an :class:`Awaited` tensor [``count``, ..] with the sum of the results of each of this
+        rank's ``count`` tokens.
 
-        ``token``: index of the token of each received row. ``ties``: as in
-        :func:`~engine.parallel.experts.dispatch.exchange`.
+        ``token``: index of the token of each result that this rank receives. ``ties``: tensors that get zero gradients,
+        so that the backward of this rank joins the exchange even if no result requires a gradient.
         """
         assert self._started is not None
         sums: Awaited = _Combine.apply(made, route, token, count, self._comm, *ties)  # type: ignore[no-untyped-call]

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 
 class Rows(NamedTuple):
-    """Arguments of an expert layer in a common form: token rows, with the index and weight of each chosen expert."""
+    """Arguments of an expert layer in a form that all calling conventions share: token rows, with the indices and
+    weights of the experts that each row chooses.
+    """
 
     x: Tensor
     """Rows of the stream [T, H]."""
@@ -29,8 +31,8 @@ class Rows(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Arguments for a module of experts, made from :class:`Rows`, with a function that restores the original row order
-    of the result.
+    """Arguments for a module of experts, made from :class:`Rows`. ``back`` is a function that puts the module's result
+    into the row order of these :class:`Rows`.
     """
 
     arguments: Mapping[str, Any]
@@ -40,8 +42,8 @@ class Written(NamedTuple):
 
 
 class ExpertCall(Protocol):
-    """Interface of a calling convention for modules of experts; it converts between their arguments and
-    :class:`Rows`.
+    """Interface of a calling convention for modules of experts. It converts the module's arguments to :class:`Rows`,
+    the form that all conventions share, and back.
     """
 
     slots: ClassVar[int]
@@ -55,22 +57,25 @@ class ExpertCall(Protocol):
         ...
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments ``given`` (by name) of a module with ``experts`` experts to rows; None if they do not
-        fit this convention.
+        """Converts the arguments ``given``, by name, of a module with ``experts`` experts to :class:`Rows`. Returns
+        None if the arguments do not fit this convention.
         """
         ...
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
         """Converts ``rows`` to arguments for a module with ``experts`` experts.
 
-        ``given``: arguments of the original call; row counts get the type that they have there.
+        ``given``: arguments of the original call, by name. If they contain row counts, the new counts get the same type
+        (list, or tensor of a dtype).
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedCall:
-    """Calling convention of modules that take rows, expert indices [T, k] and weights [T, k]."""
+    """Calling convention of modules that take token rows, and the indices [T, k] and weights [T, k] of the k experts
+    that each of the T rows chooses.
+    """
 
     rows: str
     numbers: str
@@ -86,7 +91,9 @@ class RoutedCall:
         return self.rows, self.numbers, self.weights
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments ``given`` (by name) to rows; None if they do not fit this convention."""
+        """Converts the arguments ``given``, by name, to :class:`Rows`. Returns None if they do not fit this convention.
+        ``experts`` has no effect.
+        """
         found: list[Any] = [given.get(name) for name in self.names]
         dims = [each.dim() for each in found if isinstance(each, Tensor)]
         if dims != [3 if self.batched else 2, 2, 2]:
@@ -95,7 +102,9 @@ class RoutedCall:
         return Rows(x, numbers, weights) if numbers.shape == weights.shape and len(x) == len(numbers) else None
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Converts ``rows`` to arguments for the module; ``experts`` and ``given`` have no effect."""
+        """Converts ``rows`` to arguments for the module. ``experts`` and ``given`` have no effect, as the arguments
+        contain no counts.
+        """
         x = rows.x[None] if self.batched else rows.x
         back = _first if self.batched else _same
         return Written(dict(zip(self.names, (x, *rows[1:]), strict=True)), back)
@@ -120,7 +129,9 @@ class CountedCall:
         return self.rows, self.counts
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments ``given`` (by name) to rows; None if they do not fit this convention."""
+        """Converts the arguments ``given``, by name, of a module with ``experts`` experts to :class:`Rows`. Returns
+        None if the arguments do not fit this convention.
+        """
         x, counts = given.get(self.rows), given.get(self.counts)
         if not isinstance(x, Tensor) or x.dim() != 2 or not isinstance(counts, Tensor | list | tuple):
             return None
@@ -130,8 +141,9 @@ class CountedCall:
         return _one_expert_each(x, torch.arange(experts, device=x.device).repeat_interleave(counted))
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Converts ``rows``, one expert each, to rows sorted by expert with row counts. The counts have the same type
-        as in ``given``.
+        """Converts ``rows``, each with one expert, to rows sorted by expert and the row count of each of ``experts``
+        experts. The counts have the same type (list, or tensor of a dtype) as the counts in ``given``, the arguments of
+        the original call.
         """
         numbers = rows.numbers[:, 0]
         order = numbers.argsort(stable=True)
@@ -144,7 +156,7 @@ class CountedCall:
 
 @dataclass(frozen=True, slots=True)
 class MajorCall:
-    """Calling convention of modules that take rows sorted by expert, with an equal number of rows for each expert."""
+    """Calling convention of modules that take rows sorted by expert, with the same number of rows for every expert."""
 
     rows: str
     flat: bool
@@ -158,7 +170,9 @@ class MajorCall:
         return (self.rows,)
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments ``given`` (by name) to rows; None if they do not fit this convention."""
+        """Converts the arguments ``given``, by name, of a module with ``experts`` experts to :class:`Rows`. Returns
+        None if the arguments do not fit this convention.
+        """
         x = given.get(self.rows)
         if not isinstance(x, Tensor) or x.dim() != (2 if self.flat else 3) or x.shape[0] % experts:
             return None
@@ -168,8 +182,8 @@ class MajorCall:
         return _one_expert_each(flat, torch.arange(experts, device=x.device).repeat_interleave(len(flat) // experts))
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Converts ``rows``, one expert each, to rows sorted by expert, padded with zeros to an equal number for each
-        expert.
+        """Converts ``rows``, each with one expert, to rows sorted by expert. Zero rows fill up every expert to the row
+        count of the expert with the most rows. ``given`` has no effect.
         """
         numbers, width = rows.numbers[:, 0], rows.x.shape[-1]
         counts = torch.bincount(numbers, minlength=experts)
@@ -197,7 +211,9 @@ def _one_expert_each(x: Tensor, numbers: Tensor) -> Rows:
 
 
 def possible_calls(module: nn.Module) -> Iterator[ExpertCall]:
-    """Yields the calling conventions that the signature of ``module.forward`` allows, the most common first."""
+    """Yields the calling conventions that the signature of ``module.forward`` allows, in the order in which they should
+    be tested. Several may fit, as the argument names are not examined.
+    """
     try:
         given = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):

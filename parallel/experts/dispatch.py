@@ -18,8 +18,8 @@ DISPATCH, COMBINE, ROUTING = "dispatch", "combine", "routing"
 
 
 class Round(NamedTuple):
-    """One all-to-all round of token rows: the rows that this rank sends, and the row counts sent and received per
-    rank.
+    """One all-to-all round of token rows: the rows that this rank sends, and the numbers of rows that it sends to and
+    receives from each rank.
     """
 
     gives: tuple[int, ...]
@@ -31,14 +31,15 @@ class Round(NamedTuple):
 
 
 class Dispatch:
-    """Routing plan for this rank's tokens. A token is sent once to each rank that owns at least one of its experts.
+    """Plan that routes this rank's tokens to the ranks of their experts. A token is sent once to each rank that owns at
+    least one of its experts.
 
-    The constructor all-gathers the row counts between ranks over "ep", label "routing".
+    The constructor all-gathers the row counts of all pairs of ranks over "ep", label "routing".
 
     Args:
-        numbers: indices of the experts of each token [T, k]; -1: none.
+        numbers: indices of the k experts of each of T tokens [T, k]; -1: no expert.
         bounds: index of the first expert of each rank, followed by the number of experts.
-        limit: maximum number of rows from one rank to another in a round; None: twice the share of an even routing.
+        limit: maximum number of rows from one rank to another in a round; None: twice the number of an even routing.
     """
 
     @torch.no_grad()
@@ -60,8 +61,11 @@ class Dispatch:
         """Number of each expert among those of the pair's rank; -1: the expert is on another rank."""
 
     def asked(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the positions (row indices, column indices) of all non-negative entries in ``numbers`` [n, k],
-        received from other ranks. A non-negative entry is the index of an expert of this rank.
+        """Returns the positions of all non-negative entries in ``numbers``, as a tensor of row indices and a tensor of
+        column indices.
+
+        ``numbers`` [n, k] belongs to the n rows that this rank has received. A non-negative entry is the index of an
+        expert among this rank's experts.
         """
         here = numbers >= 0
         row, slot = (here.nonzero_static(size=self._gets_experts) if self._is_one_round else here.nonzero()).unbind(1)
@@ -73,7 +77,7 @@ class Dispatch:
 
     @property
     def rounds(self) -> list[Round]:
-        """Rounds that together exchange all rows: at least one, and the same number on all ranks."""
+        """Rounds that together exchange all rows. There is at least one, and all ranks have the same number of them."""
         most = max(map(max, self._counts))
         step = max(1, min(self._limit, most))
         return [self._round(start, start + step) for start in range(0, max(most, 1), step)]
@@ -94,8 +98,9 @@ class Dispatch:
 def exchange(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str, ties: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Sends ``gives[r]`` rows of each tensor [sum of gives, ..] to rank r of the axis "ep". Returns the received rows,
-    one tensor [sum of ``gets``, ..] for each.
+    """Sends the rows of each of ``tensors`` over the axis "ep": the first ``gives[0]`` rows to rank 0, the next
+    ``gives[1]`` rows to rank 1, and so on. Returns one tensor of received rows for each, with ``gets[r]`` rows from
+    rank r.
 
     The exchange is a single autograd node, so all ranks exchange the gradients in the same order. Integer tensors have
     no gradient. ``ties``: tensors that get zero gradients. They make this rank's backward join the exchange even if no
@@ -142,7 +147,8 @@ class _Exchange(torch.autograd.Function):
 def swap_rows(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str
 ) -> tuple[Tensor, ...]:
-    """Exchanges rows as :func:`exchange` does, but without autograd; the exchanges of all tensors run concurrently.
+    """Exchanges rows over the axis "ep" as :func:`exchange` does, but without autograd. The exchanges of all
+    ``tensors`` run concurrently, and are complete on return.
 
     During the wait, a pipeline schedule may compute a part of another microbatch (``TensorAxis.filling_waits``).
     """

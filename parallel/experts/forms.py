@@ -14,7 +14,9 @@ from engine.parallel.shard_table import Range
 
 @dataclass(frozen=True, slots=True)
 class ExpertPacking:
-    """Memory order of a parameter that stacks the weights of all experts along one dim."""
+    """Memory order of a parameter that contains the weights of all experts of a layer, stacked along one dim (the
+    expert dim).
+    """
 
     rows: int = 1
     """Rows of one expert along the dim."""
@@ -23,25 +25,27 @@ class ExpertPacking:
     """Row i of all experts precedes row i + 1; otherwise all rows of one expert precede those of the next."""
 
     def shape(self, shape: Sequence[int], experts: int) -> tuple[int, ...]:
-        """Returns the parameter shape ``shape`` with its expert dim resized for ``experts`` experts."""
+        """Returns the parameter shape ``shape`` with the size of its expert dim changed to fit ``experts`` experts."""
         return (*shape[: self.dim], experts * self.rows, *shape[self.dim + 1 :])
 
     def apart(self, stack: Tensor, experts: int) -> Tensor:
-        """Returns a view [experts, ..] of the parameter ``stack``, with the weights of one expert in each entry."""
+        """Returns a view [experts, ..] of the parameter ``stack``, which contains ``experts`` experts. Entry i of the
+        view has the weights of expert i.
+        """
         sizes = (self.rows, experts) if self.alternate else (experts, self.rows)
         split = stack.view(*stack.shape[: self.dim], *sizes, *stack.shape[self.dim + 1 :])
         return split.movedim(self.dim + self.alternate, 0)
 
     def chosen(self, stack: Tensor, experts: int, own: Sequence[int]) -> Tensor:
-        """Returns the part of ``stack`` for the experts with the consecutive indices ``own``, packed in the same
-        order.
+        """Returns the part of the parameter ``stack``, which contains ``experts`` experts, for the experts with the
+        consecutive indices ``own``. The part has the same memory order as ``stack``.
         """
         apart = self.apart(stack, experts)[own[0] : own[-1] + 1]
         return apart.movedim(0, self.dim + self.alternate).flatten(self.dim, self.dim + 1)
 
     def ranges(self, bounds: Sequence[int]) -> tuple[Range, ...]:
-        """Returns the shards of the expert dim, where rank r owns the experts ``bounds[r]`` to ``bounds[r + 1]``,
-        exclusive.
+        """Returns the shards of the expert dim: ranges of its rows, each with its rank. Rank r owns the experts from
+        ``bounds[r]`` up to, but not including, ``bounds[r + 1]``.
         """
         experts, ranks = bounds[-1], range(len(bounds) - 1)
         if self.alternate:
@@ -52,7 +56,9 @@ class ExpertPacking:
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Description of a module that owns all experts of a layer, and is called with token rows and their experts."""
+    """Description of a module that owns all experts of a layer. Its forward receives token rows together with the
+    expert choices of each row.
+    """
 
     name: str
     """Name of the module."""
@@ -71,13 +77,13 @@ class RoutedExperts:
     along their width; None: tensor ranks hold whole experts and divide the rows."""
 
     def named(self, name: str) -> "RoutedExperts":
-        """Returns a copy of this description for ``name``, a module with equal code, shapes and settings."""
+        """Returns a copy of this description for the module ``name``, which has the same code, shapes and settings."""
         return replace(self, name=name)
 
     @property
     def parameters(self) -> Mapping[str, ExpertPacking]:
-        """Packing (dim and order of the experts) of each parameter that stacks experts, by the parameter's full
-        name.
+        """Packing (dim and memory order of the experts) of each parameter that stacks experts, by the parameter's full
+        name in the model.
         """
         return {f"{self.name}.{own}": packing for own, packing in self.own.items()}
 
@@ -99,7 +105,9 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class ListedExperts:
-    """Description of a block that loops over a list of equal expert modules in its own code."""
+    """Description of a block with a list of expert modules, which the block's own code calls. The experts have the same
+    class and parameter shapes.
+    """
 
     block: str
     """Name of the block."""
@@ -116,7 +124,7 @@ class ListedExperts:
 
     @property
     def name(self) -> str:
-        """Name of the block, the module with a forward that communicates."""
+        """Name of the block; its forward is the one that communicates."""
         return self.block
 
     @property
@@ -125,7 +133,9 @@ class ListedExperts:
         return len(self.names)
 
     def named(self, block: str, names: tuple[str, ...]) -> "ListedExperts":
-        """Returns a copy for another ``block`` of equal code and shapes; ``names``: names of its experts."""
+        """Returns a copy of this description for the block ``block``, which has the same code and shapes. ``names``:
+        full names of that block's experts.
+        """
         return replace(self, block=block, names=names)
 
 
@@ -144,10 +154,11 @@ def list_members(members: nn.Module) -> dict[str, nn.Module]:
 
 
 def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yields (name of a block, name of the list in it, full names of the members) for each module list that may list
-    experts.
+    """Yields (name of a block, name of a list in it, full names of the list's members) for each module list or module
+    dict that may contain experts.
 
-    The members have equal classes and parameter shapes, and share no parameter.
+    All members have the same class and the same parameter shapes, and no two share a parameter. Members without
+    parameters are omitted.
     """
     for name, block in model.named_modules():
         for child, given in block.named_children():
@@ -163,24 +174,25 @@ def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
-    """Returns the index of the first expert of each rank, followed by ``experts``. If the division is uneven, the first
-    ranks own one expert more.
+    """Returns a tuple of the index of the first expert of each of ``ranks`` ranks, followed by ``experts``. If
+    ``experts`` is not divisible by ``ranks``, the first ranks own one expert more than the last ones.
     """
     each, more = divmod(experts, ranks)
     return tuple(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))
 
 
 def expert_cut(experts: int, ranks: int, packing: ExpertPacking = ExpertPacking()) -> tuple[Range, ...]:
-    """Returns the sharding over ``ranks`` of a parameter that stacks ``experts`` experts, along the expert dim of
-    ``packing``.
+    """Returns the shards of a parameter that stacks ``experts`` experts with the memory order ``packing``: ranges of
+    its expert dim, each with one of ``ranks`` ranks.
     """
     return packing.ranges(expert_bounds(experts, ranks))
 
 
 def stacked_experts(module: nn.Module) -> int:
-    """Returns the number of experts that a module's own parameters stack as [experts, ..]; 0 if they stack none.
+    """Returns the number of experts that the parameters of ``module`` itself stack as [experts, ..]; 0 if they stack
+    none.
 
-    At least one own parameter must have a matrix for each expert. Submodules may have vectors only.
+    At least one parameter must have a matrix for each expert. Parameters of submodules must be vectors.
     """
     own = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() >= 2]
     inside = sum(parameter.dim() >= 2 for parameter in module.parameters())
@@ -201,10 +213,12 @@ def stacks_differ(module: nn.Module) -> bool:
 
 
 def possible_stacks(module: nn.Module) -> Iterator[Stack]:
-    """Yields candidate interpretations of a module's parameters as stacks of experts, the most common first.
+    """Yields candidate interpretations of a module's parameters as stacks of experts, in the order in which they should
+    be tested.
 
-    The first kind has matrices [experts, rows, width], with vectors per expert or for all. The second has matrices
-    [experts * rows, width], with the number of experts in an integer attribute.
+    In the first kind, matrices have the shape [experts, rows, width], and vectors belong to one expert each or to all.
+    In the second, matrices have the shape [experts * rows, width], and an integer attribute of the module is the number
+    of experts.
     """
     named = dict(module.named_parameters())
     matrices = [name for name, parameter in named.items() if parameter.dim() >= 2]
@@ -223,11 +237,11 @@ def possible_stacks(module: nn.Module) -> Iterator[Stack]:
 
 
 def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
-    """Yields candidate interpretations of adapter parameters on the module ``found`` as stacks of experts, PEFT's
-    packing first.
+    """Yields candidate interpretations of the parameters of adapters (such as LoRA) on the module ``found`` as stacks
+    of experts. The memory order that PEFT uses comes first.
 
-    ``adapter``: outermost adapter module. Parameters with equal names in several adapters share a packing; a parameter
-    without packing is used by all experts.
+    ``adapter``: outermost adapter module. In each candidate, parameters of the same name in several adapters have the
+    same packing, and all experts use the parameters without a packing.
     """
     *adapters, (inside, base) = adapter_chain(adapter)
     theirs = {id(each) for each in base.parameters()}
@@ -281,11 +295,11 @@ def set_counts(module: nn.Module, names: Sequence[str], experts: int) -> None:
 
 
 def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
-    """Yields candidate sets of attributes that count the module's experts, the largest set first. Candidates are all
-    integer attributes equal to ``experts``.
+    """Yields candidate sets of attribute names that count the module's experts, the largest set first. Candidates are
+    the integer attributes with the value ``experts``.
 
-    Attributes outside a set are taken as equal by chance. With more than three candidates, only the set of all of them
-    is yielded.
+    Attributes outside of a set have this value by coincidence. With more than three such attributes, only the set of
+    all of them is yielded.
     """
     names = _counting_attributes(module, experts)
     for size in range(len(names), -1 if len(names) <= 3 else len(names) - 1, -1):
@@ -293,8 +307,8 @@ def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]
 
 
 def module_kind(module: nn.Module) -> tuple[object, ...]:
-    """Returns a hashable key that is equal for modules of equal code, shapes and settings. A test result for one module
-    then applies to all with its key.
+    """Returns a hashable key that two modules share if they have the same class, parameter shapes and settings. A test
+    result for one module is then valid for all modules with its key.
     """
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     settings = tuple(

@@ -69,10 +69,10 @@ def share_listed(
     patches: ForwardPatches,
     uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Applies expert parallelism to the blocks in ``found``: wraps their forwards, so that rows are sent to the ranks
-    of the experts.
+    """Applies expert parallelism to the blocks in ``found``. Their forwards run twice: the first run collects the input
+    rows of the experts, which are sent to the ranks of these experts; the second run uses the results.
 
-    ``uncounted``: returns the context of the first pass, in which a counter of expert load ignores rows.
+    ``uncounted``: callback that returns the context of the first run, in which a counter of expert load ignores rows.
     """
     for each in found:
         block = SharedList(each, model, comm, tensor, uncounted)
@@ -80,7 +80,9 @@ def share_listed(
 
 
 class SharedList:
-    """Block that loops over a list of experts, with the experts distributed over the ranks of the axis "ep"."""
+    """Block with a list of experts, which are distributed over the ranks of the axis "ep". Rows are sent to the ranks
+    of their experts.
+    """
 
     def __init__(
         self, found: ListedExperts, model: nn.Module, comm: Comm, tensor: TensorAxis,
@@ -121,11 +123,11 @@ class SharedList:
         return self._experts[self._bounds[self._index] : self._bounds[self._index + 1]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block's forward twice and returns the second output. Between the passes, rows and expert results are
-        exchanged over the axis "ep".
+        """Runs the block's forward twice and returns the output of the second run. Between the runs, rows and expert
+        results are exchanged over the axis "ep".
 
         Raises:
-            EngineError: the second pass calls experts with other rows than the first.
+            EngineError: the second run calls the experts with other rows than the first run.
         """
         if self._tensor.dry or any(map(is_without_content, pytree.tree_leaves((args, kwargs)))):
             with self._passing(Pass.TRACE):

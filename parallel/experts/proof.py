@@ -48,23 +48,24 @@ LARGE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """Test result for a module that stacks matrices as experts do, but is not suitable for expert parallelism, with the
-    ``reason``. Every rank stores all of its experts.
+    """Negative test result for a module with matrices for several experts: expert parallelism cannot be applied, for
+    the ``reason``. Every rank then stores all experts of the module.
     """
 
     name: str
     reason: str
 
     def named(self, name: str) -> "Unproven":
-        """Returns a copy of this result for ``name``, a module with equal code, shapes and settings."""
+        """Returns a copy of this result for the module ``name``, which has the same code, shapes and settings."""
         return replace(self, name=name)
 
 
 def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
-    """Tests numerically whether the experts of ``module`` can run on different ranks. It runs a small random copy of
-    the module under each candidate interpretation of parameters and arguments.
+    """Tests numerically whether the experts of ``module`` can run on different ranks. It runs a small copy of the
+    module with random parameters, once for each candidate interpretation of parameters and arguments.
 
-    Returns a description with the first interpretation that passes, or an :class:`Unproven` with the reason.
+    Returns a description with the first interpretation that passes. If none passes, returns an :class:`Unproven` with
+    the reason. ``name``: name of the module.
     """
     if any(True for _ in module.buffers()):
         return Unproven(name, "it has buffers, which are not shared among ranks")
@@ -89,11 +90,11 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
 
 
 def prove_adapted(name: str, adapter: nn.Module, ranks: int) -> RoutedExperts | Unproven:
-    """Tests a module of experts with adapters, such as LoRA: first the module alone, then each interpretation of the
-    adapter parameters.
+    """Tests whether the experts of a module with adapters, such as LoRA, can run on different ranks. The module is
+    tested without adapters first, then with each interpretation of the adapter parameters.
 
-    ``ranks``: number of expert ranks. Returns the first interpretation that passes, or the reason. Every adapter
-    parameter must affect the result, because an inactive one would pass under any interpretation.
+    ``ranks``: number of expert ranks. Returns the first interpretation that passes, or the reason why none does. Every
+    adapter parameter must affect the result, because one without effect would pass under any interpretation.
     """
     base = adapter_chain(adapter)[-1][1]
     found = prove_routed(name, base)
@@ -121,11 +122,11 @@ _UNKNOWN = (
 
 
 class Trial:
-    """Numerical test on random rows of ``twin``, a small copy of a module, for the rules that expert parallelism
-    requires.
+    """Numerical test of the rules that expert parallelism requires, on random rows. ``twin`` is a small copy of the
+    tested module.
 
-    A row's result must not depend on other rows, or on experts that it does not choose. The results of its experts must
-    add up.
+    Rules: the result of a row depends neither on other rows nor on experts that the row does not choose, and is the sum
+    of the results of its experts.
     """
 
     def __init__(
@@ -143,15 +144,15 @@ class Trial:
 
     @torch.no_grad()
     def failure(self) -> str | None:
-        """Returns the first rule that the copy breaks, as text; None if it satisfies all rules."""
+        """Returns the first rule that ``twin`` breaks, as text; None if it satisfies all rules."""
         thin = any(map(is_expanded, self._twin.parameters()))
         with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
             return self._failure_in(False) or self._failure_in(True)
 
     @torch.no_grad()
     def is_sum_of(self, parts: Sequence[nn.Module]) -> bool:
-        """Returns True if the outputs of the modules ``parts`` add up to that of the copy, in evaluation and in
-        training mode.
+        """Returns True if the outputs of the modules ``parts`` add up to the output of ``twin``, in evaluation mode and
+        in training mode.
         """
         return self._adds_up(parts, False) and self._adds_up(parts, True)
 
@@ -203,7 +204,9 @@ class Trial:
 
     @torch.no_grad()
     def without_effect(self) -> str | None:
-        """Returns the name of the first parameter that affects no output; None if all affect it."""
+        """Returns the name of the first parameter of ``twin`` without effect on the output; None if all have an
+        effect.
+        """
         names, rows = dict(self._twin.named_parameters()), (self._rows, self._numbers, self._weights)
         for name in names:
             whole = self._call(self._without(range(self._experts), (name,)), *rows)
@@ -255,17 +258,17 @@ def _can_copy(module: nn.Module) -> bool:
 
 
 def are_close(a: Tensor | int | None, b: Tensor) -> bool:
-    """Returns True if tensor ``a`` has the shape of ``b`` and differs from it by fp32 rounding alone; False if ``a`` is
-    no tensor.
+    """Returns True if ``a`` is a tensor with the shape of ``b``, and differs from ``b`` by at most 1e-5 of the largest
+    absolute value in ``b``, as by fp32 rounding.
     """
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
 def make_twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.Module:
-    """Returns a small copy of ``module`` with random fp32 parameters for ``experts`` experts.
+    """Returns a copy of ``module`` with random fp32 parameters, reduced to ``experts`` experts.
 
-    ``stack``: interpretation of its parameters. ``thin``: all rows of an expert's matrix [rows, width] are equal and
-    share memory, so that a trial of large experts needs little memory.
+    ``stack``: interpretation of its parameters as stacks of experts. ``thin``: all rows of an expert's matrix [rows,
+    width] are the same memory, so that a trial of large experts needs little memory.
     """
     draw = torch.Generator().manual_seed(1)
     fresh = dict[int, nn.Parameter]()
@@ -279,10 +282,10 @@ def make_twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.M
 
 
 def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
-    """Tests numerically whether the equal modules in the list ``child`` of ``block`` can run on different ranks.
+    """Tests numerically whether the modules in the list ``child`` of ``block`` can run on different ranks as experts.
 
-    Returns (width of input rows, width of results), or the reason for a refusal. In the tested copy, all experts share
-    one set of parameters and scale the result differently.
+    Returns (width of input rows, width of results), or the reason for a refusal as text. In the tested copy, all
+    experts share one set of parameters, and each scales its result by its own factor.
     """
     members = list(list_members(block.get_submodule(child)).values())
     required = required_argument(block)
@@ -420,8 +423,8 @@ def required_argument(module: nn.Module) -> str | None:
 
 
 def random_copy(module: nn.Module, memo: dict[int, nn.Module], draw: torch.Generator) -> nn.Module:
-    """Returns a copy of ``module`` in evaluation mode, with random fp32 parameters drawn from ``draw``. ``memo``:
-    replacements of submodules, by id.
+    """Returns a copy of ``module`` in evaluation mode, with random fp32 parameters from the generator ``draw``.
+    ``memo``: replacements of submodules, by the ``id`` of the original submodule.
     """
     inside = {id(parameter) for each in memo.values() for parameter in each.parameters()}
     left = {id(p) for key in memo for m in module.modules() if id(m) == key for p in m.parameters()}

@@ -39,8 +39,8 @@ def share_experts(
     patches: ForwardPatches,
     compiled: bool = False,
 ) -> None:
-    """Applies expert parallelism to each module in ``found``: wraps its forward, so that tokens are sent to the ranks
-    of their experts and back.
+    """Applies expert parallelism to each module in ``found``: wraps its forward, so that token rows are sent to the
+    ranks of their experts, and the results back.
 
     Other layers of the same block, such as a shared expert, compute during the exchange of results, unless the model's
     code is ``compiled``.
@@ -68,9 +68,10 @@ def _has_other_work(block: nn.Module, experts: nn.Module) -> bool:
 class SharedExperts:
     """Forward of an expert layer with its experts distributed over the ranks of the axis "ep".
 
-    All tensor ranks have the same input rows. If they store whole experts, each sends an equal share of the rows. If
-    experts are sharded along their width, each sends all rows, and the results are summed over the tensor ranks after
-    they are back. A dry run of the tensor axis, which traces shapes, sends nothing to other expert ranks.
+    All tensor ranks get the same input rows. If every tensor rank stores whole experts, each sends an equal share of
+    the rows to the expert ranks, and the results are gathered. If tensor ranks shard experts along their width, each
+    sends all rows, and the received results are summed over the tensor ranks. A dry run of the tensor axis, which
+    traces shapes, sends nothing to other expert ranks.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class SharedExperts:
         self._bounds = torch.tensor(bounds)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the layer's output for this rank's rows; exchanges rows over the axis "ep".
+        """Returns the layer's output for this rank's rows. Exchanges rows and results over the axis "ep".
 
         Raises:
-            EngineError: the arguments do not fit the calling convention that was tested.
+            EngineError: the arguments do not fit the calling convention of the module that ``found`` describes.
         """
         if isinstance(self._module, ExpertsLayer):
             summed: Tensor = self._module.tensor_summed(self._all_rows, args, kwargs)

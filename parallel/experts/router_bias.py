@@ -14,7 +14,9 @@ from engine.parallel.experts.proof import random_copy, required_argument
 
 @dataclass(frozen=True, slots=True)
 class RouterBias:
-    """Reference to a router's bias buffer [experts], which affects the choice of experts but not their weights."""
+    """Reference to a router's bias buffer, with one value per expert. The bias affects which experts a row chooses, but
+    not the weights of the chosen experts.
+    """
 
     experts: str
     """Name of the module that owns the experts."""
@@ -23,10 +25,11 @@ class RouterBias:
 
 
 def find_router_bias(model: nn.Module, experts: str, count: int) -> RouterBias | None:
-    """Finds the bias buffer that affects only the choice of experts, as in DeepSeek-V3's load balancing without
-    auxiliary loss. Returns None if there is none.
+    """Finds the buffer with a bias per expert that affects only the choice of experts, as in DeepSeek-V3's load
+    balancing without auxiliary loss. Returns None if the block has no such buffer, or several.
 
-    ``experts``: name of the module with the experts; its block is searched. ``count``: number of its experts.
+    ``experts``: name of the module with the experts; its parent module, the block, is searched. ``count``: number of
+    its experts.
     """
     block_name = experts.rpartition(".")[0]
     block, owner = model.get_submodule(block_name), model.get_submodule(experts)

@@ -42,8 +42,8 @@ class RouterChoice:
     """Number of experts of a row."""
 
     def inside(self, block: str) -> "RouterChoice":
-        """Returns a copy with a router name relative to the model: ``block``, the name of the block, is put before
-        it.
+        """Returns a copy with the router's name relative to the model instead of its block: the block's name ``block``
+        is put before it.
         """
         return replace(self, router=".".join(filter(None, (block, self.router))))
 
@@ -83,12 +83,12 @@ class _Choices(TorchFunctionMode):
 
 
 class OtherChoice(_Choices):
-    """Torch function mode for one forward of a router; it replaces the chosen experts by ``given``.
+    """Torch function mode for one forward of a router. It replaces the experts that the router chooses by ``given``.
 
     Args:
         choice: location of the call that chooses experts.
-        given: expert indices of all rows [T, k]; the router's own choice stays for rows with -1. None: for all rows.
-        seen: called with the expert indices of all rows [.., k] after the replacement; None: not called.
+        given: expert indices [T, k] of T rows; a row with -1 retains the router's choice. None: all rows retain it.
+        seen: callback for the expert indices [.., k] of all rows after the replacement; None: no call.
     """
 
     def __init__(self, choice: RouterChoice, given: Tensor | None, seen: Callable[[Tensor], object] | None) -> None:
@@ -96,8 +96,13 @@ class OtherChoice(_Choices):
         self._choice, self._given, self._seen, self._calls = choice, given, seen, 0
 
     def met(self, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns (scores, expert indices) for the choices in ``given``. Returns None if ``own``, the router's chosen
-        indices, stays in effect.
+        """Returns (scores, expert indices) [.., k] that replace the result of a torch call. Returns None, and the
+        call's result stays, if it is not the call that chooses experts, or if ``given`` is None.
+
+        ``scores``: scores of all experts. ``own``: expert indices that the router has chosen.
+
+        Raises:
+            EngineError: ``given`` has another number of entries than ``own``.
         """
         self._calls += 1
         inside = own.local if isinstance(own, GlobalTensor) else own
@@ -174,8 +179,8 @@ class _Member(nn.Module):
 
 
 def find_router_choice(block: nn.Module, child: str, count: int) -> RouterChoice | str:
-    """Finds, by trial runs of a copy of ``block``, the torch call that chooses among the ``count`` experts in
-    ``block.child``. Returns the reason as text if there is none.
+    """Finds, by trial runs of a copy of ``block``, the torch call that chooses among the ``count`` experts in the
+    submodule ``child`` of ``block``. If there is none, returns the reason as text.
 
     The router's name in the result is relative to ``block``.
     """

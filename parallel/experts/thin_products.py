@@ -11,10 +11,10 @@ _ATEN = torch.ops.aten
 
 
 class ThinProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode for matrix products with expanded matrices (stride 0), which never copies such a matrix in full
-    size.
+    """Torch dispatch mode that computes products with expanded matrices (a stride of 0) without a copy of such a matrix
+    in full size.
 
-    Torch's own kernels copy the matrix, and its grouped-product kernels refuse it.
+    Without this mode, torch copies the matrix for a plain product, and refuses it for a grouped product.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

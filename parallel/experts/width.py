@@ -28,7 +28,9 @@ MOST_UNCUT = 3
 
 @dataclass(frozen=True, slots=True)
 class WidthCut:
-    """Use of the unsharded parameters in a module of experts that tensor ranks shard along the experts' width."""
+    """Result of :func:`prove_width` for a module of experts that tensor ranks shard along the experts' width: the use
+    of the parameters that are not sharded.
+    """
 
     whole: tuple[str, ...]
     """Names in the module of parameters without a cut; each tensor rank has a part of their gradient."""
@@ -43,15 +45,15 @@ def prove_width(
     changes: tuple[AttributeChange, ...],
     tp: int,
 ) -> WidthCut | str:
-    """Tests numerically whether ``tp`` tensor ranks can each compute a part of the experts' width, with results that
-    add up.
+    """Tests numerically whether each of ``tp`` tensor ranks can compute a part of the experts' width, so that the
+    results of all ranks add up to the full result.
 
-    Returns the use of all parameters without a cut, or the reason for a refusal.
+    Returns the use of all parameters that are not sharded, or the reason for a refusal as text.
 
     Args:
         found: description of the module of experts.
         cuts: sharding of parameters, by their names in ``module``.
-        changes: attributes with another value on a tensor rank, such as a width.
+        changes: attributes with another value on a tensor rank than in ``module``, such as a width.
     """
     if len(adapter_chain(module)) > 1:
         return "they have adapters"

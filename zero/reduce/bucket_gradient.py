@@ -17,13 +17,15 @@ from engine.kernels.dispatch import OpenSum
 
 
 class ProductSums(Protocol):
-    """Interface of a gradient reducer for the weight-gradient matrix products of a backward. A product adds its result
-    directly to the reducer's flat bucket, without a separate gradient tensor.
+    """Interface through which the matrix products of a backward add weight gradients to a gradient reducer. A product
+    adds its result directly to the reducer's flat bucket, the tensor with the gradients of several parameters; no
+    separate gradient tensor exists.
     """
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the gradient sum of parameter ``name``, for a matrix product to add to in place. Returns None if the
-        backward must return a separate gradient tensor.
+        """Returns the memory of the gradient sum of parameter ``name``, to which the caller's matrix product adds in
+        place, and whether that memory already contains a sum. Returns None if the backward must return a separate
+        gradient tensor.
 
         ``node``: the autograd node that accumulates the parameter's gradient in this backward; None: the product runs
         outside autograd.
@@ -39,8 +41,8 @@ class ProductSums(Protocol):
 
 
 class BucketGradient:
-    """Main gradient of one parameter: a slice of a flat bucket, to which the matrix products of a backward add in
-    place.
+    """Main gradient of one parameter: its slice of a flat bucket, the tensor with the gradients of several parameters.
+    The matrix products of a backward add to the slice in place.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, sums: ProductSums) -> None:
@@ -49,8 +51,8 @@ class BucketGradient:
         """True between the first product of a backward and the parameter's node."""
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the parameter's slice of the bucket for an addition in place. Returns None if the backward must
-        return a separate gradient.
+        """Returns the parameter's slice of the bucket, to which the caller adds in place, and whether the slice already
+        contains a sum. Returns None if the backward must return a separate gradient tensor.
 
         ``node``: the autograd node that accumulates the parameter's gradient; None: the product runs outside autograd.
         """
@@ -67,13 +69,15 @@ class BucketGradient:
             self._waits = True
 
     def forget(self) -> None:
-        """Stops waiting for the parameter's autograd node, because the backward has ended or a separate gradient has
-        arrived.
+        """Stops waiting for the parameter's autograd node, because the backward has ended or has delivered a separate
+        gradient tensor.
         """
         self._waits = False
 
     def all_done(self) -> None:
-        """Records that the parameter's autograd node has run, so that products add nothing more in this backward."""
+        """Records that the parameter's autograd node has run, so no product adds to the slice again in this backward.
+        If a product has added to the slice, its sum is marked as complete.
+        """
         if self._waits:
             self._waits = False
             self._sums.complete(self.name)

@@ -47,15 +47,17 @@ class UserBackward:
         self._context: AbstractContextManager[None] | None = None
 
     def serve(self, enter: Enter) -> None:
-        """Sets ``enter``, the engine's method that returns the context of each later backward.
+        """Sets the callback ``enter``, a bound method of the engine that returns the context for each later backward.
 
-        It is referenced weakly: parameter hooks refer to this object, so a strong reference would prevent the engine's
-        garbage collection.
+        The method is referenced weakly: parameter hooks refer to this object, so a strong reference would prevent the
+        garbage collection of the engine.
         """
         self._enter = weakref.WeakMethod(enter)
 
     def start(self) -> None:
-        """Enters the engine's context at the first gradient of a backward; does nothing if it is already open."""
+        """Enters the engine's backward context at the first gradient of a backward, and registers its exit for the end
+        of autograd. Does nothing if the context is already open.
+        """
         enter = self._enter() if self._enter is not None else None
         if enter is None or self._context is not None:
             return
@@ -67,7 +69,9 @@ class UserBackward:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def abandon(self) -> bool:
-        """Exits a context that is still open because its backward has raised; returns True if there was one."""
+        """Exits the engine's backward context if it is still open because its backward has raised. Returns True if it
+        was; returns False, without an exit, if no context is open or a backward is running.
+        """
         context = self._context
         if context is None or torch._C._current_graph_task_id() != -1:
             return False
@@ -158,14 +162,14 @@ class GradientGuard:
                 parameter.__class__ = _TAKEN[type(parameter)]
 
     def serve(self, drop: Callable[[], None]) -> None:
-        """Sets ``drop``, the engine's method that discards its gradients; the model's ``zero_grad`` calls it. The
-        reference is weak.
+        """Sets the callback ``drop``, a bound method of the engine that discards the engine's gradients;
+        ``model.zero_grad`` calls it after :meth:`take_zero_grad`. The guard stores only a weak reference to ``drop``.
         """
         self._drop = weakref.WeakMethod(drop)
 
     def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:
-        """Patches ``model.zero_grad`` to discard the engine's gradients too. Returns a function that removes the
-        patch.
+        """Patches ``model.zero_grad``, so that it discards the engine's gradients in addition to ``param.grad``.
+        Returns a function that removes the patch.
         """
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
@@ -184,7 +188,9 @@ class GradientGuard:
         return give_back
 
     def lift(self) -> None:
-        """Removes the guard: restores the classes of the parameters, so that ``param.grad`` is accessible again."""
+        """Removes the guard: restores the original classes of the parameters, so that ``param.grad`` is accessible
+        again.
+        """
         guarded, self._guarded = self._guarded, []
         for parameter in guarded:
             parameter.__class__ = _OWN.get(type(parameter), type(parameter))

@@ -65,14 +65,14 @@ class _Flight:
 
 
 class MicrobatchReducer(SharedReduction):
-    """Gradient reducer for ZeRO 2. It reduce-scatters every bucket once per microbatch and adds the results to the
-    rank's gradient shards.
+    """Gradient reducer for ZeRO 2. It reduce-scatters every bucket (a flat tensor for several parameters) once per
+    microbatch, and adds the result to this rank's gradient shard.
 
     Args:
-        setup: inputs of every reducer; ``grads`` of its buckets are shards, except where gradients are partial over
-            tensor ranks.
-        microbatches: usual number of backwards in a step; a rank that fails early still joins the collectives of all of
-            them.
+        setup: arguments that all reducers share. ``grads`` of its buckets are shards, except in buckets with gradients
+            that are first summed over tensor ranks; these are full.
+        microbatches: usual number of backwards in a step. If a rank runs fewer, as after an error, ``finish`` joins the
+            collectives of the missing ones.
     """
 
     def __init__(self, setup: ReducerSetup, microbatches: int) -> None:
@@ -98,10 +98,11 @@ class MicrobatchReducer(SharedReduction):
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Returns a context for one backward: its gradients are accumulated, and each bucket is reduced once it is
-        complete.
+        """Returns a context for the backward that ``which`` describes. Gradients of the backward are accumulated, and
+        each bucket is reduced once all its gradients have arrived.
 
-        The first half of a split backward (``part`` "input") only stores its gradients for the second half.
+        A backward with ``which.part`` "input" (the input-gradient half of a split backward) only stores its gradients;
+        the weight-gradient half accumulates them.
         """
         self._settle()
         place = which.stage, which.microbatch
@@ -125,16 +126,17 @@ class MicrobatchReducer(SharedReduction):
             self._end_round(stage)
 
     def expect(self, backwards: int) -> None:
-        """Sets the number of backwards of the current step, if it differs from ``microbatches``; see
-        :meth:`Reducer.expect`.
+        """Sets the number of backwards of each stage in the current step, if it differs from ``microbatches``, the
+        usual number. All data ranks must set the same number.
         """
         self._microbatches = backwards
 
     def finish(self) -> None:
-        """Waits for all reductions, sums gradients over tensor ranks and tied stages where needed, and prepares the
-        next step.
+        """Completes the step's gradients: waits for all reductions, and prepares the next step. Gradients that are
+        partial on tensor ranks are also summed over these; gradients of a parameter that pipeline stages share are
+        summed over the stages.
 
-        Afterwards each shard of ``grads`` contains the sum over microbatches and data ranks.
+        Afterwards ``grads`` of each bucket contains this rank's shard of the sum over microbatches and data ranks.
         """
         self._settle()
         self._end_step()
@@ -156,13 +158,15 @@ class MicrobatchReducer(SharedReduction):
         self.reset()
 
     def land(self) -> None:
-        """Waits for the running reductions, and adds their results to the gradient shards."""
+        """Waits for the reductions that have been started, and adds their results to the gradient shards."""
         self._settle()
         while self._flights:
             self._land()
 
     def reset(self) -> None:
-        """Discards the gradients of an unfinished step; the next backward waits for running collectives."""
+        """Discards the gradients of an unfinished step. It does not wait for running collectives; the next backward
+        does.
+        """
         self._abandoned += [flight.pending for flight in self._flights]
         self._flights.clear()
         self._kept.clear()
@@ -205,8 +209,8 @@ class MicrobatchReducer(SharedReduction):
         self._places[name][0].summed.add(name)
 
     def complete(self, name: str) -> None:
-        """Records that the gradient of parameter ``name`` is complete, and reduces the buckets that now have all
-        gradients.
+        """Records that the gradient of parameter ``name`` is complete for the running backward. Starts the reduction of
+        buckets with all gradients complete, in the same order on every rank.
         """
         self._places[name][0].arrived.add(name)
         # Buckets are launched in order: data ranks must issue the same collectives, though their hooks may fire in

@@ -28,7 +28,9 @@ Take = Callable[[str, Tensor], None]
 
 
 class EngineHook(partial[None]):
-    """Callable for a post-accumulate-grad hook of an engine; its class distinguishes it from hooks of the user."""
+    """Callable that an engine registers as a post-accumulate-grad hook. Its class distinguishes it from hooks of the
+    user.
+    """
 
 
 def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
@@ -54,11 +56,12 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
 
 
 class GradientHooks:
-    """Post-accumulate-grad hooks that pass each gradient of an engine backward to ``take`` and clear ``param.grad``.
+    """Post-accumulate-grad hooks that pass each gradient of an engine backward to the callback ``take`` (parameter
+    name, gradient) and then clear ``param.grad``.
 
     ``products``: main gradients by parameter name; each is notified when its parameter's autograd node runs. ``start``:
-    called for a gradient outside :meth:`backward`; it may open one. A gradient that stays outside is ignored; with
-    ``warns`` this is logged once.
+    callback for a gradient that arrives outside of :meth:`backward`; it may enter that context. If it does not, the
+    gradient stays in ``param.grad``; with ``warns`` this is logged once.
     """
 
     def __init__(
@@ -78,8 +81,8 @@ class GradientHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Returns a context for one backward, in which gradients go to ``take``. At its end the user's earlier
-        ``param.grad`` values are restored.
+        """Returns a context for one backward, in which gradients go to the constructor's callback ``take``.
+        ``param.grad`` values from before the context are set aside at its start, and restored at its end.
         """
         with torch._C.DisableTorchFunctionSubclass():  # freed parameters would run code of their class
             for name, parameter in self._parameters.items():
@@ -98,7 +101,9 @@ class GradientHooks:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of trained parameters that the user has frozen (``requires_grad`` False) since the engine was built."""
+        """Names of parameters that were trainable when the engine was built, and are frozen (``requires_grad`` False)
+        at present.
+        """
         return frozenset(name for name, parameter in self._parameters.items() if not parameter.requires_grad)
 
     def remove(self) -> None:
@@ -138,10 +143,10 @@ class GradientHooks:
 
     def admits(self, name: str, node: Any | None) -> bool:
         """Returns True if a matrix product of the running backward may add directly to the gradient sum of parameter
-        ``name``.
+        ``name``. Returns False if no engine backward is open, or the parameter is frozen or has a hook of the user. The
+        first such hook is logged.
 
-        ``node``: autograd node of the parameter, or None outside autograd. False if no engine backward is open, the
-        parameter is frozen, or it has a hook of the user; a hook is logged once.
+        ``node``: autograd node of the parameter, or None outside autograd.
         """
         parameter = self._parameters[name]
         if not self.open and self._start is not None:
@@ -196,7 +201,9 @@ BackwardPart = Literal["whole", "input", "weight"]
 
 
 class Backward(NamedTuple):
-    """Description of one backward of a pipeline stage, or of its input-gradient or weight-gradient half."""
+    """Description of one backward of a pipeline stage and microbatch, or of one half of a split backward: the input
+    gradients, or the weight gradients.
+    """
 
     last: bool
     """True for the expected last backward of a stage in a step."""
@@ -223,19 +230,19 @@ class Reducer(Protocol):
         """Adds ``grad``, a gradient of parameter ``name`` from outside autograd, within an open backward context."""
 
     def expect(self, backwards: int) -> None:
-        """Sets the number of backwards of each stage in this step, if it differs from the usual number. The number must
-        be equal on all data ranks.
+        """Sets the number of backwards of each stage in this step, if it differs from the usual number. All data ranks
+        must set the same number.
         """
 
     def finish(self) -> None:
-        """Completes the reduction of every bucket at the end of a step. Collective over dp."""
+        """Completes the reduction of every bucket at the end of a step. All data ranks must call it."""
 
     def land(self) -> None:
-        """Waits for the running reductions, without starting others."""
+        """Waits for the reductions that have been started, without starting the remaining ones."""
 
     def keep(self) -> None:
-        """Saves the sums after :meth:`finish`, so that further backwards of the same step add to them. The next
-        ``finish`` reduces the new gradients.
+        """Saves the reduced gradients after :meth:`finish`, for further backwards of the same step. The next ``finish``
+        reduces only the new gradients, and adds the saved ones.
         """
 
     @property
@@ -248,7 +255,7 @@ class Reducer(Protocol):
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of trained parameters that the user has frozen since the build."""
+        """Names of parameters that were trainable when the engine was built, and are frozen at present."""
 
     def reset(self) -> None:
         """Discards the gradients of an unfinished step."""
@@ -259,19 +266,19 @@ class Reducer(Protocol):
         """
 
     def observe(self, observer: Take | None) -> None:
-        """Sets a function (name, gradient) that is called with each gradient of this rank before its reduction; None
-        removes it.
+        """Sets a callback (parameter name, gradient) for each gradient of this rank before its reduction; None removes
+        it.
         """
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Quantization errors of encoded reductions, to be added to the next gradients (error feedback). Keys are
-        "BUCKET.HOP".
+        """Quantization errors of quantized gradient reductions, to be added to the next gradients (error feedback). A
+        key "3.0" names the bucket with index 3 and the reduction's first all-to-all (hop 0).
         """
 
     def found_nonfinite(self) -> bool:
-        """Returns True if a gradient since the last call was not finite, while :meth:`watch` is on; synchronizes the
-        device.
+        """Returns True if a gradient since the previous call was not finite; False while :meth:`watch` is off. The host
+        waits for the device.
         """
 
     def remove(self) -> None:
@@ -303,8 +310,8 @@ class ReducerSetup:
 
 
 class SharedReduction:
-    """Base class of the reducers. It owns the gradient hooks, casts messages to the communication dtype, sums tied
-    gradients, and tracks abandoned collectives.
+    """Base class of the reducers. It owns the gradient hooks, casts gradients to the communication dtype, sums
+    gradients of parameters tied over stages, and waits for running collectives of a discarded step.
     """
 
     def __init__(self, setup: ReducerSetup) -> None:
@@ -345,11 +352,13 @@ class SharedReduction:
         self._add(name, grad)
 
     def expect(self, backwards: int) -> None:
-        """Does nothing: only :class:`MicrobatchReducer` depends on the number of backwards."""
+        """Does nothing: only :class:`MicrobatchReducer` (ZeRO 2) depends on the number of backwards in a step."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of trained parameters that are frozen (``requires_grad`` False) at present."""
+        """Names of parameters that were trainable when the engine was built, and are frozen (``requires_grad`` False)
+        at present.
+        """
         return self._hooks.frozen
 
     def _add(self, name: str, grad: Tensor) -> None:
@@ -364,8 +373,8 @@ class SharedReduction:
         self.complete(name)
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the gradient sum of parameter ``name``, to which a matrix product may add in place. Returns None if a
-        separate gradient tensor is needed, as for an observer or a hook of the user.
+        """Returns the memory of the gradient sum of parameter ``name``, to which a matrix product may add in place.
+        Returns None if a separate gradient tensor is needed, as for an observer or a hook of the user.
 
         ``node``: autograd node of the parameter, or None outside autograd.
         """
@@ -377,8 +386,8 @@ class SharedReduction:
         raise NotImplementedError
 
     def added(self, name: str) -> None:
-        """Records that a matrix product has added to the gradient sum of parameter ``name``, and checks the sum if
-        watched.
+        """Records that a matrix product has added to the gradient sum of parameter ``name``. If :meth:`watch` is on, it
+        also checks that the sum is finite.
         """
         self._seen.add(name)
         self._note_sum(name)
@@ -394,9 +403,7 @@ class SharedReduction:
         raise NotImplementedError
 
     def keep(self) -> None:
-        """Copies the finished gradient sums, so that further backwards of the step can add to them; see
-        :meth:`Reducer.keep`.
-        """
+        """Copies the reduced gradients, for further backwards of the same step; see :meth:`Reducer.keep`."""
         self._kept_sums = [(flat, self._part(flat), flat.gradient(self._part(flat)).clone()) for flat in self._buckets]
         self._kept_names = self.names - self.unused
 
@@ -449,14 +456,16 @@ class SharedReduction:
         self._watched = [] if on else None
 
     def observe(self, observer: Take | None) -> None:
-        """Sets a function (name, gradient) that is called with each gradient before its reduction; None removes it.
-        While it is set, matrix products return separate gradients.
+        """Sets a callback (parameter name, gradient) for each gradient before its reduction; None removes it. While it
+        is set, matrix products return separate gradient tensors instead of adding to the buckets.
         """
         self._observer = observer
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Quantization errors of encoded reductions by "BUCKET.HOP", fp32 [rows, shard elements]."""
+        """Quantization errors of quantized gradient reductions by "BUCKET.HOP" (bucket index, number of the
+        all-to-all), fp32 [rows, elements of a shard], with a row for each shard that this rank encodes.
+        """
         return {
             f"{index}.{hop}": residual
             for index, reduction in self._encoded.items()
@@ -464,8 +473,8 @@ class SharedReduction:
         }
 
     def found_nonfinite(self) -> bool:
-        """Returns True if a gradient since the last call was not finite, while :meth:`watch` is on; synchronizes the
-        device.
+        """Returns True if a gradient since the previous call was not finite; False while :meth:`watch` is off. The host
+        waits for the device.
         """
         watched, self._watched = self._watched, self._watched and []
         return bool(watched) and not torch.stack(watched or []).all()

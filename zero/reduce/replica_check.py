@@ -24,8 +24,8 @@ PLAN_CHECK = "plan check"
 
 
 class ReplicaCheck:
-    """One-time check (``parallel.check_replicas``) after the first step's reduction: replicated parameters must have
-    equal gradients on all tensor ranks.
+    """One-time check (``parallel.check_replicas``) after the first step's gradient reduction: the gradient of a
+    parameter that all tensor ranks store in full must be bitwise equal on all of them.
     """
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
@@ -43,8 +43,9 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:
-        """Compares the reduced gradients; returns an error that names the first differing parameter, or None. The
-        result is equal on every tensor rank.
+        """Compares the reduced gradients of replicated parameters across tensor ranks. Returns an error that names the
+        first differing parameter; None if none differs, or if a gradient is not finite. All tensor ranks get the same
+        result.
 
         Sends one all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes per parameter and 8
         more. The traffic is added to ``sent``. Every rank of a stage must call it, even after a failed step.
@@ -74,7 +75,9 @@ class ReplicaCheck:
 
 
 def overlap(slot: Slot, shard: slice) -> slice:
-    """Returns the elements of the bucket that are in both ``slot`` and ``shard``; an empty slice if there are none."""
+    """Returns the elements of a bucket that are both in the parameter's range ``slot`` and in the range ``shard``; an
+    empty slice if there are none.
+    """
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))
 
@@ -84,7 +87,7 @@ NON_FINITE = "non-finite"
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteSource:
-    """Result of the search for the origin of a NaN or infinity in a step; equal on every rank."""
+    """Result of the search for the origin of a NaN or infinity in a step; all ranks get the same result."""
 
     name: str
     """Name: "the loss", "the weight", "the gradient norm", or the first parameter with a non-finite gradient."""
@@ -93,14 +96,14 @@ class NonFiniteSource:
 
     @property
     def subject(self) -> str:
-        """Text for an error message, such as "the loss on ranks 0, 3" or "the gradient of 'head.weight'"."""
+        """Name of the source for an error message, as "the loss on ranks 0, 3" or "the gradient of 'head.weight'"."""
         what = self.name if self.name.startswith("the ") else f"the gradient of {self.name!r}"
         return f"{what} on rank{'s' * (len(self.ranks) > 1)} {_listed(self.ranks)}" if self.ranks else what
 
 
 class NonFinite:
-    """Search for the origin of a NaN or infinity: the loss, or the first parameter of ``table`` with a non-finite
-    gradient.
+    """Search for the origin of a NaN or infinity: the loss, or the first parameter in the order of ``table`` with a
+    non-finite gradient.
     """
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
@@ -114,7 +117,8 @@ class NonFinite:
 
     @torch.no_grad()
     def find(self, loss: Tensor, weight: float, own: bool, sent: Tally) -> NonFiniteSource:
-        """Returns the source of the NaN or infinity for which the step was skipped; equal on every rank.
+        """Returns the source of the NaN or infinity for which the step was skipped: the sum of loss weights, the loss,
+        a parameter's gradient or the gradient norm. All ranks must call it, and get the same result.
 
         One all-gather of 24 bytes per rank over the world, label "non-finite", counted in ``sent``.
 

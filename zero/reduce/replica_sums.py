@@ -20,8 +20,8 @@ OnWire = Callable[[Tensor], Tensor]
 
 
 class ReplicaSum:
-    """Second hop of a gradient reduction in hybrid sharding (HSDP): all-reduces a reduced shard over the replicas of
-    its shard group.
+    """Second hop of a gradient reduction in hybrid sharding (HSDP). The first hop reduces gradients within a shard
+    group; this one all-reduces the resulting ``shard`` over the ranks of other groups with the same shard.
 
     Args:
         inside: handle of the reduction within the shard group, which writes ``shard``.
@@ -44,7 +44,9 @@ class ReplicaSum:
             self._across = self._comm.all_reduce(self._sent, self._axis, "gradients")
 
     def wait(self) -> None:
-        """Waits until ``shard`` contains the sum over all replicas."""
+        """Waits until ``shard`` contains the sum over all shard groups; starts the all-reduce first if :meth:`cross`
+        has not.
+        """
         self.cross()
         assert self._across is not None
         self._across.wait()
@@ -55,9 +57,11 @@ class ReplicaSum:
 def summed_over_replicas(
     inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire
 ) -> tuple[Pending, ReplicaSum]:
-    """Prepares the sum of ``shard`` over ``axis`` after ``inside``, the reduction within the shard group.
+    """Prepares the sum of ``shard`` over ``axis`` after ``inside``, the reduction within the shard group. It sends
+    nothing.
 
-    Returns a handle that waits for both hops, and the :class:`ReplicaSum`. Its ``cross`` starts the second hop earlier.
+    Returns a handle, and the :class:`ReplicaSum`. The handle's wait runs both hops; a call of :meth:`ReplicaSum.cross`
+    before it starts the second hop earlier.
     """
     across = ReplicaSum(inside, shard, axis, comm, on_wire)
     return Pending().then(across.wait), across

@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class WeightCopies:
-    """Check that all copies of a weight on several ranks are bitwise equal, for the weights in ``buckets``."""
+    """Check that the copies of a weight on several ranks are bitwise equal. It covers the weights in ``buckets``."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._told = comm, False
@@ -69,8 +69,8 @@ class WeightCopies:
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:
-        """Returns this rank's contribution to the check, an fp64 scalar. The sum of the contributions of all ranks is 0
-        modulo 2^31 - 1 if all copies are equal.
+        """Returns this rank's digest of the weights that other ranks store too, an fp64 scalar made from their bits. If
+        all copies are equal, the digests of all ranks sum to 0 modulo 2^31 - 1.
         """
         if not self._parts:
             return 0.0
@@ -80,11 +80,11 @@ class WeightCopies:
 
     @torch.no_grad()
     def compare(self, total: float, sent: Tally) -> None:
-        """Finds the first differing weight and logs it on rank 0, if ``total``, the sum of all digests, shows a
-        difference. Every rank must call it.
+        """Finds the first weight with differing copies and logs it on rank 0. Does nothing if ``total``, the sum of the
+        digests of all ranks, is 0 modulo 2^31 - 1, or after the first log. Every rank must call it.
 
         Sends at most 8 bytes per weight over tp and over dp, and 16 bytes over the world, label "copies". Counts them
-        in ``sent``; logs once per run.
+        in ``sent``.
         """
         if self._told or int(total) % _PRIME == 0:
             return
