@@ -13,7 +13,9 @@ Runs = NDArray[np.int64]
 
 
 def runs_from(indices: NDArray[np.int64]) -> Runs:
-    """Returns the sorted, distinct ``indices`` as runs, an array [m, 2] of (first, last + 1)."""
+    """Returns the ascending, distinct ``indices`` as runs: an array [m, 2] with one row (first, last + 1) for each
+    group of consecutive indices.
+    """
     if not len(indices):
         return np.empty((0, 2), np.int64)
     borders = np.flatnonzero(np.diff(indices) != 1)
@@ -40,10 +42,10 @@ def run_length(runs: Runs) -> int:
 
 
 def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns (borders, sums): for each index, the sum of the ``weights`` of the ``sets`` that contain it.
+    """Adds up, for each index, the ``weights`` of the index sets ``sets`` that contain it. Returns (borders, sums).
 
-    ``borders``: all ends of runs, ascending; ``sums[i]`` applies to the indices from ``borders[i]`` up to the next
-    border.
+    ``borders``: the ends of all runs, ascending, each once. ``sums[i]`` is the total for the indices from
+    ``borders[i]`` up to the next border.
     """
     points = np.concatenate([side for runs in sets for side in (runs[:, 0], runs[:, 1])])
     steps = np.concatenate(
@@ -56,7 +58,7 @@ def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDAr
 
 
 def meet(a: Runs, b: Runs) -> Runs:
-    """Returns the intersection of two sets of indices, as runs."""
+    """Returns the indices that are in both ``a`` and ``b``, as runs."""
     if len(a) == 1 or len(b) == 1:  # the usual case, without a sort
         one, other = (a, b) if len(a) == 1 else (b, a)
         cut = np.clip(other, one[0, 0], one[0, 1])
@@ -69,7 +71,7 @@ def meet(a: Runs, b: Runs) -> Runs:
 
 
 def join_runs(runs: Runs) -> Runs:
-    """Joins neighbouring sorted runs, such as [0, 4) and [4, 6), into one."""
+    """Joins runs that touch, such as [0, 4) and [4, 6), into one. ``runs`` are sorted."""
     if len(runs) < 2:
         return runs
     apart = runs[1:, 0] != runs[:-1, 1]
@@ -78,8 +80,9 @@ def join_runs(runs: Runs) -> Runs:
 
 def places_in(held: Runs, wanted: Runs) -> Runs | None:
     """Returns the positions of the indices ``wanted`` in a shard that stores the indices ``held`` in ascending order.
+    Positions are returned as runs.
 
-    None: the shard lacks some index.
+    None: the shard lacks at least one of these indices.
     """
     if not len(wanted):
         return wanted

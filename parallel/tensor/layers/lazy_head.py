@@ -42,9 +42,10 @@ class _Late:
 
 
 class LazyLMHead(nn.Module):
-    """Language-model head that maps x [.., D] to logits [.., V], which the loss computes later, in chunks of tokens.
+    """Language-model head that maps x [.., D] to lazy logits [.., V]: the loss computes them later, in chunks of
+    tokens.
 
-    Such lazy logits are returned if gradients are needed; otherwise the logits are computed at once.
+    If no gradients are needed, it computes the logits at once and returns them.
     """
 
     tensor_late: _Late
@@ -81,7 +82,7 @@ class LazyLMHead(nn.Module):
 
 
 class LateLinear(LazyLMHead, nn.Linear):
-    """Lazy head made from a replicated plain ``nn.Linear``: its logits are computed in the loss."""
+    """Lazy head made from a replicated ``nn.Linear``: the loss computes its logits, in chunks of tokens."""
 
 
 def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, patches: ForwardPatches) -> None:
