@@ -121,7 +121,9 @@ class ShardRow:
         return math.prod(self.shape)
 
     def local_shape(self, holder: ShardHolder) -> tuple[int, ...]:
-        """Returns the shape of the shard on the rank ``holder``."""
+        """Returns the shape of the parameter's shard on the rank ``holder`` (its pipeline, tensor and expert index),
+        before ZeRO.
+        """
         sizes = list(self.shape)
         if len(self.experts) > 1:
             sizes[self.expert_dim] = sum(each.stop - each.start for each in self.expert_ranges(holder))
@@ -130,7 +132,9 @@ class ShardRow:
         return tuple(sizes)
 
     def local_elements(self, holder: ShardHolder) -> int:
-        """Returns the number of elements of the shard on the rank ``holder``."""
+        """Returns the number of elements of the parameter's shard on the rank ``holder`` (its pipeline, tensor and
+        expert index), before ZeRO.
+        """
         return math.prod(self.local_shape(holder))
 
     def quantized_shape(self, holder: ShardHolder) -> QuantizedShape | None:

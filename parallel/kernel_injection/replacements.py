@@ -60,7 +60,7 @@ class NormModule(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Description for reports: kind, eps, offset of the weight."""
+        """Description of the norm for reports: its kind, its eps, and the offset added to its weight."""
         kind = "LayerNorm" if self.form.centered else "RMSNorm"
         return f"{kind}, eps {self.form.eps:g}{', weights from 1' * bool(self.form.offset)}"
 

@@ -40,7 +40,9 @@ class PlaceholderPool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Returns True for ``Tensor``, ``Parameter`` and ``FakeTensor``; False for subclasses that change operations."""
+    """Returns True if the class of ``tensor`` is ``Tensor``, ``Parameter`` or ``FakeTensor``. False for other
+    subclasses, which may change how torch functions run.
+    """
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 

@@ -67,7 +67,9 @@ def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
-    """Returns the names of the layers that read their weight from codes and scales."""
+    """Returns the names of the layers of ``model`` with quantized weights, which are computed from stored codes and
+    scales at each read.
+    """
     return [name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]
 
 

@@ -144,7 +144,7 @@ class RandomStreams:
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
-        """Restores the user's Python and NumPy generators after recomputation in backward."""
+        """Restores the states that the user's Python and NumPy generators had before backward recomputed blocks."""
         self._host.end_backward()
 
     def _install(self) -> None:
@@ -268,7 +268,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 class HostState(NamedTuple):
-    """State of Python's and NumPy's generators of this process."""
+    """States of Python's and NumPy's global random generators in this process."""
 
     python: Any
     numpy: Any
@@ -356,7 +356,9 @@ class HostDraws:
             self._seed(seed)
 
     def end_backward(self) -> None:
-        """Restores the user's Python and NumPy generators after recomputation of units in backward."""
+        """Restores the states that the user's Python and NumPy generators had before backward recomputed units. Does
+        nothing if no unit was recomputed.
+        """
         users, self._users = self._users, None
         if users is not None:
             users.__exit__(None, None, None)

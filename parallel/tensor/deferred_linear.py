@@ -84,7 +84,7 @@ class LinearSpec(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Optional tensors of a product besides x, weight and bias."""
+    """Optional tensors that :func:`deferrable_linear` gets in addition to x, weight and bias."""
 
     kept: Tensor | None = None
     """Tensor saved for backward in place of x, from which the deferral policy restores x."""

@@ -285,8 +285,8 @@ class ModelTrace:
 
     @cached_property
     def read_by_glue(self) -> tuple[str, ...]:
-        """Names of parameters that code outside units (blocks and other outermost modules) reads, where no module hook
-        fires.
+        """Names of parameters that are read by code outside units (blocks and other outermost modules), where no module
+        hook runs before the read.
         """
         read = {name for value in self.values if value.maker == "glue" for name in value.parameters}
         read |= {leaf.parameter for leaf in self.result.leaves if isinstance(leaf, FromParameter)}

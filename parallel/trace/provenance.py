@@ -180,7 +180,9 @@ class TensorProvenance:
         return number
 
     def hook(self, tensor: Tensor) -> None:
-        """Marks the traced value ``tensor`` as one with a gradient hook of the user; ignores other tensors."""
+        """Marks the traced tensor ``tensor`` as one on which the user has registered a gradient hook. Ignores tensors
+        that are not traced.
+        """
         number = self.number.get(id(tensor))
         if number is not None:
             self.values[number] = replace(self.values[number], hooked=True)
@@ -199,8 +201,8 @@ class TensorProvenance:
         return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
 
     def result_leaf(self, leaf: Any) -> Leaf:
-        """Returns the source of one leaf of the program's result: a traced value, a parameter, a free tensor or a
-        constant.
+        """Returns the source of one leaf of the program's result: a traced tensor, a parameter, a tensor computed from
+        the batch alone, or a constant.
         """
         if not isinstance(leaf, Tensor):
             self.refuse_hidden(leaf, [], "the program returns")

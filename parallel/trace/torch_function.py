@@ -179,7 +179,7 @@ def writes_in_place(name: str) -> bool:
 
 @dataclass
 class Operation:
-    """Call of a torch function, with its arguments."""
+    """Record of one call of a torch function, with its arguments."""
 
     function: Function
     args: tuple[Any, ...]
@@ -226,7 +226,9 @@ class Operation:
 
     @property
     def is_blank(self) -> bool:
-        """True if the operation reads only the shapes of its arguments, such as ``zeros_like``."""
+        """True if the operation makes a new tensor and reads only the shape and dtype of its arguments, such as
+        ``zeros_like``.
+        """
         return self.name in _BLANK
 
     @property

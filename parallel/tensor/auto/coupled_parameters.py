@@ -299,7 +299,7 @@ class GradientSparsity:
         return sum(self._parameters[name].numel() for name in group.cuts)
 
     def width(self, row: str) -> int:
-        """Returns the number of input features of the product with the parameter named ``row``."""
+        """Returns the number of input features of the matrix product with the parameter named ``row``."""
         return self._widths[row]
 
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:

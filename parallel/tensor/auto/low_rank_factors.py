@@ -169,7 +169,8 @@ class Factors:
         return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
     def plus(self, left: Tensor, right: Tensor) -> "Factors":
-        """Returns the weight plus the product of ``left`` [.., O, Z] and ``right`` [.., Z, I], stored as one more term.
+        """Returns the sum of the weight and the product of ``left`` [.., O, Z] and ``right`` [.., Z, I]. The product is
+        stored as one more pair of factors.
 
         Raises:
             NoRuleError: the dims form no matrix [O, I] or stack [E, O, I].

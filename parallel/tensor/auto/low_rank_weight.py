@@ -67,7 +67,9 @@ class Parts:
     shape: tuple[int, ...]
 
     def factors(self) -> Factors:
-        """Returns the parameter as a sum of low-rank products: one term for a matrix, three for a stack of experts."""
+        """Returns the parameter as a sum of low-rank products. A matrix has one term with all columns of the factors
+        joined; a stack of experts has one term for each of A B', P v' and u Q'.
+        """
         (a, b), (u, v), (p, q) = self.random, self.vectors, self.zeros
         terms: tuple[Term, ...] = ((a, b), (p, v), (u, q))
         if len(self.shape) == 2:

@@ -64,7 +64,7 @@ class Decided:
 
     @property
     def why(self) -> str:
-        """Reason for the strategy of this group, as text."""
+        """Reason for the strategy of this group, as text for reports, with the integer attributes that it divides."""
         return f"divided {', '.join(self.way.changes)}{self.note}" if self.way.changes else self.note
 
 

@@ -80,7 +80,7 @@ class GlobalTensorContext:
         return self.planned is None or parameter in self.planned
 
     def clear(self) -> None:
-        """Drops the cached copies of plain tensors that :meth:`entered` has made; called at the end of a block's
+        """Drops the copies of plain tensors that :meth:`entered` has cached. It is called at the end of a block's
         forward.
         """
         self._entered.clear()

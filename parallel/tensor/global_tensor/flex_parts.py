@@ -33,8 +33,8 @@ class FlexPart(NamedTuple):
     def of(
         device: torch.device, rows: Runs | None = None, heads: Runs | None = None, queries: Runs | None = None
     ) -> "FlexPart":
-        """Returns the part with the indices in the runs ``rows``, ``heads`` and ``queries``, as tensors on ``device``.
-        None for a dim: all its indices.
+        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``, each a set of indices as runs
+        (first, last + 1). The part stores them as tensors on ``device``. None for a dim: all its indices.
         """
 
         def table(runs: Runs | None) -> Tensor | None:

@@ -59,8 +59,8 @@ class Index:
 
     @classmethod
     def of_runs(cls, runs: Iterable[Runs], size: int) -> "Index":
-        """Returns the Index in which rank r stores the indices in the r-th element of ``runs``. The arrays of all
-        indices are only made when they are first read.
+        """Returns the sharding in which rank r stores the indices in the r-th element of ``runs``, an array [m, 2] of
+        (first, last + 1). The arrays of all indices are only made when they are first read.
         """
         made = cls.__new__(cls)
         made._describe(runs, size)
@@ -167,8 +167,8 @@ def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
 
 
 def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
-    """Returns the sharding of a dim of ``size`` indices in which rank r stores the indices in the runs ``ranks[r]``.
-    Returns None if every rank stores all indices.
+    """Returns the sharding of a dim of ``size`` indices in which rank r stores the indices in ``ranks[r]``, an array
+    [m, 2] of runs (first, last + 1). Returns None if every rank stores all indices.
 
     Raises:
         NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
@@ -234,8 +234,8 @@ def positions(have: Index | None, want: Index | None, rank: int) -> Runs | None:
     """Returns the positions, in the shard of ``rank`` under the sharding ``have``, of the indices that this rank has
     under the sharding ``want``.
 
-    The positions are returned as runs; None if both shardings are equal. None as a sharding means that every rank
-    stores all indices.
+    The positions are runs, an array [m, 2] of (first, last + 1); None if both shardings are equal. None as a sharding
+    means that every rank stores all indices.
 
     Raises:
         NoRuleError: some index of ``want`` is not on the rank.

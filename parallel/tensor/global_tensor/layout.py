@@ -61,8 +61,8 @@ def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
 
 
 def checked(shape: Shape, sets: Sets) -> Layout:
-    """Makes a :class:`Layout` of the full shape ``shape`` and the index sets ``sets`` of its dims, if every element is
-    on some rank.
+    """Returns a :class:`Layout` of the full shape ``shape`` and the shardings ``sets`` of its dims, after a check that
+    every element is on at least one rank.
 
     Raises:
         NoRuleError: some element would be on no rank.
@@ -82,7 +82,7 @@ def positive_dim(dim: int, dims: int) -> int:
     """Returns ``dim`` counted from the front, for a tensor of ``dims`` dims.
 
     Raises:
-        NoRuleError: there is no such dim; the fallback lets torch raise its own error.
+        NoRuleError: there is no such dim; the caller then runs torch's function, which raises its own error.
     """
     if not -max(dims, 1) <= dim < max(dims, 1):
         raise NoRuleError("the tensor has no such dim; torch raises its own error.")
@@ -90,7 +90,7 @@ def positive_dim(dim: int, dims: int) -> int:
 
 
 def infer_size(numel: int, shape: Sequence[int]) -> Shape:
-    """Returns ``shape`` with -1 replaced by the size that ``numel`` elements need."""
+    """Returns ``shape`` with -1 replaced by the size at which the product of all sizes is ``numel``."""
     if -1 not in shape:
         return tuple(shape)
     known = -math.prod(shape)
@@ -101,7 +101,7 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
     """Returns the layout of a tensor with ``layout`` after a reshape to the full shape ``shape``.
 
     Raises:
-        NoRuleError: a rank's elements do not form a product of index sets in the new shape.
+        NoRuleError: the elements of some rank are not a shard of the new shape, a set of indices for each dim.
     """
     sets: list[Index | None] = [None] * len(shape)
     for old, new in dim_groups(layout.shape, shape):

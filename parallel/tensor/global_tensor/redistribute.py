@@ -118,7 +118,8 @@ def _gather_nested(x: GlobalTensor, inner: GlobalTensor) -> Tensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """Returns the sum of ``local`` over the ranks of the context's axis; ``label``: label of the all-reduce.
+    """Returns the sum of ``local`` over the ranks of the context's axis. ``label``: name under which the traffic of
+    this all-reduce is counted.
 
     The sum may overwrite ``local``, so no other code may read ``local`` afterwards.
     """

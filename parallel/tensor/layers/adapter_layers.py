@@ -32,8 +32,8 @@ class JoinedLayer(nn.Module):
     base_layer: Any
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs PEFT's own forward on this rank's shards, between the input and output collectives of the wrapped
-        layer.
+        """Runs the PEFT layer's original forward on this rank's shards, between the input and output collectives of the
+        wrapped layer.
         """
         base = self.base_layer
         left: Tensor = base.tensor_leave(super().forward(base.tensor_enter(x), *args, **kwargs))

@@ -51,10 +51,11 @@ class LazyLMHead(nn.Module):
     tensor_late: _Late
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Returns lazy logits: a tensor that stores ``x_D`` until the loss computes the logits from it.
+        """Returns lazy logits: a tensor that stores ``x_D`` until the loss computes the logits from it. Without
+        gradients, returns computed logits.
 
         A sharded head first applies Megatron-LM's f to ``x_D``: backward sums the gradient over "tp". If context ranks
-        share a sequence, ``x_D`` and the logits have this rank's positions.
+        share a sequence, ``x_D`` and the logits have this rank's positions of it.
         """
         logits: Tensor = run_on_positions(self._late, x_D)
         return logits
@@ -75,7 +76,7 @@ class LazyLMHead(nn.Module):
         return ShardedLogits.late(hidden, product_of(hidden, weight))
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """Returns the logits of ``x_D``, computed at once by the head's own forward."""
+        """Returns the logits of ``x_D``, computed at once by the original forward of the head."""
         own: Any = super()
         logits: Tensor = own.multiply(x_D) if isinstance(self, HeadLayer) else own.forward(x_D)
         return logits
@@ -93,8 +94,8 @@ def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, pat
 
     Constraints:
         - Weights are read when the loss is computed, after the module has returned, and when its backward begins. A
-          head whose weights are freed or replaced by then (ZeRO 3 keeps those of the last gather group) must not be
-          lazy.
+          head must not be lazy if its weights are freed or replaced by then. (ZeRO 3 does not free the weights of the
+          last gather group.)
         - Lazy logits stay on their pipeline stage: only a head on the stage of the loss may be lazy.
         - Lazy logits must be read before the weights are updated; a first read after that raises. The
           parameter's version counter detects this, so code that writes past autograd must increment the counter.

@@ -199,7 +199,7 @@ class TrafficRecorder(CollectiveRecorder):
 
     @property
     def used_one_way(self) -> frozenset[str]:
-        """Names of replicated parameters used with sharded activations only."""
+        """Names of replicated parameters that are used with sharded activations, and never with full ones."""
         one = self._partial - self._reads.plain
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
 

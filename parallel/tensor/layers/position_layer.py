@@ -23,7 +23,9 @@ class PositionLayer(nn.Module):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer on this rank's positions of the sequences."""
+        """Runs the layer on this rank's positions of the sequences, and returns global tensors over "cp" with these
+        positions.
+        """
         return run_on_positions(super().forward, *args, **kwargs)
 
 

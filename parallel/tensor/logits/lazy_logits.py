@@ -91,7 +91,9 @@ class LogitsSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyLogits:
-    """Logits that are not computed yet: hidden states, with the function that computes logits from them."""
+    """Logits that are not computed yet: their hidden states, with the callback ``compute`` that computes this rank's
+    shard of the logits.
+    """
 
     part: LogitShard
     """Shard of the hidden states, with the head's product."""

@@ -139,7 +139,7 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 def has_own_weights(layer: nn.Module) -> bool:
     """Returns True if the gradients of weight and bias of ``layer`` may be computed later than the input gradient.
 
-    False: a parameter is frozen, parametrized or has hooks, or the layer's product has been replaced.
+    False if one of both is frozen, parametrized or has hooks, or if another function computes the layer's product.
     """
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():

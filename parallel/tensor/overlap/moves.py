@@ -34,7 +34,9 @@ class GatherProduct(Protocol):
 
 
 class ProductScatter(Protocol):
-    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence."""
+    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence, so that
+    each rank gets its rows of the sum.
+    """
 
     def __call__(
         self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route

@@ -45,7 +45,7 @@ class Divisibility:
 
 
 def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
-    """Raises if ``tp`` tensor ranks do not suit one of the sizes in ``fits``.
+    """Checks that ``tp`` tensor ranks suit every size in ``fits``, such as a number of heads.
 
     Raises:
         PlanError: the message names the first such size, and every number of ranks that suits all sizes.

@@ -75,7 +75,8 @@ class Style:
 
 
 def parse_style(text: str) -> Style:
-    """Parses ``text``, one style of a tensor plan such as "column head:64".
+    """Parses ``text``, one style of a tensor plan such as "column head:64", which says how a module or parameter is
+    sharded.
 
     Raises:
         PlanError: ``text`` is no valid style.

@@ -24,7 +24,7 @@ class ParameterCut:
     """Ranges that cover the dim once; a range on several ranks has a partial gradient on each of them."""
 
     def widths(self, tp: int) -> tuple[int, ...]:
-        """Returns the number of rows along ``dim`` on each of ``tp`` ranks."""
+        """Returns the number of rows along ``dim`` that each of ``tp`` ranks stores, in rank order."""
         return tuple(held(self.ranges, index) for index in range(tp))
 
 
@@ -52,7 +52,9 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Row of the table that explains a searched plan: the decision about a group of layers, with its reason."""
+    """Row of the table that explains the result of the plan search: the strategy for all layers that match ``pattern``,
+    and the reason for it.
+    """
 
     pattern: str
     style: str

@@ -169,7 +169,9 @@ def _sum_once(cut: dict[str, Index | None], out: str) -> None:
 
 
 def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
-    """Runs ``functional.linear`` on shards: ``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
+    """Runs ``functional.linear`` on this rank's shards of ``input`` [.., I] and ``weight`` [O, I] or [I]. If I is
+    sharded, the products are summed over the ranks before ``bias`` [O] is added.
+    """
     rows = "abcdefgh"[: input.ndim - 1]
     columns = "O" if weight.ndim == 2 else ""
     product = EinsumSpec((rows + "I", columns + "I"), rows + columns)
@@ -197,13 +199,15 @@ def fused_linear(
 
 
 def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any = None, **named: Any) -> Any:
-    """Runs ``matmul``, ``mm``, ``bmm``, ``mv`` or ``dot`` on shards, with or without leading dims."""
+    """Runs ``matmul``, ``mm``, ``bmm``, ``mv`` or ``dot`` on this rank's shards of ``input`` and ``other``. If the dim
+    that the product sums over is sharded, the products are summed over the ranks.
+    """
     other = other if other is not None else next(iter(named.values()))
     return multiply_parts(context, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
 
 
 def rmatmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
-    """Runs ``Tensor.__rmatmul__`` on shards: ``other @ input``."""
+    """Runs ``Tensor.__rmatmul__``, which returns ``other @ input``, on shards, by the rule of ``matmul``."""
     return matmul(context, func, other, input)
 
 
@@ -225,7 +229,10 @@ def addmm(
     beta: Any = 1,
     **named: Any,
 ) -> Any:
-    """Computes ``beta * input + alpha * first @ second`` on shards, for ``addmm``, ``baddbmm`` and ``addmv``."""
+    """Computes ``beta * input + alpha * first @ second`` on this rank's shards, for ``addmm``, ``baddbmm`` and
+    ``addmv``. If the dim that the product sums over is sharded, the products are summed over the ranks before ``input``
+    is added.
+    """
     alpha = named.pop("alpha", 1)
     if "out" in named:
         raise NoRuleError("no rule writes into out=.")
@@ -244,7 +251,12 @@ def _add_product(first: Tensor, second: Tensor, bias: Tensor | None = None) -> T
 
 
 def einsum(context: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
-    """Runs ``einsum`` on shards with the letters of ``equation``; an ellipsis stands for leading dims."""
+    """Runs ``einsum`` on this rank's shards of ``operands``. If a dim that ``equation`` sums over is sharded, the
+    results are summed over the ranks. An ellipsis stands for leading dims.
+
+    Raises:
+        NoRuleError: ``equation`` is not a string, or it repeats a letter in one operand.
+    """
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise NoRuleError("einsum needs a string equation; lists of numbers have no rule.")

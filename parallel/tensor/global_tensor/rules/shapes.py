@@ -69,7 +69,7 @@ def reshape(
 
 
 def reshape_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """Runs ``view_as`` or ``reshape_as`` of a global tensor; only the shape of ``other`` is used."""
+    """Runs ``view_as`` or ``reshape_as``: reshapes a global tensor to the full shape of ``other``."""
     if type(input) is not GlobalTensor:
         return input.reshape(other.shape)
     return to_shape(input, tuple(other.shape))
@@ -194,7 +194,7 @@ def expand(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
 
 
 def expand_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """Runs ``expand_as`` of a global tensor; only the shape of ``other`` is used."""
+    """Runs ``expand_as``: expands a global tensor to the full shape of ``other``."""
     return to_expanded(input, tuple(other.shape)) if type(input) is GlobalTensor else input.expand(other.shape)
 
 
@@ -210,7 +210,7 @@ def to_expanded(x: GlobalTensor, sizes: Shape) -> GlobalTensor:
 
 
 def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, repeats: Any = None) -> Any:
-    """Runs ``repeat`` of a global tensor: tiles each dim the given number of times."""
+    """Runs ``repeat`` of a global tensor: repeats the elements along each dim the given number of times, as a b a b."""
     times = given_sizes(sizes, repeats=repeats)
     new = len(times) - input.ndim
     full = (1,) * new + tuple(input.full)
@@ -222,7 +222,9 @@ def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
 
 
 def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``tile`` of a global tensor: ``repeat`` with numbers for the last dims only."""
+    """Runs ``tile`` of a global tensor: as ``repeat``, but the given numbers are for the last dims; dims before them
+    are not repeated.
+    """
     times = given_sizes(sizes, dims=dims)
     return repeat(context, func, input, repeats=(*(1,) * (input.ndim - len(times)), *times))
 
