@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 
 class DataParts(NamedTuple):
-    """Sizes of the mixed-radix digits of a rank's data index (three) and context index (two), slowest digit first.
+    """Division of a rank's data index into three mixed-radix digits and of its context index into two. The fields list
+    the number of values of each digit, slowest-varying digit first.
 
     A shard group or a group of experts is a run of neighbouring ranks, so it consists of the fastest digits:
 
@@ -24,7 +25,8 @@ class DataParts(NamedTuple):
     """Number of fastest data digits that ``ep`` has; it has the fastest context digit too."""
 
     def digits(self, axis: str, size: int) -> Iterable[tuple[str, int]]:
-        """Returns name and size of each digit of ``axis``, slowest first; axes other than "dp" and "cp" are one digit.
+        """Returns (name, number of values) for each digit of the index along ``axis``, slowest-varying digit first. An
+        axis other than "dp" and "cp" is one digit.
 
         ``size``: number of ranks along ``axis``.
         """
@@ -33,9 +35,10 @@ class DataParts(NamedTuple):
         return zip(_CONTEXT_DIGITS, self.context, strict=True) if axis == "cp" else ((axis, size),)
 
     def names(self, axis: str) -> tuple[str, ...]:
-        """Returns the names of the digits that ``axis`` consists of, such as "dp_middle" and "dp_inner" for "dp_shard".
+        """Returns the names of the digits in which the ranks along ``axis`` differ, such as "dp_middle" and "dp_inner"
+        for "dp_shard".
 
-        Axes other than the data, context and expert axes are one digit of the same name.
+        An axis other than the data, context and expert axes is one digit of this name.
         """
         data, context = set(_DATA_DIGITS), set(_CONTEXT_DIGITS)
         shard = set(_DATA_DIGITS[3 - self.shards :])
@@ -53,9 +56,11 @@ _CONTEXT_DIGITS = ("cp_outer", "cp_inner")
 
 
 def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
-    """Returns the digits of ``dp`` data and ``cp`` context ranks.
+    """Returns the digits into which the data and context indices are divided, for ``dp`` data ranks and ``cp`` context
+    ranks.
 
-    ``shards``: number of data ranks in a ZeRO shard group; ``experts``: number of ranks in a group that shares experts.
+    ``shards``: number of data ranks in a ZeRO shard group; ``experts``: number of ranks among which the experts of a
+    layer are divided.
     """
     within = min(experts, cp)
     experts //= within
@@ -65,9 +70,11 @@ def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
 
 
 def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> str | None:
-    """Returns the end of an error sentence if ``experts`` ranks cannot share the experts of a layer; otherwise None.
+    """Checks if the experts of a layer can be divided among groups of ``experts`` ranks. Returns None, or the end of an
+    error sentence that begins with the number.
 
-    They must divide the data and context ranks and suit shard groups of ``shard_size`` data ranks (None: one group).
+    ``experts`` must divide the ``dp`` data x ``cp`` context ranks, and fit ZeRO shard groups of ``shard_size`` data
+    ranks (None: one group of all).
     """
     named = f"{dp} data x {cp} context ranks" if cp > 1 else f"{dp} data ranks"
     sizes = expert_sizes(dp, cp, shard_size)
@@ -85,7 +92,8 @@ def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> st
 
 
 def expert_sizes(dp: int, cp: int, shard_size: int | None) -> list[int]:
-    """Returns the numbers of ranks that may share the experts of a layer, with ``dp`` data and ``cp`` context ranks.
+    """Returns all numbers of ranks among which the experts of a layer can be divided, with ``dp`` data and ``cp``
+    context ranks.
 
     ``shard_size``: number of data ranks in a ZeRO shard group, None for all.
     """

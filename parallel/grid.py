@@ -44,7 +44,7 @@ Order = Literal["tp-dp-pp", "tp-pp-dp"]
 
 @dataclass(frozen=True, slots=True)
 class GridAxis:
-    """Axis of the grid, and the properties of the ranks along it."""
+    """Axis of the grid of ranks: its names, and the role of the ranks that differ only along it."""
 
     name: str
     """Name in process groups, traffic, reports and checkpoints."""
@@ -61,7 +61,9 @@ class GridAxis:
 
 
 class Spread(NamedTuple):
-    """Axes over which parameters and their optimizer state are sharded or replicated, and the number of shards."""
+    """Axes over which a kind of parameters, with their optimizer state, is sharded, replicated and summed, and the
+    number of ZeRO shards.
+    """
 
     sharding: Axis = "dp"
     """Axis over which ZeRO shards the state and gradients are reduced."""
@@ -86,12 +88,14 @@ AXES: tuple[GridAxis, ...] = (
 
 
 def shown_axes(sizes: Mapping[str, int]) -> tuple[GridAxis, ...]:
-    """Returns the axes that texts for users name: pipeline, data, tensor, and others of several ranks."""
+    """Returns the axes that reports and error texts name: always pipeline, data and tensor, and every further axis with
+    more than one rank. ``sizes``: number of ranks by axis.
+    """
     return tuple(axis for axis in AXES if axis.name in ("pp", "dp", "tp") or sizes.get(axis.name, 1) > 1)
 
 
 class Coord(Mapping[str, int]):
-    """Position of a rank in the grid: an index for each axis, 0 by default."""
+    """Position of a rank in the grid: its index along each axis. An axis that is not given has index 0."""
 
     __slots__ = ("_indices",)
 
@@ -137,7 +141,9 @@ class Coord(Mapping[str, int]):
 
 
 class ShardHolder(NamedTuple):
-    """Pipeline, tensor and expert index of a rank; they determine the parameters, or shards of them, that it stores."""
+    """Pipeline, tensor and expert index of a rank. Ranks with equal indices store the same parameters and shards of
+    parameters, before ZeRO.
+    """
 
     pp: int = 0
     tp: int = 0
@@ -145,18 +151,19 @@ class ShardHolder(NamedTuple):
 
 
 class Grid:
-    """Grid of ranks, and this rank's position in it. Immutable.
+    """Grid of ranks with named axes, as seen by one of its ranks. Immutable.
 
     Args:
         rank: global number of this rank.
         order: axes from the fastest-varying with the rank to the slowest.
-        shard_size: number of neighbouring data ranks that share one ZeRO copy; None: all.
-        experts: number of neighbouring data and context ranks that share the experts of a layer.
+        shard_size: number of neighbouring data ranks that share one copy of the state that ZeRO shards; None: all data
+            ranks.
+        experts: number of neighbouring data and context ranks among which the experts of a layer are divided.
         sizes: number of ranks along each axis, 1 by default.
 
     Raises:
-        GridError: a size below 1, an unknown axis, a rank outside the grid, or a size that does not divide the data
-            ranks.
+        GridError: a size below 1, an unknown axis, a rank outside the grid, or a shard or expert size that does not
+            suit the data ranks.
     """
 
     __slots__ = (
@@ -221,70 +228,80 @@ class Grid:
 
     @property
     def row_ranks(self) -> int:
-        """Number of ranks along the axis ``rows``."""
+        """Number of ranks along the axis :attr:`rows`: the number of parts into which a batch is divided."""
         return self.size(self.rows)
 
     @property
     def row_rank(self) -> int:
-        """Index of this rank along the axis ``rows``."""
+        """Index of this rank along the axis :attr:`rows`, along which ranks read different rows of the batch."""
         return self.index(self.rows)
 
     @property
     def copies(self) -> Axis:
-        """Name of the axis along which ranks store equal parameters, possibly sharded by ZeRO."""
+        """Name of the axis along which ranks have the same parameters. ZeRO may shard these parameters over it."""
         return self._joined(axis.name for axis in AXES if axis.copies)
 
     @property
     def sums(self) -> Axis:
-        """Name of the axis over which gradients are summed: ranks along it compute parts of one gradient."""
+        """Name of the axis over which gradients are summed: each rank along it computes a part of every gradient."""
         return self._joined(axis.name for axis in AXES if axis.sums)
 
     @property
     def sharding(self) -> Axis:
-        """Name of the axis over which ZeRO shards: ``sums``, or its inner part if there are several shard groups."""
+        """Name of the axis over which ZeRO shards: :attr:`sums`, or with several shard groups the part of it inside one
+        group.
+        """
         if not self.data_axes:
             return self.sums
         return self._joined(("dp_shard", *(axis.name for axis in AXES if axis.sums and not axis.rows)))
 
     @property
     def shard_line(self) -> Axis:
-        """Name of the axis along which shard groups are runs of neighbouring ranks; equal to ``sums``."""
+        """Name of the axis that contains all shard groups of ZeRO, each one a run of neighbouring ranks. It is the axis
+        :attr:`sums`.
+        """
         return self.sums
 
     @property
     def shard_groups(self) -> Axis:
-        """Name of the axis of one rank from each shard group, along which gradients of equal shards are summed."""
+        """Name of the axis that has one rank of each ZeRO shard group. The ranks along it store the same shard and sum
+        its gradient.
+        """
         return "dp_replicate"
 
     @property
     def shard_copies(self) -> Axis:
-        """Name of the axis of the ranks that store the same ZeRO shard."""
+        """Name of the axis along which all ranks store the same ZeRO shard."""
         others = [axis.name for axis in AXES if axis.copies and not axis.sums]
         return self._joined((self.shard_groups, *others))
 
     @property
     def spread(self) -> Spread:
-        """Axes over which ordinary (non-expert) parameters are sharded, replicated and summed."""
+        """Axes over which ordinary parameters, which are not of experts, are sharded, replicated and summed."""
         return Spread(
             self.sharding, self.shard_groups, self.sums, self.copies, self.shard_copies, self.size(self.sharding)
         )
 
     @property
     def expert_spread(self) -> Spread:
-        """Axes over which expert parameters are sharded, replicated and summed; ranks along ``ep`` have different
-        experts.
+        """Axes over which the parameters of experts are sharded, replicated and summed. They exclude the axis ``ep``,
+        along which ranks have different experts.
         """
         sharding: Axis = "edp_shard" if self.data_axes else "edp"
         return Spread(sharding, "edp_replicate", "edp", "edp", "edp_replicate", self.size(sharding))
 
     @property
     def shard_group(self) -> int | None:
-        """Number of neighbours along ``shard_line`` that share one ZeRO copy; None: all."""
+        """Number of neighbouring ranks along :attr:`shard_line` that share one copy of the state that ZeRO shards.
+        None: all of them.
+        """
         return self.size(self.sharding) if self.data_axes else None
 
     @property
     def data_axes(self) -> tuple[Axis, ...]:
-        """Axes (dp_shard, dp_replicate) if there are several shard groups; otherwise empty."""
+        """Names of the two parts of the data axis, ("dp_shard", "dp_replicate"), if there are several ZeRO shard
+        groups; otherwise an empty tuple.
+        """
         return ("dp_shard", "dp_replicate") if self.shard_size not in (None, self.dp) else ()
 
     def coord(self, rank: int | None = None) -> Coord:
@@ -295,17 +312,21 @@ class Grid:
         return Coord(**{axis: self.index(axis, rank) for axis in self.sizes})
 
     def place(self, rank: int | None = None) -> dict[str, int]:
-        """Returns the index of ``rank``, by default of this rank, along each of the axes that texts for users name."""
+        """Returns the index of ``rank``, by default of this rank, along each axis that reports and error texts name."""
         coord = self.coord(rank)
         return {axis.name: coord[axis.name] for axis in shown_axes(self.sizes)}
 
     def holder(self, coord: Coord | None = None) -> ShardHolder:
-        """Returns the coordinates that determine which parameters a rank stores; ``coord`` defaults to this rank's."""
+        """Returns the pipeline, tensor and expert index of the rank at ``coord``, by default of this rank. They
+        determine the parameters that the rank stores.
+        """
         coord = coord or self._coord
         return ShardHolder(coord.pp, coord.tp, self.index("ep", self.rank_at(**coord)))
 
     def rank_at(self, **indices: int) -> int:
-        """Returns the rank at a position, 0 along every axis without an index; inverse of :meth:`coord`."""
+        """Returns the global number of the rank with these ``indices`` along the named axes, and index 0 along all
+        further axes. This is the inverse of :meth:`coord`.
+        """
         rank = 0
         for axis, index in indices.items():
             for size, stride in reversed(self._digits_of(axis)):
@@ -314,7 +335,7 @@ class Grid:
         return rank
 
     def at(self, rank: int) -> "Grid":
-        """Returns the same grid as seen by ``rank``: with this number as its own rank."""
+        """Returns a grid with the same axes and sizes, as seen by the rank with the global number ``rank``."""
         return Grid(rank=rank, order=self.order, shard_size=self.shard_size, experts=self.experts, **self.sizes)
 
     def size(self, axis: Axis) -> int:
@@ -325,22 +346,24 @@ class Grid:
         return found
 
     def stride(self, axis: Axis) -> int:
-        """Returns the distance, in ranks, from a rank to its next peer along ``axis``."""
+        """Returns the difference between the global numbers of two ranks that are neighbours along ``axis``."""
         return min(stride for _, stride in self._digits_of(axis))
 
     def index(self, axis: Axis, rank: int | None = None) -> int:
-        """Returns the index of ``rank``, or of this rank, among its :meth:`peers` along ``axis``."""
+        """Returns the index of ``rank``, by default of this rank, along ``axis``, among its :meth:`peers`."""
         rank, index = self.rank if rank is None else rank, 0
         for size, stride in self._digits_of(axis):
             index = index * size + rank // stride % size
         return index
 
     def is_first(self, axis: Axis, coord: Coord | None = None) -> bool:
-        """Returns True if the rank at ``coord``, by default this rank, is the first of its peers along ``axis``."""
+        """Returns True if the rank at ``coord``, by default this rank, has index 0 along ``axis``."""
         return self.index(axis, None if coord is None else self.rank_at(**coord)) == 0
 
     def peers(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
-        """Returns ranks that differ from ``rank`` (or this rank) along ``axis`` only, itself included, ascending."""
+        """Returns the global numbers, ascending, of ``rank`` itself and of all ranks that differ from it along ``axis``
+        only. ``rank``: by default this rank.
+        """
         rank = self.rank if rank is None else rank
         self._check(rank)
         digits = self._digits_of(axis)
@@ -348,7 +371,9 @@ class Grid:
         return tuple(first + offset for offset in _offsets(digits))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
-        """Yields every group of peers along ``axis``, in order of their first ranks; each rank is in exactly one."""
+        """Yields every group of ranks that differ along ``axis`` only, in order of their first ranks. Each rank of the
+        grid is in exactly one group.
+        """
         own = set(self._names(axis))
         offsets = _offsets(self._digits_of(axis))
         others = [digit for name, digit in self._digits.items() if name not in own]
@@ -382,7 +407,7 @@ class Grid:
 
     @property
     def shape(self) -> str:
-        """Sizes of the axes as text, such as ``2 pipeline x 4 data x 1 tensor``."""
+        """Numbers of ranks along the axes, as text such as ``2 pipeline x 4 data x 1 tensor``."""
         shape = " x ".join(f"{self.sizes[axis.name]} {axis.noun}" for axis in shown_axes(self.sizes))
         return f"{shape}, {self.experts} expert" if self.experts > 1 else shape
 
@@ -430,23 +455,26 @@ def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def saved_order(sizes: Mapping[str, object]) -> Order:
-    """Returns the axis order in ``sizes``, the grid that a checkpoint records; checkpoints without it have
-    "tp-dp-pp".
+    """Returns the order of axes in ``sizes``, the description of the grid that a checkpoint contains. Without an entry
+    "order" it is "tp-dp-pp".
     """
     return "tp-pp-dp" if sizes.get("order") == "tp-pp-dp" else "tp-dp-pp"
 
 
 def saved_grid(sizes: Mapping[str, Any]) -> Grid:
-    """Returns the grid in ``sizes``, as a checkpoint records it, with this rank as rank 0; missing axes have size 1."""
+    """Returns the grid that ``sizes`` describes, as seen by its rank 0. ``sizes``: the description in a checkpoint; an
+    axis without an entry has one rank.
+    """
     experts = sizes.get("ep", 1)
     return Grid(order=saved_order(sizes), experts=experts, **{axis.name: sizes.get(axis.name, 1) for axis in AXES})
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
-    """Returns, for each axis with several ranks, the axis that provides its process group; keys are in opening order.
+    """Returns a dict from each axis with several ranks to the axis with the process group that it uses; keys are in the
+    order in which groups are opened.
 
-    An axis of all ranks uses the world's group; other axes with equal ranks share one group. Axes of equal parameters
-    get separate groups, since gradients travel over them at the same time as other messages.
+    An axis of all ranks uses the group of "world". Axes with the same ranks share one group, but axes along which
+    parameters are equal get groups of their own, since gradients travel over them at the same time as other messages.
     """
     lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
     expert_axes = ("ep", *dict.fromkeys(grid.expert_spread[:5])) if grid.experts > 1 else ()

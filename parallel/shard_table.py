@@ -34,8 +34,8 @@ from engine.parallel.grid import ShardHolder
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows ``start:stop`` of a sharded dim; ``holders`` are the indices of the ranks that store them, along one
-    axis.
+    """Rows ``start`` up to, but without, ``stop`` of a sharded dim. ``holders``: indices, along one axis, of the ranks
+    that store these rows.
     """
 
     start: int
@@ -45,7 +45,9 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """Sharding of one logical parameter: name, shape, pipeline owners, ranges of the sharded dim."""
+    """Sharding of one parameter: its name and full shape, the pipeline stages that store it, and the ranges of rows of
+    its sharded dim. A tied parameter has one row.
+    """
 
     name: str
     """First name of the parameter in ``model.named_parameters()``."""
@@ -77,29 +79,36 @@ class ShardRow:
 
     @property
     def equal_on_tensor_ranks(self) -> bool:
-        """True if all tensor ranks hold the same elements."""
+        """True if the parameter is not sharded over tensor ranks, so that all of them store the same elements."""
         return self.dim is None
 
     @property
     def sharded(self) -> bool:
-        """True if a rank may hold a part of the parameter."""
+        """True if the parameter is sharded over tensor or expert ranks, so that a rank stores only a part of it."""
         return self.dim is not None or len(self.experts) > 1
 
     def held(self, holder: ShardHolder) -> bool:
-        """Returns True if a rank with coordinates ``holder`` stores elements of the parameter."""
+        """Returns True if the rank ``holder`` (its pipeline, tensor and expert index) stores elements of the parameter,
+        before ZeRO.
+        """
         return holder.pp in self.owners and (not self.experts or bool(self.expert_ranges(holder)))
 
     def tensor_ranges(self, holder: ShardHolder) -> tuple[Range, ...]:
-        """Returns the ranges along ``dim`` that the rank ``holder`` stores, in order."""
+        """Returns the ranges of rows along ``dim`` that the rank ``holder`` stores, in the order in which its shard
+        concatenates them.
+        """
         return tuple(each for each in self.ranges if holder.tp in each.holders)
 
     def expert_ranges(self, holder: ShardHolder) -> tuple[Range, ...]:
-        """Returns the ranges along ``expert_dim`` that the rank ``holder`` stores; several if experts alternate."""
+        """Returns the ranges of experts along ``expert_dim`` that the rank ``holder`` stores. They are several if its
+        experts are not consecutive.
+        """
         return tuple(each for each in self.experts if holder.ep in each.holders)
 
     def local(self, full: Tensor, holder: ShardHolder) -> Tensor:
-        """Returns the elements of the full parameter that the rank ``holder`` stores, as a new contiguous tensor if the
-        parameter is sharded."""
+        """Returns the elements of ``full``, the full parameter, that the rank ``holder`` stores: a new contiguous
+        tensor, or ``full`` itself if the parameter is not sharded.
+        """
         if not self.sharded:
             return full
         if len(self.experts) > 1:
@@ -112,7 +121,9 @@ class ShardRow:
         return math.prod(self.shape)
 
     def local_shape(self, holder: ShardHolder) -> tuple[int, ...]:
-        """Returns the shape of the shard on the rank ``holder``."""
+        """Returns the shape of the parameter's shard on the rank ``holder`` (its pipeline, tensor and expert index),
+        before ZeRO.
+        """
         sizes = list(self.shape)
         if len(self.experts) > 1:
             sizes[self.expert_dim] = sum(each.stop - each.start for each in self.expert_ranges(holder))
@@ -121,11 +132,15 @@ class ShardRow:
         return tuple(sizes)
 
     def local_elements(self, holder: ShardHolder) -> int:
-        """Returns the number of elements of the shard on the rank ``holder``."""
+        """Returns the number of elements of the parameter's shard on the rank ``holder`` (its pipeline, tensor and
+        expert index), before ZeRO.
+        """
         return math.prod(self.local_shape(holder))
 
     def quantized_shape(self, holder: ShardHolder) -> QuantizedShape | None:
-        """Returns shape and format of the quantized shard on the rank ``holder``; None if not quantized."""
+        """Returns shape and format of the quantized shard on the rank ``holder``. Returns None if the parameter is not
+        quantized.
+        """
         if self.quantized is None:
             return None
         dim, own = self.dim, self.tensor_ranges(holder)
@@ -135,17 +150,19 @@ class ShardRow:
         return QuantizedShape(format=self.quantized, shape=self.local_shape(holder), runs=runs)
 
     def counted(self, holder: ShardHolder) -> bool:
-        """Returns True if global norms count the copy of the parameter on the rank ``holder``.
+        """Returns True if global norms, such as the gradient norm, count the elements that the rank ``holder`` stores.
+        Each element is counted on one of the pipeline and tensor ranks that store it.
 
-        The elements in :meth:`copies` are excepted.
+        The ranges in :meth:`copies` are not counted on this rank.
         """
         return holder.pp == self.owners[0] and any(each.holders[0] == holder.tp for each in self.ranges)
 
     def copies(self, holder: ShardHolder) -> tuple[tuple[int, int], ...]:
-        """Returns ranges [start, stop) of the flat shard on the rank ``holder`` that global norms count on another
-        rank.
+        """Returns ranges [start, stop) of the flattened shard on the rank ``holder`` that other ranks store too, and
+        that global norms count on one of these.
 
-        They exist if a shard has both exclusive and shared rows, such as a fused QKV weight with a shared key.
+        The result is not empty only for a shard that also has rows of its own, such as a fused QKV weight with a shared
+        key.
         """
         own = [(each.stop - each.start, each.holders[0] == holder.tp) for each in self.tensor_ranges(holder)]
         if self.dim is None or not any(first for _, first in own):
@@ -161,7 +178,9 @@ class ShardRow:
 
 @dataclass(frozen=True, slots=True)
 class ShardTable:
-    """Shardings of all parameters, in the order of ``model.named_parameters()``."""
+    """Table with a row for each parameter of a model, in the order of ``model.named_parameters()``, that describes its
+    sharding.
+    """
 
     rows: tuple[ShardRow, ...]
 
@@ -169,30 +188,36 @@ class ShardTable:
         return iter(self.rows)
 
     def held_by(self, holder: ShardHolder) -> tuple[ShardRow, ...]:
-        """Returns the rows of parameters with elements on a rank with coordinates ``holder``."""
+        """Returns the rows of all parameters of which the rank ``holder`` (its pipeline, tensor and expert index)
+        stores elements.
+        """
         return tuple(row for row in self.rows if row.held(holder))
 
     @property
     def elements(self) -> int:
-        """Number of elements of the full model, tied parameters counted once."""
+        """Number of elements of the full model. A tied parameter is counted once."""
         return sum(row.elements for row in self.rows)
 
 
 class Cutting(Protocol):
-    """Interface of one parameter's sharding over the tensor axis: the sharded dim and its ranges."""
+    """Interface of the sharding of one parameter over the tensor axis: its sharded dim, and the ranges of rows along
+    it.
+    """
 
     @property
     def dim(self) -> int | None:
-        """Sharded dim; None: not sharded."""
+        """Dim along which the parameter is sharded; None: it is not sharded."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """Ranges of rows with their holders."""
+        """Ranges of rows along the sharded dim, each with the tensor ranks that store it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Input of a shard table: shardings of the parameters by their first names; the default replicates everything."""
+    """Input for :func:`build_table`: the shardings of a model's parameters by their first names. By default every
+    parameter is replicated on the first pipeline stage.
+    """
 
     tp: int = 1
     cuts: Mapping[str, Cutting] = field(default_factory=dict)
@@ -212,10 +237,12 @@ class Division:
 
 
 def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:
-    """Builds one row per parameter of ``model``, before it is sharded; reads only shapes, dtypes and identities.
+    """Returns a shard table with one row for each parameter of ``model``, which must not be sharded yet. It reads only
+    names, shapes, dtypes and ties.
 
     Args:
-        groups: optimizer group of each trainable parameter, by name.
+        groups: index of the optimizer group of each trainable parameter, by name.
+        division: shardings of the parameters; None replicates all of them.
     """
     division = division or Division()
     names: dict[int, list[str]] = {}

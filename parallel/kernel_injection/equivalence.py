@@ -23,7 +23,9 @@ INJECTION_TOLERANCE = 1e-5
 
 
 def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[str, nn.Module]) -> nn.Module:
-    """Returns a shallow copy of ``module`` with other parameters and children; shares all other attributes."""
+    """Returns a shallow copy of ``module`` that has ``parameters`` and ``children`` in place of its original ones. All
+    other attributes are shared with ``module``.
+    """
     other = copy.copy(module)
     vars(other)["_parameters"] = {name: nn.Parameter(value) for name, value in parameters.items()}
     vars(other)["_modules"] = dict(children)
@@ -31,9 +33,9 @@ def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[
 
 
 def parameterless_copy(child: nn.Module) -> nn.Module:
-    """Returns a copy of ``child`` without parameters, with every dropout replaced by a nonlinear function.
+    """Returns a copy of ``child``, a module without parameters, in which a nonlinear function replaces every dropout.
 
-    The function commutes with no other operation, so a comparison detects the position of the dropout.
+    The function commutes with no other operation, so a comparison of two modules detects a dropout at another position.
     """
     if isinstance(child, _DropoutNd):
         return _Bent()
@@ -52,7 +54,7 @@ class _Bent(nn.Module):
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Returns True if this module or one inside it has forward or backward hooks."""
+    """Returns True if ``module``, or a module inside it, has forward or backward hooks."""
     return any(
         inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks
         for inner in module.modules()
@@ -60,30 +62,32 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns the forward of the module's class; None if the instance has another forward."""
+    """Returns the forward of the class of ``module``, or None if the object ``module`` itself has another forward."""
     return None if "forward" in vars(module) else type(module).forward
 
 
 def is_linear_layer(child: nn.Module | None) -> bool:
-    """Returns True if ``child`` is a linear layer (``nn.Linear`` or ``Conv1D``) with an unmodified forward."""
+    """Returns True if ``child`` is an ``nn.Linear`` or Hugging Face ``Conv1D`` with an unmodified forward; False for
+    None.
+    """
     return child is not None and is_linear(child) and has_plain_forward(child) and own_forward(child) is not None
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Returns random float64 numbers of ``shape`` from a new generator with ``seed``; the user's generators are
-    unchanged.
+    """Returns a float64 tensor of ``shape`` with random numbers. They come from a new generator with ``seed``, so the
+    user's generators do not change.
     """
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def sizes_of(layer: Any) -> tuple[int, int]:
-    """Returns (input features, output features) of a linear layer."""
+    """Returns (number of input features, number of output features) of ``layer``, an ``nn.Linear`` or ``Conv1D``."""
     return tuple(layer.weight.shape) if is_conv1d(layer) else tuple(reversed(layer.weight.shape))
 
 
 def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
-    """Returns a float64 linear layer of these sizes with random weights, and with a bias if the layer ``like`` has
-    one.
+    """Returns a float64 linear layer from ``inputs`` to ``outputs`` features, with random weights. It has a bias if the
+    layer ``like`` has one.
     """
     layer = nn.Linear(inputs, outputs, like.bias is not None, device="meta", dtype=torch.float64)
     for place, (name, parameter) in enumerate(layer.named_parameters()):
@@ -92,10 +96,10 @@ def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
 
 
 def agrees_in_use(module: nn.Module, forward: Function, operator: Function, width: int) -> bool:
-    """Returns True if ``forward`` of ``module``, a copy, and ``operator`` agree at all ``SCALES``, in train and eval
-    mode.
+    """Returns True if the two functions ``forward`` and ``operator`` agree for random inputs at all ``SCALES`` of
+    magnitude, in train and eval mode of ``module``.
 
-    ``width``: number of features of the random inputs.
+    ``module``: a copy of the module with this ``forward``; ``width``: number of features of the inputs.
     """
     parameters = list(module.parameters())
     for training in (True, False):
@@ -106,10 +110,12 @@ def agrees_in_use(module: nn.Module, forward: Function, operator: Function, widt
 
 
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
-    """Returns True if two functions have equal outputs and equal gradients of ``inputs`` and ``parameters``.
+    """Returns True if ``module`` and ``operator``, the function to replace and its replacement, have equal outputs for
+    ``inputs``, and equal gradients of ``inputs`` and ``parameters``, up to a tolerance. An error in one of them counts
+    as a difference.
 
-    ``module`` is the function of the module, ``operator`` its replacement. Each call draws new random numbers, so a
-    function with dropout agrees with nothing; the user's generators are restored.
+    Both draw different random numbers, so a function with dropout agrees with no other. The user's generators are
+    restored.
     """
     with torch.random.fork_rng(devices=[]):
         try:

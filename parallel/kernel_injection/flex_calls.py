@@ -35,7 +35,9 @@ _NAMES = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kerne
 
 
 def redirect_flex(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches the methods of ``model`` that call flex attention, so that traces and sharded tensors can follow it."""
+    """Patches the methods of ``model`` that call PyTorch's flex attention. They then call an operator that traces and
+    sharded tensors can follow.
+    """
     if _FLEX_MODULE not in sys.modules:
         return
     listed = any(

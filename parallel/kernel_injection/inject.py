@@ -36,7 +36,7 @@ PutOn = Callable[[ForwardPatches], None]
 
 
 class Replacement(NamedTuple):
-    """Module that a fused operator computes in place of the module's own forward."""
+    """Description of a module that a fused operator can compute in place of the module's original forward."""
 
     module: str
     operator: str
@@ -51,7 +51,9 @@ LAZY_HEAD = "loss"
 
 
 def describe_replacements(replacements: Sequence[Replacement]) -> list[str]:
-    """Formats one line for each operator and group of modules with equal names up to numbers."""
+    """Returns one line of text for each operator and group of modules. A group has modules with names that differ only
+    in numbers.
+    """
     groups = Counter((r.operator, starred(r.module), r.detail) for r in replacements)
     return [f"{operator:<7} {name} ({count}): {detail}" for (operator, name, detail), count in groups.items()]
 
@@ -62,10 +64,11 @@ def _put_on(module: nn.Module, forward: Callable[..., Any], replacement: Replace
 
 
 def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, PutOn]]:
-    """Returns the modules that a fused operator can compute, each with the function that installs the operator.
+    """Returns (description, function) for each module of ``model`` that a fused operator can compute. The function
+    installs the operator on the module.
 
     Nothing is communicated. No parameter is read, so the model may be on the meta device, and the user's random
-    generators are untouched.
+    generators do not change.
     """
     forwards: dict[object, Callable[..., Any]] = {}
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -116,9 +119,11 @@ def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
 
 
 def find_heads(model: nn.Module) -> Iterator[str]:
-    """Yields the names of possible language-model heads: layers with as many rows as an embedding of the model.
+    """Yields the names of layers that may be language-model heads: linear layers with as many outputs as an embedding
+    of ``model`` has rows.
 
-    Other layers among them remain correct: lazy logits are computed in full when any code except a loss reads them.
+    A layer that is not a head still works with lazy logits, which are computed in full when any code except a loss
+    reads them.
     """
     vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():

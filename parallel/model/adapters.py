@@ -25,12 +25,14 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Returns the name that a parameter or module of a PEFT model has in the base model."""
+    """Returns the name in the base model of the parameter or module ``name`` of a PEFT model, without PEFT's prefixes
+    and wrappers.
+    """
     return _WRAPPED.sub("", name.removeprefix(PREFIX))
 
 
 def adapter_names(model: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Returns the entries of ``names`` that are parameters of adapters, which the base model does not have."""
+    """Returns the entries of ``names`` that are parameters of PEFT adapters, which the base model does not have."""
     if not is_peft_model(model):
         return frozenset()
     part: str | None = getattr(getattr(model, "base_model", None), "prefix", None)
@@ -39,10 +41,11 @@ def adapter_names(model: nn.Module, names: Collection[str]) -> frozenset[str]:
 
 
 def check_drawn(model: nn.Module, names: Collection[str]) -> None:
-    """Raises if an adapter parameter in ``names``, on the meta device, has an initial value that cannot be drawn again.
+    """Checks that the adapter parameters of ``model`` among ``names``, which are on the meta device, have initial
+    values that can be drawn again.
 
     Raises:
-        PlanError: the adapter is none of LoRA, or its initial value depends on the base's weights.
+        PlanError: an adapter is not LoRA, or its initial value depends on the base model's weights.
     """
     settings: Any = getattr(model, "peft_config", {})
     for name in sorted(adapter_names(model, names)):
@@ -57,7 +60,8 @@ def check_drawn(model: nn.Module, names: Collection[str]) -> None:
 
 
 def reset_pairs(model: nn.Module, module: nn.Module) -> None:
-    """Sets the initial values of the LoRA pairs (A, B) of ``module`` as PEFT does; other modules do not change.
+    """Sets the LoRA matrices A and B of ``module`` to their initial values, as PEFT does. A module without LoRA does
+    not change.
 
     ``model``: the PEFT model that contains ``module``.
     """

@@ -24,10 +24,10 @@ from engine.parallel.model.name_patterns import is_inside
 
 @dataclass(frozen=True)
 class Units:
-    """Units and blocks of a model, by name, in model order.
+    """Units and blocks of a model. ``modules``: the units by name, in model order.
 
-    A block is an element of a chain (ModuleList or Sequential of equal modules). A unit is a block or another outermost
-    module with parameters; a trace records each call of a unit as one call.
+    A block is an element of a chain (a ModuleList or Sequential of modules of equal structure). A unit is a block, or
+    another outermost module with parameters. A trace records each call of a unit as one call.
     """
 
     modules: Mapping[str, nn.Module]
@@ -37,13 +37,13 @@ class Units:
 
 
 def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed: Collection[str] = ()) -> Units:
-    """Returns the units and blocks of ``model``: elements of chains (ModuleList, Sequential), and other outermost
-    modules.
+    """Finds the units of ``model``: its blocks (elements of a ModuleList or Sequential) and all other outermost modules
+    with parameters.
 
     Args:
         deep: True takes the chains inside the elements of a chain as blocks (Swin).
         mixed: True accepts children of any classes as a chain, even single layers (VGG: convolutions and norms).
-        closed: names of modules with lists of modules that are no chains, such as lists of experts.
+        closed: names of modules with lists of modules that are not chains, such as lists of experts.
     """
     inside = {id(module) for name in closed for module in model.get_submodule(name).modules()}
     walk = _Walk(deep, mixed, inside)
@@ -53,7 +53,9 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed
 
 
 def open_units(units: Units, names: Iterable[str]) -> Units:
-    """Replaces the units in ``names`` by their children, so that a trace records the values between the children."""
+    """Replaces the units with these ``names`` by their children, so that a trace also records the tensors between the
+    children.
+    """
     opened = set(names)
     modules: dict[str, nn.Module] = {}
     blocks: list[str] = []
@@ -66,9 +68,10 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
 
 
 def open_around(units: Units, names: Iterable[str]) -> Units:
-    """Replaces each unit that contains a module in ``names`` by its children, until the module itself is a unit.
+    """Replaces each unit that contains a module in ``names`` by its children, again and again, until this module is
+    itself a unit.
 
-    Names without a module, or with a module without parameters, are ignored.
+    Names without a module, or of a module without parameters, are ignored.
     """
     for name in names:
         around = _unit_around(units, name)
@@ -89,9 +92,8 @@ def _unit_around(units: Units, name: str) -> str | None:
 
 
 def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns (name, child) of the children of ``module`` with parameters, including repeated children.
-
-    ``named_children`` omits repeated children.
+    """Returns (name, child) for each child of ``module`` that has parameters. A child registered under several names is
+    listed under each one, unlike in ``named_children``.
     """
     return [(key, child) for key, child in module._modules.items() if child is not None and _weighty(child)]
 
@@ -102,7 +104,9 @@ def has_compiled_code(module: nn.Module) -> bool:
 
 
 def compiled_around(model: nn.Module, units: Collection[str]) -> dict[str, nn.Module]:
-    """Returns the compiled modules of ``model`` that contain a module in ``units`` without being one, by name."""
+    """Returns, by name, the modules of ``model`` that ``torch.compile`` has compiled and that contain a module in
+    ``units``. A compiled module that is itself in ``units`` is left out.
+    """
     compiled = {name: module for name, module in model.named_modules() if has_compiled_code(module)}
     return {
         name: module

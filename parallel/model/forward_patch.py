@@ -42,7 +42,9 @@ _NOTHING = object()
 
 
 class PatchLayer(IntEnum):
-    """Position of a patch among the patches of one module: smaller numbers are closer to the module's own forward."""
+    """Position of a patch among all patches of one module. A patch with a smaller number is closer to the module's
+    original forward.
+    """
 
     PARAMETERS = 0
     """Patches outside forward: parameters are in flat buckets, and hooks collect their gradients."""
@@ -64,8 +66,8 @@ class PatchLayer(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Reversible change to one module: its position among patches, its effect as text, and the function that undoes
-    it.
+    """Reversible change to one module, with its position among the module's patches, its effect as text, and the
+    function that undoes it.
     """
 
     module: nn.Module
@@ -76,7 +78,9 @@ class Patch:
 
 
 class ForwardPatches:
-    """Patches of one engine. ``remove`` restores every module to the state before the first patch."""
+    """List of the reversible changes (patches) that one engine makes to modules. ``remove`` restores every module to
+    its state before the first patch.
+    """
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
@@ -85,10 +89,11 @@ class ForwardPatches:
 
     @contextmanager
     def changing(self, module: nn.Module, layer: PatchLayer, note: str) -> Iterator[None]:
-        """Registers as a patch the changes that code inside the context makes to the attributes and the class of
-        ``module``.
+        """Registers the changes that code inside the context makes to the attributes and the class of ``module`` as one
+        patch.
 
-        Removal restores each changed attribute, unless other code has assigned it again since.
+        ``layer``: position of the patch; ``note``: its effect, for reports. Removing the patch restores each changed
+        attribute, unless other code has assigned the attribute again.
         """
         outer = self._outermost.get(id(module), layer)
         # COMPILE is exempt: blocks are compiled before they are planned, and call the forward of the time of the call
@@ -114,30 +119,39 @@ class ForwardPatches:
         self._patches.append(Patch(module, layer, note, undo))
 
     def replace_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
-        """Replaces the forward of ``module`` by ``forward(module, *args)``.
+        """Makes ``module(*args)`` call ``forward(module, *args)`` in place of the module's forward.
 
-        The new forward is a bound method, so that a copy of the module gets a forward bound to the copy.
+        The new forward is a bound method, so that a copy of the module gets a forward bound to the copy. ``layer``:
+        position among the module's patches; ``note``: effect of the patch, for reports.
         """
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, MethodType(forward, module))
 
     def wrap_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
-        """Replaces the forward of ``module`` by ``forward(*args)``, which may call the previous one."""
+        """Makes ``module(*args)`` call ``forward(*args)``, without the module as an argument. ``forward`` may call the
+        previous forward.
+
+        ``layer``: position among the module's patches; ``note``: effect of the patch, for reports.
+        """
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, forward)
 
     def hook(self, module: nn.Module, layer: PatchLayer, handle: RemovableHandle, note: str) -> None:
-        """Records a hook on ``module`` or on one of its parameters as a patch."""
+        """Registers a hook on ``module``, or on one of its parameters, as a patch. ``handle``: the hook's handle, which
+        removes it.
+        """
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Registers a change to an object that ``module`` refers to, such as its ``config``, as a patch; removal calls
-        ``undo``.
+        """Registers a change to an object that ``module`` refers to, such as its ``config``, as a patch. ``undo``:
+        callback that takes the change back when the patch is removed.
         """
         self._patches.append(Patch(module, layer, note, undo))
 
     def around(self, module: nn.Module) -> list[Patch]:
-        """Returns the patches of ``module`` itself, the innermost first."""
+        """Returns the patches on ``module`` itself, without the ones on its children, from the innermost to the
+        outermost.
+        """
         return sorted((patch for patch in self._patches if patch.module is module), key=lambda patch: patch.layer)
 
     def remove(self) -> None:
@@ -147,9 +161,10 @@ class ForwardPatches:
         self._outermost.clear()
 
     def explain(self, model: nn.Module, name: str) -> list[str]:
-        """Returns the patches around and inside the module ``name`` of ``model``, as lines ``path: note``.
+        """Returns a line ``path: note`` for each patch on the module ``name`` of ``model``, on a module that contains
+        it, or on a module inside it.
 
-        Modules around come first, from outside to inside, then the module itself, then the modules inside.
+        Modules that contain it come first, from outside to inside, then the module itself, then the modules inside.
 
         Raises:
             EngineError: the model has no module of this name; the text proposes a name.
@@ -171,16 +186,17 @@ class ForwardPatches:
 
 
 def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a replaced forward that calls the forward of the module's class, as correct for sharded layers.
+    """Marks ``forward``, which replaces a module's forward, as one that calls the forward of the module's class.
+    Returns ``forward``.
 
-    Sharding changes the class of a layer, and an unmarked forward would bypass the shards.
+    Sharding changes the class of a layer; a replaced forward without this mark would bypass the shards.
     """
     vars(forward)[_THROUGH_CLASS] = True
     return forward
 
 
 def goes_through_class(module: nn.Module) -> bool:
-    """Returns True if calling ``module`` runs the forward of its class, directly or through patches."""
+    """Returns True if calling ``module`` runs the forward of its class, directly or through patches that call it."""
     own = vars(module).get(_FORWARD)
     return own is None or getattr(own, _THROUGH_CLASS, False)
 
@@ -193,18 +209,17 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
 
 
 def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
-    """Returns a copy of ``function`` in which the global ``name`` has the value ``value``; the original is
-    unchanged.
-    """
+    """Returns a copy of ``function`` that reads ``value`` as its global ``name``. The original does not change."""
     return with_globals(function, {name: value})
 
 
 def with_globals(
     function: FunctionType, values: Mapping[str, Any], cells: Mapping[int, Any] = MappingProxyType({})
 ) -> FunctionType:
-    """Returns a copy of ``function`` with the globals ``values`` in place of its own.
+    """Returns a copy of ``function`` that reads ``values`` as its globals of these names; the original function is
+    unchanged.
 
-    ``cells``: new contents of cells of the function's closure, by index.
+    ``cells``: new contents of cells of the function's closure, by index of the cell.
     """
     scope = {**function.__globals__, **values}
     scope.pop("__name__", None)  # torch.compile would look globals up in the original module by this name
@@ -220,7 +235,9 @@ def with_globals(
 
 
 class Handler(Protocol):
-    """Interface of functions (unit name, original forward, arguments) that return the result of an intercepted call."""
+    """Interface of callbacks that run an intercepted call. They get the unit's name, its original forward and the
+    arguments, and return the call's result.
+    """
 
     def __call__(
         self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -229,8 +246,8 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interception:
-    """Patches that pass the calls of units (blocks and other outermost modules) to ``handler`` in place of their
-    forward.
+    """Patches by which calls of units (blocks and other outermost modules) run the callback ``handler`` in place of the
+    unit's forward.
     """
 
     handler: Handler
@@ -243,7 +260,9 @@ class Interception:
     """
 
     def install(self, unit: str, module: nn.Module, note: str) -> None:
-        """Passes calls of ``module``, with unit name ``unit``, to the handler."""
+        """Makes calls of ``module``, the unit with the name ``unit``, run the handler. ``note``: effect of the patch,
+        for reports.
+        """
         compiled = getattr(module, _COMPILED, None)
         own: Callable[..., Any] = getattr(module, _FORWARD if compiled is None else _COMPILED)
 

@@ -21,10 +21,11 @@ _DEEPEST = 16
 def replace_in_methods(
     model: nn.Module, patches: ForwardPatches, layer: PatchLayer, note: str, choose: Choice, libraries: bool = True
 ) -> None:
-    """Patches the methods of ``model``'s modules that read a global value for which ``choose`` returns another value.
+    """Patches the methods of all modules in ``model`` that read a global for which the callback ``choose`` returns a
+    replacement. The patched method reads the replacement.
 
-    A method that another patch has replaced by a copy is copied again; other replaced methods stay. ``libraries``: also
-    methods of modules of a library, such as transformers.
+    A method that an earlier patch has replaced by a copy is copied again; other replaced methods do not change.
+    ``libraries``: True to patch also methods that a library such as transformers defines.
     """
     found = _Copies(choose)
     by_class: dict[type, dict[str, FunctionType]] = {}
@@ -45,7 +46,9 @@ def replace_in_methods(
 
 
 def class_values(owner: type) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) of the attributes of the class ``owner`` and its bases that code outside torch defines."""
+    """Yields (name, value) for each attribute of the class ``owner`` and of its base classes. Base classes that torch
+    defines are left out.
+    """
     seen = set[str]()
     for base in owner.__mro__:
         if base is not object and not (base.__module__ or "").startswith("torch."):

@@ -18,17 +18,23 @@ _LISTED = 8
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Returns True if ``name`` is ``module`` or inside it; all names are inside the model, which has the empty name."""
+    """Returns True if the module or parameter ``name`` is ``module`` itself or is inside it. ``module`` "" is the whole
+    model.
+    """
     return not module or name == module or name.startswith(f"{module}.")
 
 
 def starred(name: str) -> str:
-    """Returns the name with ``*`` for each number: the pattern of one module in all elements of a chain."""
+    """Returns ``name`` with ``*`` for each number in it: a pattern that matches the same module in all elements of a
+    chain.
+    """
     return _NUMBER.sub(r"\1*", name)
 
 
 def name_runs(names: Iterable[str]) -> str:
-    """Returns a list of names with runs of numbers joined: ``embed, h.0 to h.11, norm``; the first few entries."""
+    """Returns the names as one line of text in which names that differ in a number are joined: ``embed, h.0 to h.11,
+    norm``. A long list is cut after the first few entries.
+    """
     runs: dict[str, list[str]] = {}
     for name in names:
         runs.setdefault(starred(name), []).append(name)
@@ -39,7 +45,7 @@ def name_runs(names: Iterable[str]) -> str:
 def refuse_unmatched(
     given: Iterable[tuple[str, str]], names: Sequence[str], kind: str, error: type[EngineError] = ConfigError
 ) -> None:
-    """Refuses patterns that match none of ``names``.
+    """Checks that every pattern in ``given`` matches at least one of ``names``.
 
     Args:
         given: (key in the user's configuration, pattern).

@@ -26,14 +26,17 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class QuietMode(TorchFunctionMode):
-    """Torch function mode under which layers and fused kernels run as without a mode.
+    """Base of torch function modes that layers and fused kernels ignore: under them they still use the engine's
+    kernels.
 
-    Under any other mode, such as a tracer, they call torch's own functions, so that the mode sees these.
+    Under any other mode, such as a tracer, they call torch's functions, so that the mode sees each operation.
     """
 
 
 class OperandCasts(QuietMode):
-    """Function mode that casts operands of mixed dtypes in the forwards of one engine."""
+    """Torch function mode for the forwards of one engine: if an operation that needs one dtype gets operands of
+    several, it casts them to the compute dtype.
+    """
 
     def __init__(self, compute: torch.dtype) -> None:
         super().__init__()
@@ -44,9 +47,10 @@ class OperandCasts(QuietMode):
 
     @contextmanager
     def forward(self, whole: bool) -> Iterator[None]:
-        """Casts operands of a forward inside the context.
+        """Casts operands of different dtypes in the forward inside the context.
 
-        ``whole``: the forward runs the whole model; if it casts nothing, later forwards run without this mode.
+        ``whole``: True if the forward runs the whole model. If such a forward needs no cast, later forwards run without
+        this mode.
         """
         kind = torch.is_grad_enabled()
         if not self._needed.get(kind, True):
@@ -82,7 +86,9 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def is_watched() -> bool:
-    """Returns True if a function mode other than a quiet one is active, such as a tracer."""
+    """Returns True if a torch function mode that must see torch's functions is active, such as a tracer; a
+    :class:`QuietMode` does not count.
+    """
     if not torch._C._len_torch_function_stack():  # fast path without any mode: each call of a layer asks
         return False
     return any(not isinstance(mode, QuietMode) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]

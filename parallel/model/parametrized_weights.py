@@ -22,9 +22,8 @@ _PUT_ON = "_activate_lora"
 
 
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches the PEFT modules of ``model`` that add an adapter to a weight during a call.
-
-    After the patch, such a call leaves the module's parameters unchanged.
+    """Patches the PEFT modules of ``model`` that replace a parameter by weight plus adapter during a call. After the
+    patch, such a call leaves the module's parameters unchanged.
     """
     for module in model.modules():
         if _adapts(module):
@@ -33,10 +32,10 @@ def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
-    """Returns the modules with weights to which PEFT adapters add a term, each with the name of its outermost adapter
-    module.
+    """Returns a dict from each module to which PEFT adapters add a term, to the name of the outermost adapter module
+    around it.
 
-    An adapter of a second parameter contains the adapter of the first one.
+    If two parameters of one module have adapters, the adapter of the second one wraps the adapter of the first one.
     """
     found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
@@ -48,7 +47,8 @@ def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
 def adapter_chain(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns (prefix, module) for ``module`` and each module that it wraps as an adapter, from outside to inside.
 
-    The last module is the adapted one. A prefix leads from ``module`` to the wrapped module, such as "base_layer.".
+    The last module is the adapted one. A prefix is the path from ``module`` to the wrapped module, such as
+    "base_layer.".
     """
     found = [("", module)]
     while _adapts(module) and isinstance(module.base_layer, nn.Module):
@@ -63,7 +63,9 @@ def _adapts(module: nn.Module) -> bool:
 
 @contextmanager
 def unchanged_by_itself(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Makes ``tensor.set_(tensor)`` a no-op for each of ``tensors`` inside the context."""
+    """Makes ``tensor.set_(tensor)``, with the tensor itself as argument, do nothing inside the context, for each of
+    ``tensors``.
+    """
     shadowed: list[Any] = list(tensors)
     for tensor in shadowed:
         tensor.set_ = partial(_set, tensor)  # function modes and subclasses do not intercept instance attributes

@@ -14,21 +14,25 @@ PLANNED_TRAINABLE = "_planned_trainable"
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of ``shape`` over one element of memory; reads are safe, in-place writes raise."""
+    """Returns a tensor of ``shape`` that needs one element of memory. Reads give NaN, or 0 for integers; in-place
+    writes raise an error.
+    """
     content = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     # .data: autograd would follow a view from a received value back to the base of one element
     return torch.full((), content, dtype=dtype, device=device).expand(tuple(shape)).data
 
 
 class PlaceholderPool:
-    """Cache of placeholders on one device; placeholders of equal shape and dtype share one element of memory."""
+    """Cache of placeholders (tensors of any shape over one element of memory) on one device. Placeholders of the same
+    shape and dtype share this element.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def give(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a new placeholder of ``shape`` and ``dtype``."""
+        """Returns a new tensor object of ``shape`` and ``dtype`` over the shared element of memory."""
         if (shape, dtype) not in self._made:
             with torch.inference_mode(False):  # the first caller may be in inference mode, later callers may not
                 self._made[shape, dtype] = placeholder(shape, dtype, self._device)
@@ -36,7 +40,9 @@ class PlaceholderPool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Returns True for ``Tensor``, ``Parameter`` and ``FakeTensor``; False for subclasses that change operations."""
+    """Returns True if the class of ``tensor`` is ``Tensor``, ``Parameter`` or ``FakeTensor``. False for other
+    subclasses, which may change how torch functions run.
+    """
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -46,15 +52,18 @@ def is_without_content(value: object) -> bool:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Returns True if several elements share memory, so that in-place writes are impossible."""
+    """Returns True if several elements of ``tensor`` share memory, as after ``expand``, so that in-place writes are
+    impossible.
+    """
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def replace_absent(model: nn.Module, present: Collection[str], device: torch.device | None = None) -> None:
-    """Releases the memory of every parameter of ``model`` not named in ``present``; ties count by identity.
+    """Releases the memory of every parameter of ``model`` that is not in ``present``. A tied parameter stays if one of
+    its names is in ``present``.
 
-    The parameters remain the same objects, on ``device`` (default: the parameter's device, or the CPU instead of meta).
-    They require no gradient any more; ``trainable`` returns their former flag.
+    The parameters remain the same objects, but have placeholders as data, on ``device`` (default: the parameter's
+    device, or the CPU instead of meta). They require no gradient any more; :func:`trainable` returns their former flag.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     kept = {id(parameter) for name, parameter in named if name in present}
@@ -64,18 +73,18 @@ def replace_absent(model: nn.Module, present: Collection[str], device: torch.dev
 
 
 def trainable(parameter: Tensor) -> bool:
-    """Returns True if ``parameter`` requires a gradient, or required one in the plan and is now a placeholder or
-    frozen.
+    """Returns True if ``parameter`` requires a gradient. For a parameter marked by :func:`plan_as_trainable`, and for
+    one that :func:`replace_absent` has emptied, returns the flag that it had in the plan.
     """
     return bool(getattr(parameter, PLANNED_TRAINABLE, parameter.requires_grad))
 
 
 def plan_as_trainable(parameter: nn.Parameter, planned: bool) -> None:
-    """Marks ``parameter`` so that ``trainable(parameter)`` is True even after the user freezes it; ``planned`` = False
-    removes the mark.
+    """Marks ``parameter`` so that :func:`trainable` returns True for it even after the user freezes it. ``planned``
+    False removes the mark.
 
-    The trace determines the messages between ranks, so every rank traces with the ``requires_grad`` flags of the plan,
-    also for parameters that other ranks store.
+    The trace determines the messages between ranks. So every rank must trace with the ``requires_grad`` flags of the
+    plan, also for parameters that only other ranks store.
     """
     if planned:
         setattr(parameter, PLANNED_TRAINABLE, True)

@@ -23,7 +23,9 @@ from engine.parallel.shard_table import ShardRow
 
 
 class QuantizedLayer(nn.Module):
-    """Mixin that marks a layer class with frozen quantized weights, which ``weight`` reads from codes and scales."""
+    """Mixin that marks a layer class with frozen quantized weights: a read of ``weight`` computes the matrix from
+    stored codes and scales.
+    """
 
 
 _Held = tuple[QuantizedShape, torch.dtype]
@@ -32,9 +34,11 @@ _Held = tuple[QuantizedShape, torch.dtype]
 
 @torch.no_grad()
 def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
-    """Returns codes and scales, uint8 [bytes], of the shard of ``full`` on a rank at ``holder``.
+    """Returns the codes and scales, as one uint8 tensor [bytes], of the shard of ``full`` that a rank at ``holder``
+    stores. ``row``: the parameter's sharding.
 
-    Values are equal on all grids: scales are computed from the full matrix, even if a block continues on another rank.
+    A shard's values do not depend on the number of ranks: scales are computed from the full matrix, even if a
+    quantization block continues on another rank.
     """
     form = row.quantized_shape(holder)
     assert form is not None
@@ -48,8 +52,8 @@ def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
-    """Changes the classes of layers with quantized parameters, so that ``weight`` returns a matrix from codes and
-    scales.
+    """Changes the classes of the layers of ``model`` with quantized parameters, so that a read of ``weight`` computes
+    the matrix from stored codes and scales.
 
     ``held``: (form of the codes, dtype of the matrix) of each quantized parameter, by name.
     """
@@ -63,12 +67,14 @@ def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
-    """Returns the names of the layers that read their weight from codes and scales."""
+    """Returns the names of the layers of ``model`` with quantized weights, which are computed from stored codes and
+    scales at each read.
+    """
     return [name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Refuses a model with weights that an engine has replaced by codes.
+    """Checks that no layer of ``model`` has quantized weights.
 
     Raises:
         PlanError: a layer reads its weight from codes and scales.

@@ -55,7 +55,9 @@ Hook = Callable[..., None]
 
 @contextmanager
 def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
-    """Seeds the generators of the CPU and of ``device`` from ``key`` inside the context; restores both at its end."""
+    """Seeds the random generators of the CPU and of ``device`` from the integers ``key`` inside the context. Its end
+    restores the generators.
+    """
     generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:
@@ -67,26 +69,31 @@ def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
 
 
 class StreamPosition(NamedTuple):
-    """Position in a microbatch at which the random generators were last seeded."""
+    """Position in a microbatch at which the random generators are seeded: the microbatch's key, and the modules that
+    have ended so far.
+    """
 
     key: tuple[int, ...]
     ended: tuple[int, ...] = ()
     """Number of ended modules at each nesting level since the last end at the level above; the last number is not 0."""
 
     def seed(self) -> int:
-        """Returns the 63-bit seed of this position."""
+        """Returns the 63-bit seed for the generators at this position."""
         return derive_seed(*self.key, *self.ended)
 
     def after(self, level: int) -> "StreamPosition":
-        """Returns the position after one more module at ``level`` has ended; counts of deeper levels restart."""
+        """Returns the position after one more module at nesting level ``level`` has ended. The counts of deeper levels
+        are dropped.
+        """
         counts = (*self.ended, *(0 for _ in range(level + 1)))[: level + 1]
         return StreamPosition(self.key, (*counts[:-1], counts[-1] + 1))
 
 
 class RandomStreams:
-    """Random streams of one model: hooks that reseed the generators in forward and in recomputation.
+    """Random streams of one model: module hooks that seed the generators in forward, and seed them again in
+    recomputation, so that both draw the same numbers.
 
-    The hooks are installed at the first microbatch that draws random numbers, because they slow down every call of a
+    The hooks are installed in the first microbatch that draws random numbers, because they slow down every call of a
     module.
     """
 
@@ -109,10 +116,10 @@ class RandomStreams:
 
     @contextmanager
     def forward(self, *key: int, host: bool | None = None) -> Iterator[None]:
-        """Seeds the streams of one microbatch's forward inside the context; key = (seed, step, ...).
+        """Seeds the random streams for one microbatch's forward inside the context. ``key``: (seed, step, ...).
 
         The backward must run outside the context. ``host``: True if the forward draws from Python's or NumPy's
-        generators, False if not; None without a trace.
+        generators, False if it does not; None if no trace has shown it.
         """
         if not self._hooked:
             self._install()
@@ -131,11 +138,13 @@ class RandomStreams:
                 self._now = None
 
     def draw_again(self) -> None:
-        """Reseeds Python's and NumPy's generators for recomputation of a block, as in its forward."""
+        """Seeds Python's and NumPy's generators for the recomputation of a block, with the seed that they had in its
+        forward.
+        """
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
-        """Restores the user's Python and NumPy generators after recomputation in backward."""
+        """Restores the states that the user's Python and NumPy generators had before backward recomputed blocks."""
         self._host.end_backward()
 
     def _install(self) -> None:
@@ -218,15 +227,15 @@ def _outer_names(name: str) -> list[str]:
 
 
 def derive_seed(*key: int) -> int:
-    """Derives a 63-bit seed from a tuple of integers; similar keys have unrelated seeds."""
+    """Returns a 63-bit seed derived from the integers ``key``. Similar keys give unrelated seeds."""
     digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Returns the generators that a model on ``device`` draws from: the CPU's and the device's.
+    """Returns the torch generators from which a model on ``device`` draws: the CPU's, and the device's if it has one.
 
-    A seed of one generator takes a microsecond; ``torch.manual_seed``, which seeds every device, takes 70.
+    Seeding one generator takes a microsecond; ``torch.manual_seed``, which seeds every device, takes 70.
     """
     own = device_generator(device)
     return [torch.default_generator] if own is None else [torch.default_generator, own]
@@ -239,10 +248,10 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def draw_apart(device: torch.device, index: int) -> int:
-    """Seeds the generators differently on each tensor rank; ``index``: this rank's index on the tensor axis.
+    """Seeds the torch generators differently on each tensor rank. ``index``: this rank's index on the tensor axis.
 
-    Returns a number from the CPU's generator that is equal on all ranks. With this number, :func:`draw_alike` makes the
-    generators equal again.
+    Returns a number drawn before, which is the same on all ranks. :func:`draw_alike` needs it to give all ranks the
+    same random numbers again.
     """
     drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     seed_generators(device, derive_seed(drawn, index + 1))
@@ -250,7 +259,7 @@ def draw_apart(device: torch.device, index: int) -> int:
 
 
 def draw_alike(device: torch.device, drawn: int) -> None:
-    """Seeds the generators equally on all tensor ranks; ``drawn``: the result of :func:`draw_apart`."""
+    """Seeds the torch generators with one seed on all tensor ranks. ``drawn``: the result of :func:`draw_apart`."""
     seed_generators(device, derive_seed(drawn, 0))
 
 
@@ -259,7 +268,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 class HostState(NamedTuple):
-    """State of Python's and NumPy's generators of this process."""
+    """States of Python's and NumPy's global random generators in this process."""
 
     python: Any
     numpy: Any
@@ -277,15 +286,15 @@ class HostState(NamedTuple):
             np.random.set_state(self.numpy)
 
     def is_present(self) -> bool:
-        """Returns True if Python's and NumPy's generators have drawn no number since this state was taken."""
+        """Returns True if Python's and NumPy's generators are still in this state: no number was drawn since."""
         python, now = HostState.take()
         before = self.numpy
         return python == self.python and bool(now[2:] == before[2:] and (now[1] == before[1]).all())
 
 
 class HostDraws:
-    """Seeder of Python's and NumPy's generators in the forwards of one model; it restores the user's states
-    afterwards.
+    """Seeder of Python's and NumPy's generators for the forwards of one model. After each forward it restores the
+    states of the user's generators.
     """
 
     def __init__(self) -> None:
@@ -305,10 +314,12 @@ class HostDraws:
 
     @contextmanager
     def forward(self, seed: int, step: tuple[int, ...], training: bool, known: bool | None) -> Iterator[None]:
-        """Seeds the host's generators for a forward inside the context, if the model draws from them.
+        """Seeds Python's and NumPy's generators with ``seed`` for a forward inside the context, if the model draws from
+        them.
 
-        ``training``: mode of the model, which may draw in one mode only. ``known``: True if a trace has seen draws;
-        None without a trace: forwards are watched for draws.
+        ``step``: identifies the training step; ``training``: the mode of the model, which may draw in one mode only.
+        ``known``: True if a trace has seen draws, False if it has seen none; None without a trace: then forwards are
+        watched for draws.
         """
         self.end_backward()
         self._drawn = self._drawn or known is True
@@ -328,14 +339,16 @@ class HostDraws:
                 self.keyed, self._watched = False, None
 
     def unit(self, seed: int) -> None:
-        """Seeds Python's and NumPy's generators with ``seed`` as a unit (block or other outermost module) begins or
-        ends.
+        """Seeds Python's and NumPy's generators with ``seed`` at the begin or end of a unit (block or other outermost
+        module), if the running forward is seeded.
         """
         self._look()
         self._seed(seed, watch=self._watched is not None)
 
     def again(self, seed: int) -> None:
-        """Reseeds Python's and NumPy's generators for recomputation of a unit; ``end_backward`` restores the user's."""
+        """Seeds Python's and NumPy's generators with ``seed`` for recomputation of a unit. :meth:`end_backward`
+        restores the user's generators.
+        """
         if self._drawn:
             if self._users is None:
                 self._users = self._aside()
@@ -343,7 +356,9 @@ class HostDraws:
             self._seed(seed)
 
     def end_backward(self) -> None:
-        """Restores the user's Python and NumPy generators after recomputation of units in backward."""
+        """Restores the states that the user's Python and NumPy generators had before backward recomputed units. Does
+        nothing if no unit was recomputed.
+        """
         users, self._users = self._users, None
         if users is not None:
             users.__exit__(None, None, None)
@@ -376,10 +391,10 @@ class HostDraws:
 
 @contextmanager
 def highest_draws() -> Iterator[None]:
-    """Makes the next draws from Python's and NumPy's generators the highest numbers, so that no random branch is
-    skipped.
+    """Makes the next draws from Python's and NumPy's generators the highest possible numbers inside the context, so
+    that code such as layer drop, which skips a layer if ``random() < p``, skips nothing.
 
-    The generators are restored at the end of the context.
+    The end of the context restores both generators.
     """
     before = HostState.take()
     host_extreme(True).put()
@@ -390,7 +405,8 @@ def highest_draws() -> Iterator[None]:
 
 
 def host_extreme(highest: bool) -> HostState:
-    """Returns a state with the lowest or highest possible numbers as the next draws, followed by ordinary numbers.
+    """Returns a state of Python's and NumPy's generators. The next draws from it are the highest possible numbers, or
+    the lowest if ``highest`` is False; later draws are ordinary numbers.
 
     Both generators are Mersenne Twisters, which output the tempered words of their state. Not all words are extreme,
     because code that draws until a number satisfies a condition would never end.

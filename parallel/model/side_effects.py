@@ -28,10 +28,10 @@ from engine.parallel.model.rng_streams import HostState
 
 @contextmanager
 def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restores ``model`` and the random streams at the end of the context.
+    """Restores ``model`` and the random generators at the end of the context to their state at its start.
 
-    It restores the generators of torch, Python and NumPy, and the content of every buffer. It also restores the
-    attributes of all modules, with the items of plain dicts, lists and sets.
+    It restores the generators of torch, Python and NumPy, the elements of every buffer, and the attributes of all
+    modules, with the items of plain dicts, lists and sets in them.
     """
     undo = [HostState.take().put, *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]
@@ -123,9 +123,10 @@ _CLOSED = (
 
 
 class AttributeState:
-    """Reader of the plain attributes (bools, numbers, strings, None) of the modules of ``model``.
+    """Reader of the plain attributes (bools, numbers, strings, None) of all modules of ``model``.
 
-    Their values are part of the cache key of a traced forward, because they may change its path.
+    Their values are part of the cache key of a traced forward, because a forward may take another path when they
+    change.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,22 +135,25 @@ class AttributeState:
         self._last: State = {}
 
     def read(self) -> State:
-        """Returns the values of all observed attributes; the same object until a value changes."""
+        """Returns the values of all attributes that are read, without the ones that :meth:`settle` has excluded.
+        Returns one and the same object until a value changes.
+        """
         now = {place: value for place, value in self._plain() if place not in self._idle}
         if now != self._last:
             self._last = now
         return self._last
 
     def same(self, one: State, other: State) -> bool:
-        """Returns True if two results of :meth:`read` differ at most in attributes that :meth:`settle` has stopped
-        observing.
+        """Returns True if ``one`` and ``other``, two results of :meth:`read`, differ at most in attributes that
+        :meth:`settle` has excluded.
         """
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:
-        """Stops observing numbers and strings that differ between two results of :meth:`read` with equal forwards.
+        """Excludes from :meth:`read` the numbers and strings that differ between ``one`` and ``other``: the values at
+        two forwards that took the same path.
 
-        Bools stay observed: they have two values, so they cannot make a new cache key in every step.
+        Bools are never excluded: they have two values, so they cannot make a new cache key in every step.
         """
         for place in _changed(one, other):
             values = one.get(place), other.get(place)

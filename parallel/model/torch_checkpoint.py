@@ -20,8 +20,8 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 class Regions(Protocol):
-    """Interface of a forward in progress: ``inside`` is True while a unit runs; ``regions``: options of open
-    checkpoints.
+    """Interface of a traced or partitioned forward in progress. ``inside``: True while a unit (block or other outermost
+    module) runs; ``regions``: options of the ``torch.utils.checkpoint`` calls in progress.
     """
 
     inside: bool
@@ -30,10 +30,11 @@ class Regions(Protocol):
 
 @contextmanager
 def open_checkpoints(recompute: bool) -> Iterator[None]:
-    """Runs reentrant checkpoints inside the context as non-reentrant ones; ``recompute`` False: without recomputation.
+    """Makes reentrant calls of ``torch.utils.checkpoint`` run as non-reentrant ones inside the context. ``recompute``
+    False: they run without recomputation.
 
-    The reentrant kind hides inner calls from autograd: a value sent from inside the region would have no graph, and
-    a received value would lose its graph.
+    A reentrant checkpoint hides the functions in it from autograd: a tensor sent to another pipeline stage from inside
+    it would have no autograd graph, and a received tensor would lose its graph.
     """
 
     def apply(function: Function, preserve: bool, *args: Any) -> Any:
@@ -55,10 +56,11 @@ def open_checkpoints(recompute: bool) -> Iterator[None]:
 
 @contextmanager
 def spread_checkpoints(run: Regions) -> Iterator[None]:
-    """Runs the user's ``torch.utils.checkpoint`` regions in code between units without recomputation, inside the
-    context.
+    """Runs the user's ``torch.utils.checkpoint`` calls that contain several units (blocks or other outermost modules)
+    without recomputation inside the context.
 
-    ``run.regions`` has the options of the open regions, with which each unit in them is recomputed alone.
+    Each unit inside such a call is to be recomputed by itself: ``run.regions`` has the options of these calls while
+    they run.
     """
     original = getattr(module, _GENERATOR)
 
@@ -80,7 +82,7 @@ def spread_checkpoints(run: Regions) -> Iterator[None]:
 
 
 def recomputed(forward: Function, options: dict[str, Any]) -> Function:
-    """Returns ``forward`` under ``torch.utils.checkpoint`` with these ``options``, non-reentrant."""
+    """Returns a function that runs ``forward`` under a non-reentrant ``torch.utils.checkpoint`` with ``options``."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)

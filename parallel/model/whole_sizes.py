@@ -27,14 +27,14 @@ _COMPUTES_WITH_PARTS = frozenset({"engine", "torch"})
 
 
 class RunningModules:
-    """Counter of running modules that compute with shards of parameters; one object per model."""
+    """Counter of the running modules that compute with shards of their parameters. A model has one such object."""
 
     def __init__(self) -> None:
         self._running = 0
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Marks the code inside the context as code that computes with shards."""
+        """Treats code inside the context as code that computes with shards, so that it reads the sizes of shards."""
         self._running += 1
         try:
             yield
@@ -42,7 +42,9 @@ class RunningModules:
             self._running -= 1
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``forward`` and returns its result; until it returns, code counts as code that computes with shards."""
+        """Calls ``forward`` and returns its result. Until then all code counts as code that computes with shards, so it
+        reads the sizes of shards.
+        """
         self._running += 1
         try:
             return forward(*args, **kwargs)
@@ -50,11 +52,10 @@ class RunningModules:
             self._running -= 1
 
     def asks_for_whole(self, callers: int = 1) -> bool:
-        """Returns True if the code that reads a size must get the full one: no sharded module runs, and it is not
-        torch's code.
+        """Returns True if the code that reads a parameter's size must get the full size. False if a module that
+        computes with shards runs, or if the reading code belongs to torch or to the engine.
 
-        The engine's own code gets the shard's size too. ``callers``: number of frames between the reading code and the
-        caller of this method.
+        ``callers``: number of stack frames between the reading code and the caller of this method.
         """
         if torch.compiler.is_compiling() or self._running:
             return False
@@ -67,7 +68,9 @@ class RunningModules:
 
 
 class WholeSizes(_Before):
-    """Mixin of sharded parameters that returns the full sizes to code outside the engine."""
+    """Mixin of sharded parameters: they show the full sizes to the user's code, and the sizes of the shard to the
+    engine, to torch and to running sharded modules.
+    """
 
     __slots__ = ()
     _whole_shape: torch.Size
@@ -75,16 +78,20 @@ class WholeSizes(_Before):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Full shape; the shard's shape for code that computes with the shard."""
+        """Shape of the full parameter; for code that computes with the shard, the shape of the shard."""
         return self._whole_shape if self._running_modules.asks_for_whole() else self._part()
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the full sizes, or the full size of ``dim``; code that computes with the shard gets the shard's."""
+        """Returns the shape of the full parameter, or the full size of ``dim``. For code that computes with the shard,
+        returns the sizes of the shard.
+        """
         shape = self._whole_shape if self._running_modules.asks_for_whole() else self._part()
         return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        """Returns the number of elements of the full parameter; code that computes with the shard gets the shard's."""
+        """Returns the number of elements of the full parameter. For code that computes with the shard, returns the
+        number of its elements.
+        """
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def nelement(self) -> int:
@@ -107,21 +114,27 @@ class WholeSizes(_Before):
 
 
 class PartParameter(WholeSizes, nn.Parameter):
-    """Sharded ``nn.Parameter`` that returns the full sizes to code outside the engine."""
+    """Sharded ``nn.Parameter`` that shows the sizes of the full parameter to the user's code, and the shard's sizes to
+    code that computes with the shard.
+    """
 
     # operations run as on any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
-    """Changes the class of a plain parameter so that it reports the full sizes ``shape``; ``answer_part`` undoes it."""
+    """Changes the class of ``parameter``, a plain ``nn.Parameter``, so that it shows the full sizes ``shape`` to the
+    user's code. :func:`answer_part` undoes it.
+    """
     untyped: Any = parameter
     untyped._whole_shape, untyped._running_modules = torch.Size(shape), running
     untyped.__class__ = PartParameter
 
 
 def answer_part(parameter: nn.Parameter) -> None:
-    """Restores the class ``nn.Parameter``, unless other code has changed the class since."""
+    """Restores the class ``nn.Parameter`` of ``parameter``, unless other code has changed the class after
+    :func:`answer_whole`.
+    """
     untyped: Any = parameter
     if type(parameter) is PartParameter:
         untyped.__class__ = nn.Parameter
@@ -130,7 +143,7 @@ def answer_part(parameter: nn.Parameter) -> None:
 
 @contextmanager
 def sizes_of_parts(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Makes ``parameters`` return the sizes of shards inside the context."""
+    """Makes ``parameters`` show the sizes of their shards to all code inside the context."""
     running = {id(p._running_modules): p._running_modules for p in parameters if isinstance(p, WholeSizes)}
     with ExitStack() as stack:
         for modules in running.values():

@@ -43,11 +43,11 @@ ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:
-    """Returns ``x`` unchanged (Megatron-LM's f); backward sums its gradient over the tensor ranks, label "column
-    inputs".
+    """Returns ``x`` unchanged (Megatron-LM's f). Backward sums the gradient of ``x`` over the tensor ranks; its traffic
+    is counted under the label "column inputs".
 
-    ``owned``: no other code reads the incoming gradient, as after a plain matrix product, so it may be summed in place;
-    otherwise it is copied first. ``passed`` is called after the sum of the gradient has ended.
+    ``owned``: True if no other code reads the gradient of the result, as after a plain matrix product, so that the sum
+    may overwrite it; False copies it first. ``passed``: callback for the end of this sum.
     """
     if axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -55,11 +55,12 @@ def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[
 
 
 def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[Pending], None]) -> Tensor:
-    """Returns ``x`` unchanged; backward starts the sum of its gradient over the tensor ranks without a wait for the
+    """Returns ``x`` unchanged. Backward starts the sum of its gradient over the tensor ranks and does not wait for the
     sum.
 
-    Backward returns the gradient at once and passes the pending all-reduce to ``started``; code that reads the gradient
-    must wait for it. ``owned``: the all-reduce may overwrite the incoming gradient.
+    Backward returns the unfinished gradient at once and passes the handle of the all-reduce to the callback
+    ``started``; code that reads the gradient must wait for the handle. ``owned``: True if the all-reduce may overwrite
+    the gradient of the result.
     """
     copied: Tensor = _copy(x, axis, owned, started)
     axis.expect("all_reduce", COLUMN_INPUTS, x, copied)
@@ -67,9 +68,10 @@ def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[P
 
 
 def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns the sum of ``x`` over the tensor ranks (Megatron-LM's g); backward is the identity.
+    """Returns the sum of ``x`` over the tensor ranks (Megatron-LM's g). Backward passes the gradient of the sum on
+    unchanged.
 
-    The sum overwrites ``x`` if ``x`` is contiguous and no leaf of autograd.
+    The sum overwrites ``x`` if ``x`` is contiguous; with gradients enabled, an autograd leaf is copied first.
     """
     if axis.size == 1:
         return x
@@ -82,10 +84,11 @@ def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor
 
 
 def gather_last(x_W: Tensor, widths: tuple[int, ...], axis: TensorAxis, label: str = LOGITS) -> Tensor:
-    """All-gathers ``x_W`` [..., W], this rank's shard of the last dim, to the full [..., V].
+    """Returns the full tensor [..., V] from ``x_W`` [..., W], each rank's shard of the last dim, by an all-gather over
+    the ranks of ``axis``.
 
     ``widths``: the shard sizes in rank order; shards are padded to the largest one for the transfer. Backward takes
-    this rank's slice, so the gradient of the result must be equal on all ranks.
+    this rank's slice, so all ranks must have the same gradient of the result.
     """
     whole_V: Tensor = _GatherLast.apply(x_W, widths, axis, label)  # type: ignore[no-untyped-call]
     return whole_V
@@ -99,10 +102,11 @@ def gather_to(
     owned: bool = False,
     passed: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Returns ``x`` of every rank joined along ``dim``, for column layers (Megatron-LM's f under sequence parallelism).
+    """Returns the tensors ``x`` of all ranks joined along ``dim``, for column layers (Megatron-LM's f under sequence
+    parallelism).
 
-    Backward reduce-scatters the gradient. ``x`` has the same shape on all ranks. ``owned``: no other code reads the
-    incoming gradient, so it may be overwritten; ``passed`` is called after the reduce-scatter.
+    Backward reduce-scatters the gradient. ``x`` has one shape on all ranks. ``owned``: True if no other code reads the
+    gradient of the result, so that it may be overwritten. ``passed``: callback for the end of the reduce-scatter.
     """
     if axis.size == 1:
         return x
@@ -114,11 +118,12 @@ def gather_to(
 def start_gather_to(
     x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool, started: Callable[[Pending], None]
 ) -> Tensor:
-    """Returns ``x`` of every rank joined along ``dim``; backward starts the reduce-scatter of the gradient without a
-    wait.
+    """Returns the tensors ``x`` of all ranks joined along ``dim``. Backward starts the reduce-scatter of the gradient
+    and does not wait for it.
 
-    Backward passes the pending reduce-scatter to ``started``; code that reads the gradient must wait for it. ``owned``:
-    the incoming gradient may be overwritten.
+    Backward passes the handle of the reduce-scatter to the callback ``started``; code that reads the gradient of ``x``
+    must wait for the handle. ``label``: label of both collectives. ``owned``: True if the gradient of the result may be
+    overwritten.
     """
     whole: Tensor = _GatherTo.apply(x, axis, (dim % x.ndim, label), owned, started)  # type: ignore[no-untyped-call]
     axis.expect("reduce_scatter", label, whole, whole)
@@ -126,10 +131,10 @@ def start_gather_to(
 
 
 def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS, owned: bool = False) -> Tensor:
-    """Returns this rank's shard, along ``dim``, of the sum of ``x`` over all ranks (Megatron-LM's g, sequence
+    """Sums ``x`` over the ranks and returns this rank's shard of the sum along ``dim`` (Megatron-LM's g under sequence
     parallelism).
 
-    Backward gathers the gradient. ``owned``: no other code reads ``x``, so its memory may be overwritten.
+    Backward gathers the gradient. ``owned``: True if no other code reads ``x``, so that its memory may be overwritten.
 
     Raises:
         EngineError: the number of ranks does not divide the dim.
@@ -145,7 +150,8 @@ def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
 
 
 def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INPUTS) -> Tensor:
-    """Returns this rank's shard, along ``dim``, of ``x``, which is equal on all ranks; backward gathers the gradient.
+    """Returns this rank's shard along ``dim`` of ``x``, a tensor that is equal on all ranks. Backward gathers the
+    shards' gradients into the gradient of ``x``.
 
     Raises:
         EngineError: the number of ranks does not divide the dim.
@@ -160,9 +166,8 @@ def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INP
 
 
 def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns ``x`` of every rank joined along ``dim``; backward takes this rank's slice.
-
-    The gradient of the result must be equal on all ranks.
+    """Returns the tensors ``x`` of all ranks joined along ``dim``. Backward takes this rank's slice of the result's
+    gradient, which must be equal on all ranks.
     """
     if axis.size == 1:
         return x
@@ -171,8 +176,8 @@ def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
 
 
 def sum_parts(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns the sum of ``x`` over the ranks; backward sums the gradient too, because each rank has only a part of
-    it.
+    """Returns the sum of ``x`` over the ranks. Backward sums the result's gradient over the ranks too, because each
+    rank has only its own part of this gradient.
     """
     if axis.size == 1:
         return x
@@ -183,7 +188,8 @@ def sum_parts(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
 
 
 def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
-    """Checks that ``dim`` divides into equal shards; returns ``dim`` counted from the front.
+    """Checks that dim ``dim`` of ``x`` divides into one shard of equal size for each rank of ``axis``. Returns ``dim``
+    counted from the front.
 
     Raises:
         EngineError: the number of ranks does not divide the dim.
@@ -216,7 +222,8 @@ def split_parts(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 
 def refuse_second_derivatives() -> None:
-    """Raises if backward records a graph of its own, because second derivatives would be wrong without an error.
+    """Checks that the running backward records no autograd graph. Second derivatives of tensor-parallel layers would be
+    wrong without an error.
 
     Raises:
         EngineError: backward was called with ``create_graph``.

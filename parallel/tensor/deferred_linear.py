@@ -41,14 +41,16 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns True if ``module`` is an ``nn.Linear`` or a ``Conv1D``: a matrix product with a weight that can be
-    sharded.
+    """Returns True if ``module`` is an ``nn.Linear`` or Hugging Face's ``Conv1D``: a matrix product with a weight that
+    can be sharded.
     """
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 class GradsWanted(NamedTuple):
-    """Computations of the weight and bias gradients of one product, offered to a :class:`DeferralPolicy`."""
+    """Unfinished computations of the weight and bias gradients of one product, which its backward offers to a
+    :class:`DeferralPolicy`.
+    """
 
     weight: partial[Tensor]
     """Call of :func:`weight_gradient` with all arguments bound."""
@@ -58,18 +60,22 @@ class GradsWanted(NamedTuple):
 
 
 class DeferralPolicy(Protocol):
-    """Interface of policies for the time at which weight and bias gradients are computed."""
+    """Interface of policies that decide, during backward, if weight and bias gradients are computed at once, later or
+    never.
+    """
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """Returns True if the policy takes over ``wanted``, to compute these gradients later or never.
+        """Returns True if the policy takes ``wanted`` over, to compute these weight and bias gradients later or never.
 
-        False: the product's backward computes them at once. ``nodes``: ``next_functions`` of the product's autograd
-        node, for x, weight, bias and token.
+        False: the product's backward computes them at once. ``nodes``: the ``next_functions`` of the product's autograd
+        node, for x, weight, bias and the token of :class:`Beside`.
         """
 
 
 class LinearSpec(NamedTuple):
-    """Memory order of the weight, deferral policy and kernels of a product."""
+    """Settings of one matrix product: memory order of its weight, policy that may defer its weight and bias gradients,
+    and kernels of the product and its backward.
+    """
 
     transposed: bool
     """True if the weight is stored as [I, O]."""
@@ -78,7 +84,7 @@ class LinearSpec(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Optional tensors of a product besides x, weight and bias."""
+    """Optional tensors that :func:`deferrable_linear` gets in addition to x, weight and bias."""
 
     kept: Tensor | None = None
     """Tensor saved for backward in place of x, from which the deferral policy restores x."""
@@ -89,10 +95,11 @@ class Beside(NamedTuple):
 def deferrable_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSpec, beside: Beside | None = None
 ) -> Tensor:
-    """Returns ``x`` [.., I] times the transposed weight, plus bias: [.., O]; ``linear.later`` may defer the weight
-    gradient.
+    """Returns ``x`` [.., I] times the transpose of ``weight``, plus ``bias`` [O]: a tensor [.., O]. The policy
+    ``linear.later`` may defer the gradients of weight and bias.
 
-    Under autocast it computes in autocast's dtype. Requires :func:`can_multiply`.
+    Under autocast it computes in autocast's dtype. The caller checks :func:`can_multiply` first. ``beside``: optional
+    tensors for the deferral.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -101,9 +108,10 @@ def deferrable_linear(
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Returns True if :func:`deferrable_linear` may replace a layer's own product of ``x`` and ``weight``.
+    """Returns True if :func:`deferrable_linear` may replace a layer's product of ``x`` and ``weight``.
 
-    The product must run eagerly, with matching dtypes, and ``x`` must need a gradient.
+    This needs eager execution, gradients enabled, an ``x`` that requires a gradient, and equal dtypes of ``x`` and
+    ``weight`` (or autocast).
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_plain(x):
         return False
@@ -157,7 +165,7 @@ def weight_gradient(
 ) -> Tensor:
     """Returns the weight gradient of a product with input ``x`` [.., I] and output gradient ``dy`` [.., O].
 
-    The result is [O, I], or [I, O] if ``transposed``, in ``dtype``.
+    The result has the dtype ``dtype`` and the shape [O, I], or [I, O] if ``transposed``.
     """
     x_BI, dy_BO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     left, right = (x_BI, dy_BO) if transposed else (dy_BO, x_BI)
@@ -165,10 +173,11 @@ def weight_gradient(
 
 
 def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: Any | None) -> Tensor | None:
-    """Computes a weight gradient, and adds it in place to the main gradient ``main`` if possible.
+    """Computes a weight gradient. If the kernel can, it adds the gradient in place to ``main``, the weight's main
+    gradient (the buffer that sums gradients over microbatches), and returns None. Otherwise returns the gradient.
 
-    ``compute``: a call of :func:`weight_gradient` with all arguments bound. ``node``: see :class:`MainGradient`.
-    Returns None if the gradient was added, otherwise the gradient.
+    ``compute``: a call of :func:`weight_gradient` with all arguments bound; ``node``: the autograd node that
+    accumulates the weight's gradient, None without autograd.
     """
     if main is None:
         return compute()
@@ -184,17 +193,19 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """Computes act(x W' + b) [.., O] from ``x`` [.., I] with the kernels of ``kernels.ops.linear``.
+    """Returns act(x W' + b) [.., O] for ``x`` [.., I], weight W and bias b of ``module``, computed by the fused linear
+    operator with ``kernels``.
 
-    ``module``: an ``nn.Linear`` or a ``Conv1D`` with the library's own forward.
+    ``module``: an ``nn.Linear`` or a Hugging Face ``Conv1D`` with an unchanged forward; ``activation``: the function
+    act.
     """
     layer: Any = module
     return linear(x, layer.weight, layer.bias, LinearForm(activation, is_conv1d(module)), kernels)
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
-    """Returns ``y``, the product of ``layer`` with its bias, after the activation that is fused into ``layer``, if
-    any.
+    """Returns ``y``, the output of ``layer`` with its bias, after the activation that :func:`fuse` has moved into
+    ``layer``. Without such an activation returns ``y`` itself.
     """
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return y if kind in (None, "none") else activate(y, None, kind, kernels)
@@ -202,7 +213,9 @@ def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FusedForward:
-    """Forward of a replicated linear layer with a fused activation."""
+    """Callable that replaces the forward of a replicated linear layer: it computes the layer's product and the
+    activation fused into it.
+    """
 
     module: nn.Module
     activation: Activation
@@ -222,11 +235,11 @@ class FusedForward:
 
 
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Makes ``layer``, a plain linear layer, apply ``activation`` to its output, in the product's kernel where
-    possible.
+    """Makes ``layer``, a plain linear layer, apply ``activation`` to its output, in the kernel of its matrix product
+    where possible.
 
-    A sharded layer uses the kernels of its axis in place of ``kernels``. An operator that replaces the layer's forward
-    is removed first.
+    ``kernels``: implementation for a replicated layer; a sharded layer uses the kernels of its axis. A forward that
+    another operator has set on the layer is removed first.
     """
     note = f"computes the activation {activation} in its product's kernel"
     if activation == "none":

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class CollectiveCall(NamedTuple):
-    """Record of one call of a collective; all ranks make the same calls in the same order."""
+    """Record of one call of a collective on a simulated rank. All ranks must make the same calls in the same order."""
 
     op: str
     label: str
@@ -38,7 +38,9 @@ class CollectiveCall(NamedTuple):
 
 
 class SimulatedAxis(TensorAxis):
-    """Tensor axis of a rank that runs as a thread of this process; ``called`` records its collectives."""
+    """Tensor axis for one of several simulated ranks, which run as threads of this process. ``called`` records the
+    collectives of this rank.
+    """
 
     def __init__(self, index: int, size: int, rounds: Rounds) -> None:
         self.index, self.size, self.dry, self.listener = index, size, False, None
@@ -93,13 +95,14 @@ def _give_back_memory() -> None:
 
 
 def run_tensor_ranks(size: int, body: Callable[[TensorAxis], Result]) -> list[Result]:
-    """Runs ``body(axis)`` on ``size`` tensor ranks, threads of this process; returns the results in rank order.
+    """Runs ``body(axis)`` on ``size`` simulated tensor ranks, each a thread of this process with its own axis. Returns
+    their results in rank order.
 
-    One rank runs at a time in a fixed order, so results are deterministic; each rank has its own random generators.
+    One rank runs at a time, in a fixed order, so results are deterministic. Each rank has its own random generators.
 
     Raises:
         EngineError: the ranks do not call the same collectives in the same order.
-        Exception: first error of a rank.
+        Exception: the first error that a rank raises.
     """
     turns = Turns(size)
     rounds = Rounds(turns, range(size))

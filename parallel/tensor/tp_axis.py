@@ -20,7 +20,7 @@ from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
-    """Collective that a dry run reports: a run on shapes, without communication.
+    """Report of a collective in a dry run: a run on shapes that communicates nothing.
 
     ``backward``: True if the collective belongs to the backward, False if it belongs to the forward.
     """
@@ -33,7 +33,8 @@ class Expected(NamedTuple):
 
 
 class ExpectedRows(NamedTuple):
-    """All-to-all of rows that a dry run reports, in which ranks send different numbers of bytes.
+    """Report of an all-to-all of rows in a dry run, a run on shapes that communicates nothing. Ranks send different
+    numbers of bytes.
 
     ``backward``: True if the exchange belongs to the backward, False if it belongs to the forward.
     """
@@ -52,29 +53,34 @@ Listener = Callable[[Any, Node | None], None]
 
 
 class Overlap(NamedTuple):
-    """Condition for overlap of compute and collectives: on ``devices``, for tensors of at least ``bytes``."""
+    """Condition under which compute and collectives overlap: on these types of ``devices``, for tensors of at least
+    ``bytes`` bytes.
+    """
 
     devices: frozenset[str] = frozenset(ACCELERATORS)
     bytes: int = 1 << 20
 
 
 class Repeats(Protocol):
-    """Cache of results of a forward's collectives, for recomputation in backward."""
+    """Interface of a cache for the results of a forward's collectives: recomputation in backward reads them and sends
+    nothing again.
+    """
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Runs the collective that ``start`` launches from ``given`` to ``result``, or copies its cached result to
-        ``result``.
+        """Runs the collective that the callback ``start`` launches, and caches its ``result``; in recomputation copies
+        the cached result to ``result`` instead. Returns a handle to wait for.
 
-        ``given`` may be the same tensor as ``result``; otherwise the collective may use it as scratch memory.
+        ``given``: the collective's input. It may be the tensor ``result``; otherwise the collective may overwrite it.
         """
 
 
 class TensorAxis:
-    """Collectives of the tensor axis, between the tensor ranks of one data and pipeline coordinate.
+    """Collectives over the tensor axis: the group of tensor ranks that have the same data and pipeline coordinates as
+    this rank.
 
-    While ``dry`` is set nothing is communicated: sums leave the local tensor as it is, gathers repeat it, and scatters
-    keep one slice, so that all shapes are right; each collective is reported to ``listener``. Runs on shapes use this
-    mode. With ``repeats`` set, every collective goes through it.
+    While ``dry`` is set nothing is communicated, for runs on shapes: sums leave the local tensor as it is, gathers
+    repeat it, and scatters take one slice, so that all shapes are right. Each collective is then reported to
+    ``listener``. If ``repeats`` is set, each collective is run or repeated by this cache.
     """
 
     overlap = Overlap()
@@ -106,10 +112,11 @@ class TensorAxis:
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Calls ``spare`` before each wait for a collective of this axis or for an exchange of rows, inside the
+        """Calls ``spare`` before each wait for a collective of this axis, or for an exchange of rows, inside the
         context.
 
-        Work in ``spare`` overlaps the communication. On a ``device`` without such overlap nothing is called.
+        The kernels that ``spare`` launches overlap the communication. On a ``device`` that cannot overlap them,
+        ``spare`` is not called.
         """
         if device.type not in self.overlap.devices:
             yield
@@ -122,7 +129,7 @@ class TensorAxis:
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Sets ``dry`` inside the context, so that collectives send nothing and are reported to ``listener``."""
+        """Makes the axis dry inside the context: its collectives send nothing and are reported to ``listener``."""
         before, self.dry = self.dry, True
         try:
             yield
@@ -130,9 +137,11 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports a collective on the full tensor ``whole`` to the listener of a dry axis; otherwise does nothing.
+        """Reports the collective ``op`` on the full tensor ``whole`` to the listener of a dry axis. On an axis that
+        communicates, does nothing.
 
-        ``made``: the collective belongs to the backward of this tensor; None: it belongs to the forward.
+        ``made``: for a collective of the backward, the forward's result from which this backward starts; None for a
+        collective of the forward.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
@@ -154,33 +163,39 @@ class TensorAxis:
         return EncodedCollectives(self._comm, self.name, self.wire, self.kernels)
 
     def all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> None:
-        """Reduces ``tensor`` (any shape, contiguous) over the axis in place: sum or maximum."""
+        """Reduces ``tensor``, of any shape and contiguous, over the axis in place: to the sum, or with ``op`` "max" to
+        the maximum.
+        """
         self.start_all_reduce(tensor, label, op).wait()
 
     def all_gather(self, part: Tensor, label: str) -> Tensor:
-        """All-gathers ``part`` [...], contiguous and of equal shape on all ranks, into a new tensor [size, ...]."""
+        """Gathers ``part`` [...] of all ranks into a new tensor [size, ...], in rank order. ``part`` is contiguous and
+        has the same shape on all ranks.
+        """
         full, pending = self.start_all_gather(part, label)
         pending.wait()
         return full
 
     def reduce_scatter(self, full: Tensor, label: str) -> Tensor:
-        """Sums ``full`` [size, ...] over the ranks; returns this rank's slice as a new tensor [...].
+        """Sums ``full`` [size, ...] over the ranks and returns this rank's slice [...] of the sum as a new tensor.
 
-        ``full`` is contiguous and serves as scratch memory.
+        ``full`` must be contiguous; its elements may be overwritten.
         """
         part, pending = self.start_reduce_scatter(full, label)
         pending.wait()
         return part
 
     def start_all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> Pending:
-        """Starts :meth:`all_reduce` and returns a handle; ``tensor`` is ready after the handle's ``wait``."""
+        """Starts :meth:`all_reduce` of ``tensor`` and returns a handle. ``tensor`` has the reduced values after the
+        handle's ``wait``.
+        """
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor)
             return Pending()
         return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`all_gather`; returns the result and a handle, and the result is ready after the handle's
+        """Starts :meth:`all_gather` of ``part``. Returns (result, handle); the result is ready after the handle's
         ``wait``.
         """
         if self.dry or self.size == 1:
@@ -191,7 +206,7 @@ class TensorAxis:
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`reduce_scatter`; returns the result and a handle, and the result is ready after the handle's
+        """Starts :meth:`reduce_scatter` of ``full``. Returns (result, handle); the result is ready after the handle's
         ``wait``.
         """
         if self.dry or self.size == 1:
@@ -218,8 +233,8 @@ class TensorAxis:
         return received, self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label))
 
     def exchange(self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str) -> Tensor:
-        """Runs :meth:`start_exchange`, waits and returns the received rows. All ranks call it, also ranks without
-        rows.
+        """Exchanges rows as :meth:`start_exchange`, but waits and returns the received rows. All ranks must call it,
+        also ranks that have no rows to send.
         """
         if self.dry or self.size == 1:
             return given.new_zeros((sum(gets), *given.shape[1:]))
@@ -228,20 +243,21 @@ class TensorAxis:
         return received
 
     def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports an exchange of rows to the listener of a dry axis: rank r sends ``sent[r]`` bytes.
+        """Reports an exchange of rows to the listener of a dry axis, in which rank r sends ``sent[r]`` bytes. On an
+        axis that communicates, does nothing.
 
-        ``whole``: the tensor with the rows; ``made``: the exchange belongs to the backward of this tensor, None for the
-        forward.
+        ``whole``: the tensor with the rows. ``made``: for an exchange of the backward, the forward's result from which
+        this backward starts; None for the forward.
         """
         if self.dry and self.listener is not None and not isinstance(whole, FakeTensor):
             node = None if made is None else made.grad_fn
             self.listener(ExpectedRows("exchange", label, sent, made is not None), node)
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
-        """Launches, by ``call``, a kernel that performs the collective ``op`` itself, and counts the bytes of ``full``
-        for it.
+        """Launches, by the callback ``call``, a kernel that itself performs the collective ``op``, and counts the bytes
+        of ``full``, the full tensor, as its traffic.
 
-        Returns a handle; its ``wait`` completes the kernel.
+        Returns a handle; its ``wait`` calls the function that ``call`` has returned.
         """
         return self._comm.in_kernel(op, full, self.name, label, call)
 
@@ -278,7 +294,9 @@ class TensorAxis:
 
 
 class DryAxis(TensorAxis):
-    """Tensor axis without processes, for runs on shapes: rank 0 of ``size`` ranks, which communicates nothing."""
+    """Tensor axis for runs on shapes in one process: this process is rank 0 of ``size`` ranks, and nothing is
+    communicated.
+    """
 
     def __init__(self, size: int, listener: Listener | None = None, name: Axis = "tp") -> None:
         self.name, self.index, self.size, self.dry, self.listener = name, 0, size, True, listener

@@ -25,8 +25,8 @@ Read = Callable[[], None]
 
 @dataclass(slots=True)
 class Guard:
-    """State attached to an absent parameter: its original class, the function that reads call, and the location of its
-    data.
+    """State attached to a parameter without values on this rank: its original class, the callback to call before a
+    read, and the location of its data.
     """
 
     own_class: type[nn.Parameter]
@@ -36,9 +36,10 @@ class Guard:
 
 
 class AbsentParameter(nn.Parameter):
-    """Parameter without its values on this rank, such as one that ZeRO 3 shards or another pipeline stage owns.
+    """Parameter without its values on this rank, for example because ZeRO 3 shards them or another pipeline stage
+    stores them.
 
-    Code that reads the values calls a function that raises, or makes the values available.
+    Code that reads the values first calls a callback, which makes the values available or raises an error.
     """
 
     _guard: Guard
@@ -58,17 +59,20 @@ class AbsentParameter(nn.Parameter):
 
 
 class GuardedShape(AbsentParameter, FakeTensor):
-    """Absent parameter that is a ``FakeTensor``, with a shape and no data."""
+    """Absent parameter (without its values on this rank) that is a ``FakeTensor``: it has a shape and no data."""
 
 
 class GuardedPart(WholeSizes, AbsentParameter):
-    """Absent parameter that is sharded over tensor ranks; it returns the sizes of the full parameter."""
+    """Absent parameter (without its values on this rank) that is sharded over tensor ranks. It shows the sizes of the
+    full parameter to code outside the engine.
+    """
 
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
-    """Changes the class of ``parameter`` so that code that reads its data calls ``read`` first.
+    """Changes the class of ``parameter`` so that code that reads its values first calls the callback ``read``. A
+    parameter that is already concealed does not change.
 
-    ``where``: location of the data, for error messages.
+    ``where``: location of the values, for error messages.
     """
     own = type(parameter)
     if issubclass(own, AbsentParameter):
@@ -86,7 +90,7 @@ def _guarded_class(own: type[nn.Parameter]) -> type[AbsentParameter]:
 
 
 def reveal(parameter: nn.Parameter) -> None:
-    """Restores the parameter's own class: the inverse of :func:`conceal`."""
+    """Restores the original class of ``parameter``. This is the inverse of :func:`conceal`."""
     if issubclass(type(parameter), AbsentParameter):
         untyped: Any = parameter
         untyped.__class__ = untyped._guard.own_class

@@ -26,13 +26,16 @@ from engine.parallel.trace.torch_function import Operation, map_leaves, plain_le
 
 
 class NeedsContentError(Exception):
-    """Error of an operation without a meta kernel, or with a result that depends on data."""
+    """Error of an operation that cannot run on meta tensors: it has no meta kernel, or the shape of its result depends
+    on data.
+    """
 
 
 class MetaTwins:
-    """Map from the tensors of a trace to meta tensors of equal shape ("twins"), on which operations run.
+    """Map from each tensor of a trace to its twin: a meta tensor of the same shape, dtype and gradient flag, on which
+    operations run without data.
 
-    It also records the tensors that share memory, and keeps all tensors alive.
+    It also records which tensors share memory, and keeps all tensors alive.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +48,9 @@ class MetaTwins:
         self._kept: dict[int, Any] = {}
 
     def stand_in(self, twin: Tensor) -> Tensor:
-        """Returns a tensor for user code with the shape of ``twin``, on the run's device and without memory."""
+        """Returns a tensor that user code gets in place of the meta tensor ``twin``. It has the shape of ``twin``, is
+        on the run's device, and needs only one element of memory.
+        """
         sparse = twin.layout != torch.strided
         tensor = without_elements(twin, self.device) if sparse else self._placeholders.give(twin.shape, twin.dtype)
         self._stand_ins.add(id(tensor))
@@ -53,7 +58,7 @@ class MetaTwins:
         return tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the meta twin of ``tensor``, which is made at the first call."""
+        """Returns the meta twin of ``tensor``. The first call makes it."""
         if id(tensor) not in self._twin:
             twin = tensor.detach().to(META)
             grad = trainable(tensor)
@@ -68,24 +73,24 @@ class MetaTwins:
         return self._twin[id(tensor)]
 
     def notice(self, tensor: Tensor) -> None:
-        """Registers a tensor that does not depend on parameters.
+        """Registers ``tensor``, which does not depend on parameters, so that :meth:`sharing` finds it.
 
-        A later in-place operation may write a traced value into its memory.
+        A later in-place operation may write a tensor that depends on parameters into its memory.
         """
         if id(tensor) not in self._kept and tensor.layout == torch.strided:
             self._keep(tensor, tensor.untyped_storage()._cdata)
 
     def sharing(self, tensor: Tensor) -> list[Tensor]:
-        """Returns all tensors seen so far that share memory with ``tensor``, including itself."""
+        """Returns all registered tensors that share memory with ``tensor``, including ``tensor`` itself."""
         storage = _memory(self.of(tensor))
         return list(self._sharing[self._memory.get(storage, storage)].values())
 
     def swap(self, tree: Any) -> Any:
-        """Returns ``tree`` with every tensor replaced by its twin, and every ``torch.device`` by the meta device."""
+        """Returns ``tree`` with each tensor replaced by its meta twin, and each ``torch.device`` by the meta device."""
         return map_leaves(self._swap_leaf, tree)
 
     def on_meta(self, operation: Operation) -> Any:
-        """Runs the operation on meta twins and returns the result.
+        """Runs ``operation`` on the meta twins of its tensors and returns the result.
 
         Raises:
             NeedsContentError: the operation does not run on meta tensors; the message contains the original error.
@@ -117,9 +122,9 @@ class MetaTwins:
         return out
 
     def on_zeros(self, operation: Operation) -> Any:
-        """Runs the operation on real tensors, with zeros for every tensor without data, and returns the result.
+        """Runs ``operation`` on real tensors and returns the result. Zeros stand for every tensor without data.
 
-        The zeros are one expanded element, without memory, if torch's kernel accepts them.
+        The zeros share one element of memory if torch's kernel accepts this.
         """
         if operation.is_of_torch and not operation.written:
             try:
@@ -142,8 +147,8 @@ class MetaTwins:
             return operation.run_with(tree_map(zeros, operation.args), tree_map(zeros, dict(operation.kwargs)))
 
     def lift(self, out: Any, operation: Operation) -> Any:
-        """Returns meta twins of ``out``, the result of ``operation`` on zeros, with graph edges to the operation's
-        inputs.
+        """Returns the meta twins of ``out``, the result of ``operation`` on zeros. Autograd edges connect them to the
+        inputs of the operation.
         """
         inputs = [self.of(tensor) for tensor in operation.tensors]
 
@@ -153,9 +158,10 @@ class MetaTwins:
         return map_leaves(twin, out)
 
     def write(self, operation: Operation) -> Tensor:
-        """Returns the twin of the tensor that ``operation`` writes, with graph edges to all inputs.
+        """Returns the meta twin of the tensor that ``operation`` writes in place, with autograd edges to all inputs of
+        the operation.
 
-        This is for an operation that does not run on twins.
+        It serves operations that do not run on meta tensors.
         """
         twin = self.of(operation.written[0])
         inputs = [self.of(tensor) for tensor in operation.tensors]
@@ -198,7 +204,9 @@ _SHAPE_RULES: Mapping[str, Callable[..., Tensor | None]] = MappingProxyType(
 
 
 def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], arguments: Any) -> Any:
-    """Returns ``run(arguments)`` on meta tensors, with the dtypes of autocast on ``device``."""
+    """Returns ``run(arguments)`` for ``arguments`` with meta tensors. The results have the dtypes that autocast on
+    ``device`` would give them.
+    """
     mode = FakeTensorMode()
 
     def fake(leaf: Any) -> Any:
@@ -241,12 +249,16 @@ def without_elements(like: Tensor, device: torch.device | str) -> Tensor:
 
 
 def is_trained_leaf(tensor: Tensor) -> bool:
-    """Returns True if autograd forbids in-place writes to the tensor: a leaf that requires a gradient."""
+    """Returns True if ``tensor`` is an autograd leaf that requires a gradient, so that autograd forbids in-place writes
+    to it.
+    """
     return tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def depending(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Returns ``made`` with graph edges to the ``inputs`` that require a gradient."""
+    """Returns ``made`` with autograd edges to the ``inputs`` that require a gradient, so that ``made`` requires one
+    too.
+    """
     graded = [tensor for tensor in inputs if tensor.requires_grad]
     if not (graded and torch.is_grad_enabled() and (made.is_floating_point() or made.is_complex())):
         return made

@@ -30,13 +30,13 @@ from torch.utils._pytree import TreeSpec
 
 
 class FromValue(NamedTuple):
-    """Source of an output leaf: the traced value with number ``value``."""
+    """Source of an output leaf: the traced tensor with the number ``value`` in the trace."""
 
     value: int
 
 
 class FromArgument(NamedTuple):
-    """Source of an output leaf: the leaf of the call's arguments with index ``argument``."""
+    """Source of an output leaf: the argument of the call that is leaf number ``argument`` of all its arguments."""
 
     argument: int
 
@@ -48,14 +48,14 @@ class FromParameter(NamedTuple):
 
 
 class FreeTensor(NamedTuple):
-    """Source of a leaf: a tensor computed from the batch alone, independent of parameters."""
+    """Source of an output leaf: a tensor that is computed from the batch alone and does not depend on parameters."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Constant(NamedTuple):
-    """Source of an output leaf: the object ``content``, which is not a tensor."""
+    """Source of an output leaf that is not a tensor: the object ``content`` itself."""
 
     content: Any
 
@@ -64,7 +64,9 @@ Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
 class Sample(NamedTuple):
-    """Description of a traced value or parameter among the arguments of a call, in place of the tensor itself."""
+    """Description of a tensor among the recorded arguments of a call, which stands in place of the tensor. The tensor
+    depends on a parameter, or is one.
+    """
 
     source: int | str
     """Number of the traced value, or name of the parameter."""
@@ -83,7 +85,9 @@ other tensors.
 
 @dataclass
 class Material:
-    """Arguments and saved bytes of traced calls, for measurements of time and memory."""
+    """Recorded arguments and saved bytes of traced calls, from which measurements of time and memory rebuild these
+    calls.
+    """
 
     arguments: list[Arguments] = field(default_factory=list)
     """Arguments of each call, by call index."""
@@ -91,26 +95,28 @@ class Material:
     """Bytes that each operation between calls saves for backward, without tensors saved earlier."""
 
     def clear(self) -> None:
-        """Discards the data of an earlier forward."""
+        """Discards the recorded data, before another forward is traced."""
         self.arguments.clear()
         self.kept_by_glue.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Structure of a returned pytree, with the source of each leaf."""
+    """Structure of an output as a pytree, with the source of each leaf, from which a rank that skips the call rebuilds
+    the output.
+    """
 
     spec: TreeSpec
     leaves: tuple[Leaf, ...]
 
     def values(self) -> Iterator[int]:
-        """Yields the numbers of the traced values among the leaves."""
+        """Yields the numbers of the traced tensors among the leaves, in leaf order."""
         return (leaf.value for leaf in self.leaves if isinstance(leaf, FromValue))
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Traced tensor that depends on a parameter."""
+    """Record of a traced tensor that depends on a parameter."""
 
     number: int
     maker: Literal["call", "glue"]
@@ -137,13 +143,15 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensor, sent per transfer."""
+        """Size of the tensor in bytes, which one transfer between stages sends."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of a unit: a block, or another outermost module, that the trace treats as one operation."""
+    """Record of one call of a unit: a block, or another outermost module with parameters, that the trace treats as one
+    operation.
+    """
 
     unit: str
     event: int
@@ -161,7 +169,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """Call of a torch function in code between units ("glue") that reads a traced value or a parameter."""
+    """Record of one torch function in code between units ("glue") that reads a parameter, or a tensor that depends on
+    one. Units are blocks and other outermost modules.
+    """
 
     name: str
     event: int
@@ -189,7 +199,9 @@ class Glue:
 
 
 class OnZeros(NamedTuple):
-    """Traced operation that ran on zeros because meta tensors did not suffice; with real data the result may differ."""
+    """Record of a traced operation that ran on zeros, because it does not run on meta tensors. With real data its
+    result may have another shape or select another branch.
+    """
 
     operation: str
     where: str
@@ -200,7 +212,7 @@ class OnZeros(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """Record of one forward, equal on every rank that traces the same model with the same input signature."""
+    """Record of one forward. All ranks that trace one model with the same input signature get the same record."""
 
     values: tuple[Value, ...]
     calls: tuple[Call, ...]
@@ -228,7 +240,9 @@ class ModelTrace:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the banner: a note if zeros have decided on a shape or a branch."""
+        """Lines for the report at the start of a run: a note if operations ran on zeros, which may have decided on a
+        shape or a branch.
+        """
         if not self.on_zeros:
             return ()
         first: dict[str, OnZeros] = {}
@@ -243,8 +257,8 @@ class ModelTrace:
 
     @cached_property
     def asks_arguments(self) -> tuple[bool, ...]:
-        """Flag for each call: True if it writes or returns one of its arguments, so that stages without the call need
-        them too.
+        """One flag for each call: True if the call writes or returns one of its arguments, so that pipeline stages that
+        skip the call need its arguments too.
         """
         return tuple(
             bool(call.writes) or any(isinstance(leaf, FromArgument) for leaf in call.output.leaves)
@@ -253,15 +267,13 @@ class ModelTrace:
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """Numbers of the traced values that the program returns, ascending; the last pipeline stage must compute
-        them.
-        """
+        """Numbers of the traced tensors that the program returns, ascending. The last pipeline stage must have them."""
         return tuple(sorted(set(self.result.values())))
 
     @cached_property
     def graded(self) -> frozenset[int]:
-        """Numbers of the values through which a gradient of the loss flows; values that only metrics read are not among
-        them.
+        """Numbers of the traced tensors through which a gradient of the loss flows. Tensors that only a metric reads
+        are left out.
         """
         found, pending = set[int](), [number for number in self.targets if self.values[number].grad]
         while pending:
@@ -273,8 +285,8 @@ class ModelTrace:
 
     @cached_property
     def read_by_glue(self) -> tuple[str, ...]:
-        """Names of parameters that code outside units (blocks and other outermost modules) reads, where no module hook
-        fires.
+        """Names of parameters that are read by code outside units (blocks and other outermost modules), where no module
+        hook runs before the read.
         """
         read = {name for value in self.values if value.maker == "glue" for name in value.parameters}
         read |= {leaf.parameter for leaf in self.result.leaves if isinstance(leaf, FromParameter)}
@@ -282,11 +294,11 @@ class ModelTrace:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Indices of the calls at which a block starts, and so a pipeline stage may start, ascending."""
+        """Indices of the calls at which a block begins, ascending. A pipeline stage may begin at each of them."""
         return tuple(index for index, call in enumerate(self.calls) if call.starts_block)
 
     def describe(self, number: int) -> str:
-        """Describes the origin of value ``number`` for error messages."""
+        """Returns a phrase for error messages: the call or operation that made the traced tensor ``number``."""
         value = self.values[number]
         if value.maker == "call":
             return f"the output of unit {self.calls[value.index].unit!r}"
@@ -294,9 +306,7 @@ class ModelTrace:
         return f"the result of {glue.name} at {glue.place}"
 
     def occurrence(self, index: int) -> tuple[str, int]:
-        """Returns (unit, n) for the call with index ``index``: its unit, and the number n of earlier calls of this
-        unit.
-        """
+        """Returns (unit name, n) for the call with index ``index``; n is the number of earlier calls of this unit."""
         unit = self.calls[index].unit
         return unit, sum(call.unit == unit for call in self.calls[:index])
 
@@ -305,10 +315,11 @@ Event = Call | Glue
 
 
 def trace_difference(before: ModelTrace, now: ModelTrace) -> str | None:
-    """Returns the first event in which the trace ``now`` differs from ``before``; None if the traces are equal.
+    """Returns a text about the first event in which the trace ``now`` differs from the trace ``before``. Returns None
+    if the traces are equal.
 
-    The text is the end of a sentence that begins with "the forward". Events differ in their operation, in the values
-    they read, or in shape, dtype and gradient of the values they make. Line numbers are ignored.
+    The text completes a sentence that begins with "the forward". Events differ in their operation, in the traced
+    tensors that they read, or in shape, dtype and gradient of the ones that they make. Line numbers are ignored.
     """
     for old, new in zip_longest(_events(before), _events(now)):
         if old is None:

@@ -30,7 +30,9 @@ _PLAIN = int | float | complex | bool | str | bytes | None | torch.dtype | torch
 
 @dataclass
 class OpenCall:
-    """Module call in progress, with the values that it has read so far."""
+    """Module call in progress, with the numbers of the traced tensors and the names of the parameters that it has read
+    so far.
+    """
 
     index: int
     unit: str
@@ -42,7 +44,9 @@ class OpenCall:
 
 @dataclass(frozen=True)
 class ValueSource:
-    """Origin of a traced value: the module call or operation, with its inputs."""
+    """Origin of a traced tensor: the index of the module call or operation that made it, with the numbers of the traced
+    tensors it was computed from.
+    """
 
     maker: Literal["call", "glue"]
     index: int
@@ -51,8 +55,8 @@ class ValueSource:
 
 
 class UncutPath(NamedTuple):
-    """Problem of a model: code between its blocks that one pipeline stage can run alone, but that cannot span several
-    stages.
+    """Problem of a model: code between its blocks that works if one pipeline stage runs the model, but that cannot be
+    divided over several stages.
     """
 
     sentence: str
@@ -62,9 +66,9 @@ class UncutPath(NamedTuple):
 
 
 class UncutPathError(PlanError):
-    """Error for a model that cannot be divided into pipeline stages, but runs on one stage.
+    """Error for a model that runs on one pipeline stage but cannot be divided into several.
 
-    ``trace``: the trace of the model, None if the forward was not traced to its end.
+    ``trace``: the trace of the model; None if the forward was not traced to its end.
     """
 
     def __init__(self, path: UncutPath, trace: ModelTrace | None = None) -> None:
@@ -73,7 +77,9 @@ class UncutPathError(PlanError):
 
 
 class TensorProvenance:
-    """Record of the origin of every tensor in one forward, and of the problems for a partition into stages."""
+    """Record of the origin of every tensor in one traced forward, and of the reasons why the model cannot be divided
+    into pipeline stages.
+    """
 
     def __init__(self, model: nn.Module, twins: MetaTwins) -> None:
         self.values: list[Value] = []
@@ -91,14 +97,14 @@ class TensorProvenance:
             twins.notice(buffer)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Returns True if ``tensor`` is or depends on a parameter; False for a tensor that is computed from the batch
-        alone.
+        """Returns True if ``tensor`` is a parameter or depends on one. Returns False for a tensor that is computed from
+        the batch alone.
         """
         return id(tensor) in self.number or id(tensor) in self.inside or id(tensor) in self.parameters
 
     def depends_on_calls(self, numbers: Iterable[int]) -> bool:
-        """Returns True if one of the values with these ``numbers`` depends on a module call, and not on parameters
-        alone.
+        """Returns True if one of the traced tensors with these ``numbers`` depends on a module call. Returns False if
+        all depend only on parameters.
         """
         values = [self.values[number] for number in numbers]
         return any(value.maker == "call" or self.depends_on_calls(value.inputs) for value in values)
@@ -112,10 +118,11 @@ class TensorProvenance:
         return frozenset(self._buffers[id(tensor)] for tensor in tensors if id(tensor) in self._buffers)
 
     def read(self, tensors: Iterable[Tensor], reader: str, here: OpenCall | None) -> tuple[list[int], set[str]]:
-        """Returns (value numbers, parameter names) of the ``tensors`` that an operation or call reads.
+        """Returns (numbers, names) of the traced tensors and of the parameters among ``tensors``, which an operation or
+        call reads.
 
-        A tensor from inside another call than ``here``, which that call has not returned, is noted as a leak.
-        ``reader``: name of the operation or call, for error messages.
+        ``reader``: its name, for error messages. ``here``: the module call in progress, or None. A tensor made inside
+        another call that has not returned it is recorded as a problem.
         """
         inputs: dict[int, None] = {}
         parameters = set()
@@ -129,9 +136,9 @@ class TensorProvenance:
         return list(inputs), parameters
 
     def new_value(self, tensor: Tensor, source: ValueSource, movable: bool = True) -> int:
-        """Registers ``tensor`` as a new value, even if already registered; returns the value's number.
+        """Registers ``tensor`` as a new traced tensor, even if it has a number already, and returns its new number.
 
-        ``movable``: True if a pipeline stage can send the value to another stage.
+        ``movable``: True if a pipeline stage can send the tensor to another stage.
         """
         twin, number = self._twins.of(tensor), len(self.values)
         value = Value(
@@ -152,9 +159,10 @@ class TensorProvenance:
         return number
 
     def rewrite(self, sharing: list[Tensor], source: ValueSource) -> None:
-        """Registers new values for the tensors ``sharing``, which share memory, after an in-place write to this memory.
+        """Registers each of the tensors ``sharing``, which share one memory, as a new traced tensor after an in-place
+        write to this memory. ``source``: origin of the write.
 
-        Several tensors over one memory are marked as not movable between pipeline stages.
+        If there are several, they are marked as tensors that a pipeline stage cannot send.
         """
         for tensor in sharing:
             inputs, before = source.inputs, self.forget(tensor)
@@ -163,22 +171,27 @@ class TensorProvenance:
             self.new_value(tensor, replace(source, inputs=inputs), movable=len(sharing) == 1)
 
     def forget(self, tensor: Tensor) -> int | None:
-        """Marks the value of ``tensor`` as overwritten; returns the value's number, None if it is no value."""
+        """Marks the traced tensor ``tensor`` as overwritten in place and removes its number. Returns this number, or
+        None if it had none.
+        """
         number = self.number.pop(id(tensor), None)
         if number is not None:
             self.values[number] = replace(self.values[number], rewritten=True)
         return number
 
     def hook(self, tensor: Tensor) -> None:
-        """Marks the traced value ``tensor`` as one with a gradient hook of the user; ignores other tensors."""
+        """Marks the traced tensor ``tensor`` as one on which the user has registered a gradient hook. Ignores tensors
+        that are not traced.
+        """
         number = self.number.get(id(tensor))
         if number is not None:
             self.values[number] = replace(self.values[number], hooked=True)
 
     def output_leaf(self, leaf: Any, arguments: list[Any]) -> Leaf:
-        """Returns the source of one output leaf of an event, from which a stage that skips the event rebuilds the leaf.
+        """Returns the source of ``leaf``, one output leaf of a call or operation. From the sources, a pipeline stage
+        that skips the call rebuilds its output.
 
-        ``arguments``: the leaves of the event's arguments.
+        ``arguments``: the leaves of the call's arguments.
         """
         if isinstance(leaf, Tensor) and id(leaf) in self.parameters:
             return FromParameter(self.parameters[id(leaf)])
@@ -188,8 +201,8 @@ class TensorProvenance:
         return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
 
     def result_leaf(self, leaf: Any) -> Leaf:
-        """Returns the source of one leaf of the program's result: a traced value, a parameter, a free tensor or a
-        constant.
+        """Returns the source of one leaf of the program's result: a traced tensor, a parameter, a tensor computed from
+        the batch alone, or a constant.
         """
         if not isinstance(leaf, Tensor):
             self.refuse_hidden(leaf, [], "the program returns")
@@ -203,10 +216,11 @@ class TensorProvenance:
         return FreeTensor(tuple(leaf.shape), leaf.dtype)
 
     def refuse_hidden(self, leaf: Any, arguments: list[Any], who: str) -> None:
-        """Records a problem if ``leaf`` is an object with tensors of the model that is no pytree, so that they cannot
-        be sent.
+        """Records a problem if ``leaf``, an output of a call, is an object of unknown class with tensors of the model
+        inside: a pipeline stage cannot send them.
 
-        ``who``: beginning of the error sentence; ``arguments``: leaves of the call's arguments, which are accepted.
+        ``who``: beginning of the error sentence; ``arguments``: leaves of the call's arguments, which are accepted as
+        outputs.
         """
         if isinstance(leaf, Tensor | _PLAIN) or position_of(leaf, arguments) is not None:
             return
@@ -227,7 +241,9 @@ class TensorProvenance:
 
 
 def position_of(leaf: Any, arguments: list[Any]) -> int | None:
-    """Returns the index of ``leaf`` among the arguments, by identity; None for plain constants."""
+    """Returns the index of ``leaf`` among ``arguments``, compared by identity. Returns None if it is not among them, or
+    is a plain constant such as a number.
+    """
     if isinstance(leaf, _PLAIN):
         return None
     return next((position for position, argument in enumerate(arguments) if argument is leaf), None)

@@ -41,10 +41,11 @@ _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia
 
 
 class Recorder(TorchFunctionMode):
-    """Torch function mode that records one forward: calls of blocks and outermost modules, and operations between them.
+    """Torch function mode that records one forward: each call of a unit (a block or another outermost module), and each
+    operation in code between units.
 
-    ``calls`` and ``glue`` contain the records; ``provenance`` has the origin of every tensor, and code that no pipeline
-    stage can run alone.
+    ``calls`` and ``glue`` are the lists of these records. ``provenance`` has the origin of every tensor, and the code
+    that no pipeline stage can run alone.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def on_zeros(self) -> tuple[OnZeros, ...]:
-        """Operations that ran on zeros because they do not run on meta tensors, once for each line of code."""
+        """Operations that ran on zeros because they do not run on meta tensors; each line of code is listed once."""
         return tuple(OnZeros(name, where, why) for (name, where), why in self._on_zeros.items())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +85,11 @@ class Recorder(TorchFunctionMode):
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one torch function and runs it on shapes; returns the result that user code gets."""
+        """Records one torch function, with its arguments, and runs it on shapes. Returns the result that the user's
+        code gets.
+
+        Inside a unit or another recorded function, it only runs the function.
+        """
         if self._quiet:
             return call_user_code(function, args, kwargs)
         self._quiet = True
@@ -97,8 +102,8 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one call of the block or outermost module named ``unit`` and runs its ``forward``; returns its
-        output.
+        """Records one call of the unit (block or other outermost module) with the name ``unit``, runs its ``forward``
+        and returns its output. A unit that another unit calls is not recorded.
         """
         if self._call is not None:  # a unit inside a unit
             return call_user_code(forward, args, kwargs)
@@ -116,7 +121,9 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def finish(self, result: Any) -> Recipe:
-        """Returns the structure of the program's ``result`` with the source of each leaf."""
+        """Returns the structure of ``result``, the return value of the traced program, with the source of each leaf. It
+        ends the recording.
+        """
         leaves, spec = tree_flatten(result)
         recipe = Recipe(spec, tuple(self.provenance.result_leaf(leaf) for leaf in leaves))
         if next(recipe.values(), None) is None:
@@ -127,7 +134,9 @@ class Recorder(TorchFunctionMode):
         return recipe
 
     def used_by_glue(self, module: nn.Module) -> bool:
-        """Returns True if an operation outside blocks and outermost modules has read a parameter of ``module``."""
+        """Returns True if an operation outside units (blocks and other outermost modules) has read a parameter of
+        ``module``.
+        """
         return any(self.provenance.parameters[id(parameter)] in self._read_by_glue for parameter in module.parameters())
 
     # ---- operations

@@ -33,8 +33,8 @@ _LEAVES = frozenset((int, float, bool, str, type(None)))
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Returns ``tree`` with ``function`` applied to every leaf, as ``torch.utils._pytree.tree_map``.
 
-    A tensor is a leaf, also in a container that torch's registry contains (a model's output), and also a subclass that
-    the registry takes apart (a global tensor).
+    Every tensor is one leaf. Torch's registry would also take apart some tensor subclasses, such as a global tensor
+    (DTensor-like).
     """
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):
@@ -51,7 +51,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def plain_leaves(tree: Any) -> list[Any]:
-    """Returns the leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``; tensors are leaves."""
+    """Returns the leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``. Every tensor is one leaf,
+    also a subclass that torch's registry would take apart.
+    """
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):
         return [tree]
@@ -70,7 +72,9 @@ Function = Callable[..., Any]
 
 
 def getter(name: str) -> Function:
-    """Returns the function that reads the attribute ``name`` of a tensor, as torch function modes see it."""
+    """Returns the function that reads the attribute ``name`` of a tensor. Torch function modes get this function as
+    ``func`` when code reads the attribute.
+    """
     return getattr(Tensor, name).__get__  # type: ignore[no-any-return]
 
 
@@ -122,9 +126,9 @@ _DIFFERENTIATES = frozenset(("backward", "grad"))
 
 
 class WrapperTensor(torch.Tensor):
-    """Base of tensor subclasses that contain a local shard and have rules for torch functions.
+    """Base of tensor subclasses that store a local shard and run torch functions on it by rules.
 
-    Recorders of torch functions see the functions that a rule runs, not the original call.
+    A torch function mode that records calls sees the functions that a rule runs on shards, not the original call.
     """
 
     @classmethod
@@ -134,7 +138,9 @@ class WrapperTensor(torch.Tensor):
 
 
 def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
-    """Returns the class of the first wrapper among the arguments, including wrappers in lists and dicts."""
+    """Returns the class of the first :class:`WrapperTensor` in ``args`` and ``kwargs``, also inside lists and dicts.
+    Returns None without one.
+    """
     values = [*args, *(kwargs or {}).values()]
     while values:
         value = values.pop()
@@ -148,12 +154,16 @@ def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
 
 
 def inside_transform() -> bool:
-    """Returns True if a transform of torch.func runs: vmap, grad, vjp, jvp, jacrev, functionalize."""
+    """Returns True if this code runs inside a transform of torch.func, such as vmap, grad, vjp, jvp, jacrev or
+    functionalize.
+    """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def function_name(function: Function) -> str:
-    """Returns the name of an operation; ``get x`` and ``set x`` for tensor attributes."""
+    """Returns the name of a torch function; ``get x`` and ``set x`` for the functions that read and write the tensor
+    attribute ``x``.
+    """
     name: str = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
         return f"{name.strip('_')} {getattr(getattr(function, '__self__', None), '__name__', name)}"
@@ -161,13 +171,15 @@ def function_name(function: Function) -> str:
 
 
 def writes_in_place(name: str) -> bool:
-    """Returns True if a function of this name writes to its first argument: ``add_``, ``+=``, ``x[0] =``."""
+    """Returns True if a torch function with this name writes to its first argument, such as ``add_``, ``+=`` or ``x[0]
+    =``.
+    """
     return name in _IN_PLACE_SIGNS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_IN_PLACE)
 
 
 @dataclass
 class Operation:
-    """Call of a torch function, with its arguments."""
+    """Record of one call of a torch function, with its arguments."""
 
     function: Function
     args: tuple[Any, ...]
@@ -180,7 +192,7 @@ class Operation:
 
     @cached_property
     def leaves(self) -> list[Any]:
-        """Leaves of the arguments, in fixed order."""
+        """Leaves of the positional and keyword arguments, in an order that is the same on all ranks."""
         return plain_leaves((self.args, dict(self.kwargs)))
 
     @cached_property
@@ -190,17 +202,21 @@ class Operation:
 
     @property
     def is_metadata(self) -> bool:
-        """True if the operation reads only shape, type or device."""
+        """True if the operation reads only shape, dtype, device or a similar attribute, and no elements."""
         return self.name in _METADATA or (self.name.startswith("get ") and self.name not in _TENSOR_GETTERS)
 
     @property
     def reads_values(self) -> bool:
-        """False if the operation reads only shape, type or device, or changes ``requires_grad``."""
+        """True if the operation reads elements of its tensors. False if it reads only attributes such as the shape, or
+        switches ``requires_grad``.
+        """
         return not self.is_metadata and self.name not in _SWITCHES
 
     @property
     def asks_for_the_object(self) -> bool:
-        """True if the result is a property of the Python object, not of the traced value."""
+        """True if the result is a property of the Python tensor object or its memory, such as ``data_ptr``, and not of
+        its elements.
+        """
         return self.name in _OF_THE_OBJECT
 
     @property
@@ -210,31 +226,39 @@ class Operation:
 
     @property
     def is_blank(self) -> bool:
-        """True if the operation reads only the shapes of its arguments, such as ``zeros_like``."""
+        """True if the operation makes a new tensor and reads only the shape and dtype of its arguments, such as
+        ``zeros_like``.
+        """
         return self.name in _BLANK
 
     @property
     def is_random(self) -> bool:
-        """True if the operation may draw random numbers."""
+        """True if the operation may draw random numbers and also reads or writes a tensor argument, such as dropout or
+        ``normal_``.
+        """
         dropout_p = self.args[4:5] if self.name == "scaled_dot_product_attention" else ()
         share = max(self.kwargs.get("dropout_p", 0.0), *dropout_p, 0.0)
         return self.name in _RANDOM or "dropout" in self.name or share > 0.0
 
     @property
     def draws(self) -> bool:
-        """True if the operation draws random numbers from a shape alone."""
+        """True if the operation is a random function such as ``rand`` or ``normal_``. Dropout does not count."""
         return self.name in _DRAWS or self.name in _RANDOM
 
     @property
     def is_of_torch(self) -> bool:
-        """True for torch's own functions, which respect strides; other kernels may assume dense tensors."""
+        """True for a function of torch itself, which respects strides. Kernels of other packages may assume contiguous
+        memory.
+        """
         if isinstance(self.function, _BUILT_IN):
             return True
         return getattr(self.function, "__module__", None) in ("torch.functional", "torch.nn.functional")
 
     @property
     def differentiates(self) -> bool:
-        """True if the operation runs a backward, which needs the graphs of all stages."""
+        """True if the operation runs a backward, such as ``Tensor.backward``, which would need the autograd graphs of
+        all pipeline stages.
+        """
         return self.name in _DIFFERENTIATES
 
     @cached_property
@@ -250,7 +274,9 @@ class Operation:
 
     @cached_property
     def statistics(self) -> list[Tensor]:
-        """Running mean and variance that a normalisation in training mode updates."""
+        """Running mean and variance that a normalization layer in training mode updates; an empty list for other
+        operations.
+        """
         flag = _KEEPS_STATISTICS.get(self.function)
         if flag is None:
             return []
@@ -270,7 +296,7 @@ class Operation:
 
 
 def user_place() -> str:
-    """Returns file and line of the innermost frame outside torch and this package."""
+    """Returns "file:line" of the innermost stack frame outside torch and this package."""
     inside = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -282,10 +308,9 @@ def user_place() -> str:
 
 @contextmanager
 def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Replaces every ``autograd.Function.apply`` by ``show(function, args, kwargs)`` inside the context.
+    """Replaces every ``autograd.Function.apply`` by the callback ``show(function, args, kwargs)`` inside the context.
 
-    A torch function mode does not see ``apply``. Without the replacement, the Function's backward would be lost in a
-    pipeline stage that starts inside it.
+    A torch function mode does not see calls of ``apply``, so a trace would miss the Function's backward.
     """
     original = torch.autograd.Function.__dict__["apply"]
     # modules that torch imports meanwhile keep this ``apply``, which afterwards must show nothing and keep nothing
@@ -308,5 +333,7 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
 
 
 def checks_content(name: str) -> bool:
-    """Returns True if an operation may refuse NaN, so that it cannot run on placeholders."""
+    """Returns True if an operation with this name may raise an error for NaN elements, so that it cannot run on
+    placeholders.
+    """
     return name in _RANDOM or name.startswith(("linalg_", "cholesky", "logdet", "slogdet"))

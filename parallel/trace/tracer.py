@@ -43,16 +43,20 @@ def trace_model(
     device: torch.device | None = None,
     material: Material | None = None,
 ) -> ModelTrace:
-    """Runs ``program``, forward and loss of ``model``, on shapes and returns its trace; ``program`` returns a pytree.
+    """Runs ``program`` (forward and loss of ``model``) on shapes, without data, and returns the trace. ``program``
+    returns a pytree.
 
-    Every returned tensor that depends on a parameter is a target. The model, its modes and the random streams are
-    unchanged afterwards.
+    The trace lists every returned tensor that depends on a parameter as a target, which the last pipeline stage must
+    have. The model, its train and eval modes and the random streams are unchanged afterwards.
 
     Args:
-        units: units to record; default: those of ``find_units``, subdivided as ``stages`` require.
-        stages: descend into chains inside chains, then into every Sequential, if the outer chains have fewer blocks.
-        device: device of the stand-ins; default: the parameters' device, or the CPU instead of meta.
-        material: receives arguments and memory of the calls, for measurements.
+        units: modules to record as one call each; default: the units of ``find_units``, divided further as ``stages``
+            require.
+        stages: number of pipeline stages; if the outer chains of equal modules have fewer blocks, chains inside them
+            count as well, then every Sequential.
+        device: device of the tensors that the model's code sees; default: the parameters' device, or the CPU instead of
+            meta.
+        material: object that receives arguments and memory of the calls, for measurements.
 
     Raises:
         PlanError: the program does something between units that no stage can do alone; the message names it.

@@ -58,8 +58,8 @@ _ROUNDING = 1e-11
 
 
 class SharedInput(NamedTuple):
-    """Activation that enters a matrix product, or a weight, to be split along ``dim`` into one equal slice for each
-    rank.
+    """Tensor ``x`` that is to be split along ``dim`` into one slice of equal size for each tensor rank: an activation
+    that enters a matrix product, or a weight.
     """
 
     x: Tensor
@@ -67,9 +67,9 @@ class SharedInput(NamedTuple):
 
 
 class NeededRows:
-    """Finder of the weight rows that a tensor rank needs to compute its slice of a later activation.
+    """Finder of the weight rows that a tensor rank needs to compute its slice of an activation.
 
-    It runs backward from random gradients on the slice: rows with a nonzero gradient are needed. Results are cached.
+    It takes random gradients on the slice and runs backward: a weight row with a nonzero gradient is needed.
     ``parameters``: the block's parameters by name; ``seed``: the seed of the random gradients.
     """
 
@@ -80,12 +80,12 @@ class NeededRows:
         self._seen: dict[tuple[str, int], Needed] = {}
 
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
-        """Returns the rows of earlier weights that each of ``tp`` ranks needs to compute its slice of every tensor in
-        ``inputs``.
+        """Returns the weight rows that each of ``tp`` ranks needs to compute its slice of every tensor in ``inputs``,
+        from backward runs.
 
-        The result has, for each weight name and rank, one bool mask per dim. ``row``: name of the weight that
-        multiplies ``inputs``, the key of the cache. A cached result for a multiple of ``tp`` is merged, without another
-        backward.
+        The result maps each weight name to a list by rank of a list by dim of bool masks. It is cached by ``row``, the
+        name of the weight that multiplies ``inputs``. A cached result for a multiple of ``tp`` ranks is merged, without
+        a new backward.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
@@ -97,11 +97,11 @@ class NeededRows:
         return self._seen[row, tp]
 
     def gradients(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
-        """Returns, by parameter name, the gradients of the scalar ``out`` for the parameters ``names`` that it depends
-        on.
+        """Returns the gradients of the scalar ``out`` by parameter name, for the parameters in ``names`` that ``out``
+        depends on.
 
-        A dense parameter has one gradient, a low-rank weight one for each zero factor. ``again``: retain the graph for
-        another backward.
+        The tuple has one gradient for a dense parameter, and one for each zero factor of a low-rank weight. ``again``:
+        True to retain the autograd graph for another backward.
         """
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
         grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
@@ -142,9 +142,11 @@ class NeededRows:
         return self.gradients(out, self._parameters, again=True)
 
     def reaching(self, tensors: Iterable[Tensor]) -> dict[str, tuple[Tensor, ...]]:
-        """Returns, by name, the gradients of all parameters that any of ``tensors`` depends on.
+        """Returns, by name, the gradients of all parameters that any of ``tensors`` depends on, from a backward with
+        random output gradients.
 
-        The output gradients are random.
+        The tuple of a dense parameter has one gradient, the tuple of a low-rank weight one for each of its zero
+        factors.
         """
         out = sum((self._random_sum(tensor) for tensor in tensors), torch.zeros(()))
         return self.gradients(out, self._parameters, again=True)
@@ -159,7 +161,9 @@ class NeededRows:
 
 
 def is_partition(rows: Sequence[Tensor]) -> bool:
-    """Returns True if the bool masks ``rows`` of a dim, one for each rank, differ and together cover the dim."""
+    """Returns True if every index of a dim is in one of the bool masks ``rows``, one mask per rank, and not all masks
+    are equal.
+    """
     table = torch.stack(list(rows))
     return bool(table.any(0).all()) and not bool(table.all()) and bool((table != table[0]).any())
 
@@ -191,8 +195,8 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class CoupledParameters:
-    """Row-parallel layer with the column-parallel layers that feed it and all other parameters to shard together with
-    them.
+    """Group of parameters to shard together: the weight of a row-parallel layer, the weights of the column-parallel
+    layers that compute its input, and all further parameters that their sharding affects.
     """
 
     row: str
@@ -212,12 +216,12 @@ class CoupledParameters:
 
 
 class GradientSparsity:
-    """Search for the parameters of ``block`` that must be sharded together, from the zeros in gradients of one observed
-    run.
+    """Search for the parameters of ``block`` that must be sharded together. It reads them from the zeros in the
+    gradients of one recorded run of the block.
 
     ``block``: a copy with random weights in eval mode; ``given``: its arguments, with random hidden states; ``others``:
-    names of parameters that other rules shard; ``used``: indices of the block's output leaves that the model reads,
-    None for all; ``seed``: the seed of the random gradients.
+    names of parameters that this search leaves out; ``used``: indices of the block's output leaves that the model
+    reads, None for all; ``seed``: the seed of the random gradients.
     """
 
     def __init__(
@@ -242,15 +246,15 @@ class GradientSparsity:
 
     @property
     def products(self) -> list[MatmulRecord]:
-        """Products of activations with parameters in the observed run; after :meth:`forget`, a read runs the block
-        again.
+        """Products of activations with parameters in the recorded run of the block. After :meth:`forget`, a read runs
+        the block again.
         """
         if self._products is None:
             self._products = self._run(())
         return self._products
 
     def forget(self) -> None:
-        """Frees the activations of the observed run; the next read of :attr:`products` runs the block again."""
+        """Frees the activations of the recorded run; the next read of :attr:`products` runs the block again."""
         self._products = None
 
     def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
@@ -280,13 +284,13 @@ class GradientSparsity:
     def may_shard(self, rows: Collection[str], tp: int) -> bool:
         """Returns True if one of the parameters named ``rows`` could be the row layer of a group on ``tp`` ranks.
 
-        This is cheaper than :meth:`groups`.
+        It does not search for the block's other groups, so it costs less than :meth:`groups`.
         """
         return any(self._group(row, tp, set(self._others)) is not None for row in rows)
 
     def try_sizes(self, sizes: Sequence[int]) -> None:
-        """Finds and caches the groups for each number of ranks in ``sizes``, largest first: a result also covers its
-        divisors.
+        """Finds and caches the groups for each number of ranks in ``sizes``. It begins with the largest number, because
+        backward results for n ranks also serve every divisor of n.
         """
         for size in sorted(sizes, reverse=True):
             self.groups(size)
@@ -295,7 +299,7 @@ class GradientSparsity:
         return sum(self._parameters[name].numel() for name in group.cuts)
 
     def width(self, row: str) -> int:
-        """Returns the number of input features of the product with the parameter named ``row``."""
+        """Returns the number of input features of the matrix product with the parameter named ``row``."""
         return self._widths[row]
 
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:

@@ -64,7 +64,9 @@ class BlockResult:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the comparison of a sharded block with the unsharded one."""
+    """Result of the comparison of a sharded block with the unsharded block: outputs, input gradients and parameter
+    gradients.
+    """
 
     problem: str = ""
     """First difference or error; empty if the plan is correct."""
@@ -80,11 +82,11 @@ class Verdict:
 
 
 class BlockReference:
-    """Unsharded ``block`` with its outputs and gradients for each of ``givens``, as the reference for proofs of tensor
-    plans.
+    """Unsharded ``block`` with its outputs and gradients for each call in ``givens``: the reference that a tensor plan
+    must reproduce.
 
-    ``block`` has random float64 parameters and never changes, because every simulated rank runs a copy. ``used``:
-    indices of the output leaves to compare, None for all.
+    ``block`` has random float64 parameters and never changes, because every simulated rank runs a copy of it.
+    ``givens``: arguments of each call, longest first. ``used``: indices of the output leaves to compare, None for all.
     """
 
     def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:
@@ -93,11 +95,11 @@ class BlockReference:
             self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
 
     def prove(self, plan: TensorPlan, tp: int, watch: Callable[[nn.Module], None] | None = None) -> Verdict:
-        """Runs the block under ``plan`` on ``tp`` simulated tensor ranks and compares the results with the unsharded
-        block.
+        """Runs the block under ``plan`` on ``tp`` simulated tensor ranks, for each call in ``givens``, and compares the
+        results with the unsharded block.
 
-        The verdict is the first one with a problem, otherwise the last. ``watch``: called with the block of every rank
-        before the block runs.
+        Stops at the first call with a difference or an error and returns its verdict; otherwise returns the verdict of
+        the last call. ``watch``: callback that gets the block of every rank before the block runs.
         """
         verdict = Verdict()
         # the first arguments are the longest: shorter ones show an error sooner
@@ -145,7 +147,9 @@ class BlockReference:
 
 @contextmanager
 def exactly() -> Iterator[None]:
-    """Makes this thread compute in float64 and without dropout inside the context."""
+    """Makes this thread compute in float64, without dropout, with seeded random numbers and with gradients enabled,
+    inside the context.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -346,8 +350,8 @@ _DRAWS = frozenset(
 
 
 class Exact(TorchFunctionMode):
-    """Torch function mode that computes in float64 in place of fp32, skips dropout and seeds random numbers with
-    ``seed``.
+    """Torch function mode for reproducible runs: it replaces casts to fp32 by float64, skips dropout, and draws random
+    numbers from a generator with ``seed``.
     """
 
     def __init__(self, seed: int = 0) -> None:

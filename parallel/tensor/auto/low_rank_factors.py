@@ -34,7 +34,9 @@ Z.
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Weight, or view of a weight, stored as a sum of low-rank products. Views and products run on the factors."""
+    """Weight, or view of a weight, stored as a sum of products of two low-rank factors. Its methods, views and
+    products, compute with the factors and never form the full weight, except :meth:`full`.
+    """
 
     terms: tuple[Term, ...]
     kinds: str
@@ -94,8 +96,8 @@ class Factors:
         return self.indexed((*(slice(None),) * place, None))
 
     def expanded(self, sizes: Sequence[int]) -> "Factors":
-        """Returns the weight expanded to ``sizes``, as ``Tensor.expand``. Only new dims and dims that neither factor
-        has can grow.
+        """Returns the weight expanded to ``sizes``, as ``Tensor.expand``. Only new dims, and dims of size one that
+        belong to neither factor, can grow.
 
         Raises:
             NoRuleError: an expanded dim belongs to a factor.
@@ -109,9 +111,9 @@ class Factors:
         return Factors(made.terms, made.kinds, twin)
 
     def reshaped(self, twin: Tensor) -> "Factors":
-        """Returns the weight in another shape, with its elements in row-major order.
+        """Returns the weight in the shape of ``twin``, with its elements in row-major order.
 
-        ``twin``: the weight's meta tensor after the same reshape.
+        ``twin``: the weight's meta tensor after this reshape.
 
         Raises:
             NoRuleError: dims of different factors would become one.
@@ -167,7 +169,8 @@ class Factors:
         return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
     def plus(self, left: Tensor, right: Tensor) -> "Factors":
-        """Returns the weight plus the product of ``left`` [.., O, Z] and ``right`` [.., Z, I], stored as one more term.
+        """Returns the sum of the weight and the product of ``left`` [.., O, Z] and ``right`` [.., Z, I]. The product is
+        stored as one more pair of factors.
 
         Raises:
             NoRuleError: the dims form no matrix [O, I] or stack [E, O, I].
@@ -184,10 +187,11 @@ class Factors:
     # ---- products
 
     def between(self, summed: int, kept: int) -> list[Term]:
-        """Returns both factors of each term, ordered for a product that sums over dim ``summed`` of the weight.
+        """Returns, for each low-rank term of the weight, its two factors as matrices for a product that sums over dim
+        ``summed``.
 
-        A pair is (inner [.., I, Z], outer [.., O, Z]): I is the size of dim ``summed``, O of dim ``kept``, which the
-        result retains.
+        A pair is (inner [.., I, Z], outer [.., O, Z]). I is the size of dim ``summed``, O the size of dim ``kept``,
+        which remains in the result, and Z the number of columns of the factors.
 
         Raises:
             NoRuleError: both dims are in one factor, or one dim is in both factors.
@@ -199,25 +203,30 @@ class Factors:
         return [(term[inner].squeeze(kept), term[1 - inner].squeeze(summed)) for term in self.terms]
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns ``x`` [.., I] times the transpose of the weight [O, I], plus ``bias`` [O]."""
+        """Returns the product of ``x`` [.., I] and the transpose of the weight [O, I], plus ``bias`` [O]: a tensor [..,
+        O].
+        """
         (first, last), *more = self.between(1, 0)
         y = functional.linear(x @ first, last, bias)
         return _total((y, *((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in more)))
 
     def after(self, x: Tensor) -> Tensor:
-        """Returns the matrix products of ``x`` [.., S, I] and the weight [.., I, O]."""
+        """Returns the matrix product ``x`` @ weight [.., S, O] of ``x`` [.., S, I] and the weight [.., I, O]."""
         return _total((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in self.between(-2, -1))
 
     def before(self, x: Tensor) -> Tensor:
-        """Returns the matrix products of the weight [.., O, I] and ``x`` [.., I, S]; ``x`` may be a vector [I]."""
+        """Returns the matrix product weight @ ``x`` [.., O, S] of the weight [.., O, I] and ``x`` [.., I, S]. A vector
+        ``x`` [I] gives a vector.
+        """
         columns = x.unsqueeze(-1) if x.ndim == 1 else x
         y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
         return y.squeeze(-1) if x.ndim == 1 else y
 
     def grouped(self, x_SI: Tensor, groups: Tensor) -> Tensor:
-        """Multiplies row s of ``x_SI`` by matrix ``groups[s]`` of the weight, a stack [E, I, O]; returns [S, O].
+        """Returns [S, O]: row s of ``x_SI`` [S, I] times the matrix ``groups[s]`` of the weight, a stack [E, I, O] of E
+        experts.
 
-        Terms with a factor common to all matrices are joined into one product, which limits the number of temporaries.
+        Terms with a factor common to all experts are computed as one product, which limits the number of temporaries.
         """
         inner, outer = zip(*self.between(1, 2), strict=True)
         if self._stacks(1):

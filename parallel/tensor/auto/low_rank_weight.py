@@ -37,8 +37,8 @@ RANK = 4
 
 
 class WholeWeightError(Exception):
-    """Error of code that reads a low-rank weight below torch functions or without a graph, where its full elements are
-    needed.
+    """Error of code that needs all elements of a low-rank weight: it reads the weight below torch functions (in a
+    kernel or an autograd Function), or with gradients disabled.
 
     ``weight``: the parameter's name.
     """
@@ -50,9 +50,10 @@ class WholeWeightError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Factor tensors of a low-rank parameter A B' + P v' + u Q'.
+    """Factor tensors of a low-rank parameter A B' + P v' + u Q', in which ' is the transpose.
 
-    Each tensor has the parameter's dims (size one for dims of the other factor) and a last dim of columns.
+    Each factor has the dims of the parameter, but with size one for the dims that belong to the other factor of its
+    product, and one more dim for the columns of the factor.
     """
 
     random: tuple[Tensor, Tensor]
@@ -66,7 +67,9 @@ class Parts:
     shape: tuple[int, ...]
 
     def factors(self) -> Factors:
-        """Returns the parameter as a sum of low-rank products: one term for a matrix, three for a stack of experts."""
+        """Returns the parameter as a sum of low-rank products. A matrix has one term with all columns of the factors
+        joined; a stack of experts has one term for each of A B', P v' and u Q'.
+        """
         (a, b), (u, v), (p, q) = self.random, self.vectors, self.zeros
         terms: tuple[Term, ...] = ((a, b), (p, v), (u, q))
         if len(self.shape) == 2:
@@ -76,12 +79,14 @@ class Parts:
         return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
-        """Returns the same weight with new zero factors P and Q, the leaves that receive its gradient."""
+        """Returns the same parameter with new zero factors P and Q, autograd leaves that receive the parameter's
+        gradient.
+        """
         return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
-        """Returns the slice of the parameter at indices ``rows`` of dim ``dim``, with new zero factors as gradient
-        leaves.
+        """Returns the slice of the parameter at indices ``rows`` of dim ``dim``. It has new zero factors P and Q, the
+        autograd leaves that receive its gradient.
         """
         where, shape = torch.tensor(rows), list(self.shape)
         shape[dim] = len(rows)
@@ -99,8 +104,8 @@ def _leaves(random: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class LowRankWeight(Tensor):
-    """Float64 tensor with the full shape of a weight, or of its view, stored as low-rank factors. Products run on the
-    factors.
+    """Float64 tensor subclass with the full shape of a weight, or of a view of it, that stores only low-rank factors.
+    Its matrix products compute with the factors.
     """
 
     factors: Factors
@@ -162,7 +167,7 @@ class LowRankWeight(Tensor):
         return f"LowRankWeight({self.weight}, shape={tuple(self.factors.twin.shape)})"
 
     def view_of(self, factors: Factors) -> "LowRankWeight":
-        """Returns a low-rank weight with the given ``factors``, as a view of this parameter."""
+        """Returns a view of this parameter as a low-rank weight with ``factors``, the factors after the view."""
         return LowRankWeight(factors, self.weight, self.refused)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "LowRankWeight":
@@ -174,9 +179,11 @@ class LowRankWeight(Tensor):
 def low_rank_parameter(
     shape: Sequence[int], weight: str, generator: torch.Generator, refused: set[str]
 ) -> LowRankWeight:
-    """Returns a random low-rank parameter of ``shape`` [.., O, I], with entries as large as in a dense parameter.
+    """Returns a random low-rank parameter of ``shape`` [.., O, I]. Its entries have the usual magnitude of a dense
+    parameter, about 1 / sqrt(I).
 
-    ``weight``: the parameter's name; ``refused``: a set that collects the names of parameters that code reads in full.
+    ``weight``: the parameter's name; ``refused``: a set to which the names of parameters are added that code reads in
+    full.
     """
     *experts, outputs, inputs = shape
     ones = (1,) * len(experts)
@@ -193,10 +200,11 @@ def low_rank_parameter(
 
 
 def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
-    """Returns the leaf tensors that receive the gradient of ``parameter``: itself, or the zero factors of a low-rank
-    weight.
+    """Returns the leaf tensors that receive the gradient of ``parameter``: ``parameter`` itself, or the two zero
+    factors if it is a low-rank weight.
 
-    A zero factor has the parameter's dims, size one for the dims of the other factor, and a last dim.
+    A zero factor has the parameter's dims, with size one for the dims that belong to the other factor of its product,
+    and a last dim of size one.
     """
     if isinstance(parameter, LowRankWeight) and parameter.parts is not None:
         return parameter.parts.zeros
@@ -204,7 +212,9 @@ def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Returns an id of the storage of ``tensor``: equal for a tensor and its views, different for all other tensors."""
+    """Returns an integer that identifies the storage of ``tensor``. Views of one tensor have the same number; live
+    tensors with different storages have different ones.
+    """
     whole = tensor.factors.twin if isinstance(tensor, LowRankWeight) else tensor
     return int(whole.untyped_storage()._cdata)
 

@@ -24,7 +24,9 @@ from engine.parallel.tensor.global_tensor.rules.attention import multi_head_in_s
 
 @dataclass(frozen=True, slots=True)
 class MatmulRecord:
-    """Product of the activation ``x`` with a parameter or its view; ``weight`` and ``bias`` are parameter names."""
+    """Record of one product of the activation ``x`` with a parameter or a view of it. ``weight`` and ``bias`` are
+    parameter names; ``bias`` is None without one.
+    """
 
     weight: str
     bias: str | None
@@ -74,10 +76,11 @@ _NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm
 
 
 class MatmulTrace(TorchFunctionMode):
-    """Torch function mode that records the products of activations with parameters of ``block`` in ``seen``.
+    """Torch function mode that records the products of activations with parameters of ``block`` in its list ``seen``.
 
-    ``cut_off``: names of parameters with products to detach from the graph. Inside the mode ReLUs leak, and norms do
-    not differentiate their statistics.
+    ``cut_off``: names of parameters; the results of products with them are detached from the graph. So that gradients
+    show every dependency, inside the mode ReLU computes leaky ReLU, and norms treat their mean and variance as
+    constants.
     """
 
     def __init__(self, block: nn.Module, cut_off: Collection[str] = ()) -> None:

@@ -55,7 +55,7 @@ TRIES = 24
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Chosen strategy of one parameter group of a block, with the reason."""
+    """Strategy that the search has chosen for one parameter group of a block, with the reason for the choice."""
 
     group: CoupledParameters
     way: ShardingStrategy
@@ -64,15 +64,15 @@ class Decided:
 
     @property
     def why(self) -> str:
-        """Reason for the strategy of this group, as text."""
+        """Reason for the strategy of this group, as text for reports, with the integer attributes that it divides."""
         return f"divided {', '.join(self.way.changes)}{self.note}" if self.way.changes else self.note
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Search of the cheapest correct sharding strategy for each parameter group of ``block``.
+    """Search for the cheapest correct sharding strategy of each parameter group of ``block``.
 
-    ``truth``: outputs and gradients of the unsharded block, which every strategy must reproduce.
+    A strategy is correct if the sharded block reproduces ``truth``: outputs and gradients of the unsharded block.
     """
 
     block: nn.Module
@@ -83,9 +83,10 @@ class Search:
     """Strategies found for other blocks, which equal parameter groups of this block try first."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """Returns a strategy for each of ``groups`` on ``tp`` ranks; all strategies together are correct in the block.
+        """Returns one strategy for each of ``groups`` on ``tp`` ranks. All of them together are proven correct in the
+        block.
 
-        A group without a correct strategy is replicated.
+        A group without a correct strategy gets "replicate".
         """
         found = (self._at_once(groups, tp) or self._by_module(groups, tp)) if len(groups) > 1 else []
         return found or self._one_by_one(groups, tp)
@@ -231,7 +232,9 @@ _CONFIG = "config."
 
 
 class AttributeReads:
-    """Recorder of reads of the integer attributes ``numbers`` by the code of a block."""
+    """Recorder of the integer attributes that a block's code reads. It watches only the attributes in ``numbers``, and
+    collects the ones read in its set ``seen``.
+    """
 
     def __init__(self, numbers: Collection[Number]) -> None:
         self._numbers = frozenset(numbers)
@@ -240,8 +243,8 @@ class AttributeReads:
         self._watching = False
 
     def watch(self, block: nn.Module) -> None:
-        """Makes the modules of ``block`` record attribute reads: each module with a watched attribute gets a subclass
-        of its class. ``block`` is a private copy.
+        """Makes the modules of ``block`` record reads of the watched attributes: it changes the class of each module
+        that has one to a recording subclass. ``block`` must be a private copy, because the classes are not restored.
         """
         if not self._watching:
             self._watching = True
@@ -283,8 +286,8 @@ def _asked(own: type, note: Callable[[str], None]) -> type:
 
 
 def enclosing_module(group: CoupledParameters) -> str:
-    """Returns the path of the innermost module around all modules with sharded parameters of ``group``; "" for the
-    block.
+    """Returns the path of the innermost module that contains all modules with sharded parameters of ``group``. The path
+    is "" for the block itself.
     """
     owners = {tuple(name.split(".")[:-1]) for name in group.cuts}
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))]
@@ -292,10 +295,11 @@ def enclosing_module(group: CoupledParameters) -> str:
 
 
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
-    """Returns ``group`` with parameter names relative to the module at ``path``, for a trial of this module alone.
+    """Returns ``group`` with parameter names relative to the module at ``path``, so that this module can be tried
+    without the rest of the block.
 
-    Replicated parameters outside the module with partial gradients are dropped: in such a trial the gradients of the
-    module's inputs are complete.
+    Replicated parameters outside the module that have partial gradients in the block are dropped, because in such a
+    trial the gradients of the module's inputs are complete.
     """
 
     def local(name: str) -> str:
@@ -313,16 +317,19 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
 
 
 def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
-    """Returns the strategy ``way``, found for the module at ``path`` alone, with names relative to the whole block."""
+    """Returns the strategy ``way`` with names relative to the block. It was found for the module at ``path``, so its
+    names are relative to this module.
+    """
     styles = {f"{path}.{name}".rstrip("."): style for name, style in way.styles.items()}
     return way._replace(styles=styles, changes=tuple(f"{path}.{change}" for change in way.changes))
 
 
 def reference_inside(truth: BlockReference, path: str) -> BlockReference | None:
-    """Returns the unsharded results of the module at ``path``, as the reference for trials of this module alone.
+    """Returns the unsharded results of the module at ``path``, as the reference for trials of this module without the
+    rest of the block.
 
-    ``truth``: the reference of the whole block. None: the block does not call the module exactly once, does not use its
-    outputs, or the module cannot run on copies of its arguments.
+    ``truth``: the reference of the whole block. Returns None if the block does not call the module exactly once or does
+    not use its outputs, or if the module cannot run on copies of its arguments.
     """
     try:
         call = _observed(truth, path, truth.givens[-1])  # the shortest suffice: the block's proof runs all of them

@@ -38,10 +38,11 @@ class ShardingStrategy(NamedTuple):
 
 
 def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrategy | None:
-    """Returns the strategy "local", in which the block's code computes with plain tensors that have this rank's rows
-    only.
+    """Returns the strategy "local": the block's code computes with plain tensors, each with this rank's slice of a
+    parameter.
 
-    None: the strategy cannot shard the group, for example because code outside linear layers multiplies by a parameter.
+    Returns None if this strategy cannot shard ``group``, for example because code outside linear layers multiplies by a
+    parameter.
     """
     rows = (group.row, *group.beside)
     weights = (*group.columns, *rows)
@@ -67,11 +68,12 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrate
 
 
 def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = True) -> ShardingStrategy:
-    """Returns the strategy "view", in which all sharded parameters are global tensors of the full shape.
+    """Returns the strategy "view": the block's code reads each sharded parameter as a DTensor-like global tensor of the
+    full shape.
 
     ``partial``: True leaves the gradients of replicated parameters between column layers and row layer partial on each
-    rank. False copies a replicated tensor where it meets a sharded one, and backward sums its gradient there (example:
-    a positional key common to all heads).
+    rank, to be summed later. False sums such a gradient in backward, at each place where the replicated tensor meets a
+    sharded one (example: a positional key common to all heads).
     """
     styles = {name: "partial" for name in group.partial if partial}
     for name, cut in group.cuts.items():
@@ -119,17 +121,20 @@ def _called(block: nn.Module, layer: str) -> bool:
 
 
 class Number(NamedTuple):
-    """Integer attribute of the module at path ``module`` of a block, or of its config as "config.NAME"."""
+    """Integer attribute of a module of a block, or of this module's config as "config.NAME". ``module``: the module's
+    path in the block.
+    """
 
     module: str
     attribute: str
 
 
 def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) -> list[Number]:
-    """Returns the integer attributes that ``tp`` divides, or that divide ``tp``, of modules with parameters of
-    ``group``.
+    """Returns the integer attributes that may have to be divided by ``tp`` when ``group`` is sharded: ``tp`` divides
+    their value, or their value divides ``tp``.
 
-    The modules around them count too; linear layers do not. Attributes that the module's methods read come first.
+    It considers the modules with parameters of ``group`` and all modules around them, without linear layers. For each
+    module, attributes that the module's methods read come first.
     """
     paths: dict[str, None] = {}
     for name in group.cuts:
@@ -170,7 +175,9 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def with_numbers(way: ShardingStrategy, chosen: Sequence[Number]) -> ShardingStrategy:
-    """Returns the strategy "local+": ``way`` with the integer attributes ``chosen`` divided by the number of ranks."""
+    """Returns the strategy "local+": the strategy ``way``, in which also each integer attribute in ``chosen`` is
+    divided by the number of ranks.
+    """
     changed = dict(way.styles)
     for module, attribute in chosen:
         before = changed.get(module)
@@ -182,8 +189,8 @@ STYLE = "vocabulary"
 
 
 def vocabulary_styles(model: nn.Module, called: Mapping[str, nn.Module], tp: int) -> dict[str, str]:
-    """Returns the style "vocabulary" for each embedding and output head of ``model`` to shard by vocabulary, by module
-    name.
+    """Returns a dict from module name to the style "vocabulary", for each embedding and output head of ``model`` that
+    can be sharded by vocabulary rows.
 
     ``called``: the modules that the forward calls, by name; ``tp``: the number of ranks.
     """

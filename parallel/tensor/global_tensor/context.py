@@ -20,7 +20,9 @@ TensorRule = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Table of the rules by which torch functions run on global tensors, with a fallback for all other functions."""
+    """Table of rules: functions that run a torch function on the shards of global tensors (DTensor-like). ``fallback``
+    serves every torch function without a rule.
+    """
 
     by_function: Mapping[Any, TensorRule]
     fallback: TensorRule
@@ -32,7 +34,9 @@ class Rules:
 
 
 class PlainGradient(Enum):
-    """Kind of the gradient of a plain tensor; the tensor itself is equal on all ranks of the axis."""
+    """Kind of gradient that a plain tensor gets on each rank when it meets global tensors. The plain tensor itself has
+    the same elements on all ranks of the axis.
+    """
 
     EQUAL = auto()
     """The gradient is equal on all ranks too: a sum follows where the tensor meets a shard (tensor parallelism)."""
@@ -41,10 +45,10 @@ class PlainGradient(Enum):
 
 
 class GlobalTensorContext:
-    """State that all global tensors of a sharded model, or of one unit, share.
+    """Settings and caches common to all global tensors (DTensor-like) of a sharded model, or of one of its units.
 
-    ``sequence``: sums of products stay sharded along the dim before the last one (sequence parallelism). ``regather``:
-    inputs that column layers gather are gathered again in backward.
+    ``sequence``: True if sums of products stay sharded along the dim before the last one (sequence parallelism).
+    ``regather``: True if the inputs that column layers gather are freed after forward and gathered again in backward.
     """
 
     plain = PlainGradient.EQUAL
@@ -68,24 +72,25 @@ class GlobalTensorContext:
         self._found: dict[Hashable, Any] = {}
 
     def sums_once(self, parameter: nn.Parameter) -> bool:
-        """Returns True if the gradient of ``parameter`` stays partial and is summed over the ranks at the end of the
-        step.
+        """Returns True if the gradient of ``parameter`` stays partial on each rank until the end of the step, and is
+        then summed over the ranks.
 
-        False: the gradient is summed at each use.
+        False: each use of the parameter sums its part of the gradient in backward.
         """
         return self.planned is None or parameter in self.planned
 
     def clear(self) -> None:
-        """Drops the cached copies of plain tensors that :meth:`entered` has made; called at the end of a block's
+        """Drops the copies of plain tensors that :meth:`entered` has cached. It is called at the end of a block's
         forward.
         """
         self._entered.clear()
 
     def entered(self, key: Hashable, given: Tensor, enter: Callable[[Callable[[], None]], Tensor]) -> Tensor:
-        """Returns a copy of a plain tensor, made by ``enter(passed)`` at the first use and shared by later ones.
+        """Returns a copy of the plain tensor ``given`` for use with global tensors. ``enter(passed)`` makes the copy at
+        the first use, and later uses with this ``key`` get the same copy.
 
-        ``key`` contains the id of ``given``, which the context keeps alive. ``enter`` returns a copy of ``given`` with
-        a backward that calls ``passed``, which drops the cached copy.
+        ``key`` must contain the id of ``given``, which the context keeps alive. ``enter``: callback that makes a copy;
+        the copy's backward must call the function ``passed``, which drops the cached copy.
         """
         hit = self._entered.get(key)
         if hit is not None and hit[0] is given:
@@ -101,7 +106,9 @@ class GlobalTensorContext:
             del self._entered[key]
 
     def find(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Returns ``make()``, cached by ``key``; a NoRuleError is cached and raised again as well."""
+        """Returns ``make()``, or its result cached under ``key``. A NoRuleError of ``make`` is cached too, and raised
+        again for this ``key``.
+        """
         try:
             found = self._found[key]
         except KeyError:
@@ -115,23 +122,25 @@ class GlobalTensorContext:
         return found  # type: ignore[no-any-return]
 
     def current(self, sets: Sets) -> Sets:
-        """Returns the sharding that a tensor has in this forward, if a trace has sharded it as ``sets``; here ``sets``
-        itself.
+        """Returns the sharding, in the running forward, of a tensor that had the sharding ``sets`` when the model was
+        traced. Here both are the same; subclasses may return another one.
         """
         return sets
 
     def found(self, key: Hashable) -> Any:
-        """Returns the value that :meth:`find` has cached by ``key``; None if there is none."""
+        """Returns the value that :meth:`find` has cached under ``key``, or None without one."""
         return self._found.get(key)
 
     def note_gather(self, name: str) -> None:
-        """Counts a gather for the torch function ``name``, which has no suitable rule; the plan's notes show it."""
+        """Counts one gather of global tensors under ``name``, the torch function that has no suitable rule. The notes
+        of the tensor plan report the count.
+        """
         self.gathers[name] = self.gathers.get(name, 0) + 1
 
     @contextmanager
     def own_draws(self, device: torch.device) -> Iterator[None]:
-        """Draws different random numbers on each tensor rank inside the context, and equal ones after it, on
-        ``device``.
+        """Makes random numbers on ``device`` differ between the tensor ranks inside the context. After it, all ranks
+        draw the same numbers again.
         """
         if self.axis.size == 1 or self.axis.dry:
             yield

@@ -19,8 +19,8 @@ from engine.parallel.tensor.global_tensor.index_runs import Runs, indices_of, ru
 
 
 class FlexPart(NamedTuple):
-    """Part of a flex attention call on one rank: int32 indices of its batch rows, heads and queries; None: all of
-    them.
+    """Part of a flex attention call that one rank computes, as int32 indices of its batch rows, heads and queries in
+    the full tensors. None in a field: all indices.
     """
 
     rows: Tensor | None = None
@@ -33,8 +33,8 @@ class FlexPart(NamedTuple):
     def of(
         device: torch.device, rows: Runs | None = None, heads: Runs | None = None, queries: Runs | None = None
     ) -> "FlexPart":
-        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``, as tensors on ``device``; None: all
-        of them.
+        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``, each a set of indices as runs
+        (first, last + 1). The part stores them as tensors on ``device``. None for a dim: all its indices.
         """
 
         def table(runs: Runs | None) -> Tensor | None:
@@ -43,16 +43,17 @@ class FlexPart(NamedTuple):
         return FlexPart(table(rows), table(heads), table(queries), queries)
 
     def call(self, whole: FlexCall, mask: Any) -> FlexCall:
-        """Returns the call ``whole`` for this part only; its score function still reads indices of the full tensors.
+        """Returns the call ``whole`` restricted to this part. Its score function gets indices that refer to the full
+        tensors.
 
-        ``mask``: this part of the block mask, or None.
+        ``mask``: the block mask of this part, or None.
         """
         score = whole.score_mod
         return replace(whole, score_mod=None if score is None else self._through(score, scored=True), block_mask=mask)
 
     def mask(self, whole: Any) -> Any:
-        """Returns the block mask of this part, from the block mask ``whole`` of the full call; None if ``whole`` is
-        None.
+        """Returns the part of ``whole``, the block mask of the full call, that this rank needs. Returns None if
+        ``whole`` is None.
         """
         if whole is None:
             return None

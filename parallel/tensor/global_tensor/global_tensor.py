@@ -30,14 +30,16 @@ Function = Callable[..., Any]
 
 
 class LocalOnlyError(EngineError):
-    """Error for code that needs the memory of a full tensor where each rank stores only a shard."""
+    """Error of code that needs the memory of a full tensor, for example for an in-place write, although each rank
+    stores only a shard of it.
+    """
 
 
 class GlobalTensor(WrapperTensor):
-    """Tensor with the full shape that stores this rank's shard, comparable to DTensor.
+    """Tensor subclass with the shape of the full tensor that stores only this rank's shard, comparable to DTensor.
 
-    ``local``: this rank's shard, in the autograd graph; ``full``: the full shape; ``sets``: for each dim, the indices
-    that every rank stores, or None for an unsharded dim.
+    ``local``: this rank's shard, part of the autograd graph; ``full``: the full shape; ``sets``: for each dim, an Index
+    with the indices that every rank stores, or None for an unsharded dim.
     """
 
     local: Tensor
@@ -133,7 +135,7 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """True if the shard is a leaf of the graph."""
+        """True if this rank's shard is a leaf of the autograd graph."""
         return self.local.is_leaf
 
     @property
@@ -172,7 +174,9 @@ class GlobalTensor(WrapperTensor):
 
 
 class Unrepeated(NamedTuple):
-    """Record that a tensor has the elements of ``source`` along ``dim``, each one repeated several times in a row."""
+    """Record that a global tensor consists of the elements of ``source``, each one repeated several times in a row
+    along ``dim`` (as ``repeat_interleave`` does).
+    """
 
     source: GlobalTensor
     dim: int
@@ -182,7 +186,9 @@ class Unrepeated(NamedTuple):
 
     @classmethod
     def note(cls, repeated: GlobalTensor, source: GlobalTensor, dim: int) -> None:
-        """Records on ``repeated`` that it has the elements of ``source``, each repeated in a row along ``dim``."""
+        """Records on ``repeated`` that it has the elements of ``source``, each one repeated several times in a row
+        along ``dim``.
+        """
         repeated.unrepeated = cls(source, dim, repeated.local, _version(repeated.local))
 
     def valid(self, repeated: GlobalTensor) -> bool:
@@ -197,7 +203,9 @@ def _version(x: Tensor) -> int | None:
 
 
 def global_tensors_in(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
-    """Yields the global tensors among arguments, also in lists, tuples and dicts."""
+    """Yields the global tensors in the arguments ``args`` and ``kwargs``, also from lists, tuples and dicts inside
+    them.
+    """
     for argument in args:
         if type(argument) is GlobalTensor:
             yield argument
@@ -210,15 +218,16 @@ def global_tensors_in(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
 
 
 def has_views(args: Any, kwargs: Any) -> bool:
-    """Returns True if an argument is a global tensor."""
+    """Returns True if ``args`` or ``kwargs`` contain a global tensor."""
     return next(global_tensors_in(args, kwargs), None) is not None
 
 
 def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
-    """Prepares a call that may mix global tensors over "tp" and over "cp": wraps each one over "tp" as one over "cp".
+    """Prepares a call that may mix global tensors over the axes "tp" and "cp": each one over "tp" is wrapped as an
+    unsharded global tensor over "cp", because it is equal on all context ranks.
 
-    Returns the context over "cp" and the arguments; without a global tensor over "cp", ``context`` and the arguments
-    unchanged. A global tensor over "tp" is equal on all context ranks, as a plain tensor is.
+    Returns (context over "cp", arguments, keyword arguments). Without a global tensor over "cp", returns ``context``
+    and the arguments unchanged.
     """
     outer = next((x.views for x in global_tensors_in(args, kwargs) if x.views.axis.name == "cp"), None)
     if outer is None:
@@ -234,12 +243,16 @@ def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["
 def show_parameter(
     parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, context: "GlobalTensorContext"
 ) -> GlobalTensor:
-    """Wraps a sharded parameter as a new global tensor, so that code of the model reads the full shape."""
+    """Wraps ``parameter``, which stores this rank's shard, as a new global tensor, so that the model's code sees the
+    full shape.
+
+    ``full``: the full shape; ``sets``: the sharding of each dim.
+    """
     return GlobalTensor(parameter, full, sets, context)
 
 
 def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
-    """Wraps ``local`` as a global tensor with the shape and sharding of ``x``."""
+    """Wraps ``local``, a shard of this rank, as a global tensor with the full shape and the sharding of ``x``."""
     if local is x.local:
         return x
     made = GlobalTensor(local, x.full, x.sets, x.views)
@@ -248,7 +261,9 @@ def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
 
 
 def follow_grad(x: GlobalTensor) -> None:
-    """Copies ``requires_grad`` of the shard to ``x``, after an in-place write to ``x``."""
+    """Sets ``requires_grad`` of the global tensor ``x`` to that of its shard. In-place writes and ``requires_grad_``
+    call it.
+    """
     wanted = x.local.requires_grad
     with torch._C.DisableTorchFunction():  # which also bypasses function modes
         torch._C.TensorBase.requires_grad.__set__(x, wanted)  # type: ignore[attr-defined]
@@ -270,7 +285,8 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:
-    """Raises because code below ``__torch_function__``, such as an autograd Function or a kernel, got a global tensor.
+    """Raises an error for code below ``__torch_function__``, such as an autograd Function or a kernel, that got a
+    global tensor.
 
     Raises:
         EngineError: always; the text names the code.

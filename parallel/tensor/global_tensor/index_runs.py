@@ -13,7 +13,9 @@ Runs = NDArray[np.int64]
 
 
 def runs_from(indices: NDArray[np.int64]) -> Runs:
-    """Returns the sorted, distinct ``indices`` as runs, an array [m, 2] of (first, last + 1)."""
+    """Returns the ascending, distinct ``indices`` as runs: an array [m, 2] with one row (first, last + 1) for each
+    group of consecutive indices.
+    """
     if not len(indices):
         return np.empty((0, 2), np.int64)
     borders = np.flatnonzero(np.diff(indices) != 1)
@@ -21,12 +23,14 @@ def runs_from(indices: NDArray[np.int64]) -> Runs:
 
 
 def one_run(start: int, stop: int) -> Runs:
-    """Returns the indices from ``start`` up to, but without, ``stop``, as runs."""
+    """Returns the indices from ``start`` up to, but without, ``stop``, as one run: an array [1, 2], or [0, 2] if there
+    are none.
+    """
     return np.array([(start, stop)] if start < stop else [], np.int64).reshape(-1, 2)
 
 
 def indices_of(runs: Runs) -> NDArray[np.int64]:
-    """Returns all indices of ``runs``, ascending."""
+    """Returns all indices in ``runs``, ascending. ``runs``: array [m, 2] of (first, last + 1)."""
     if len(runs) == 1:
         return np.arange(runs[0, 0], runs[0, 1])
     lengths = runs[:, 1] - runs[:, 0]
@@ -35,15 +39,15 @@ def indices_of(runs: Runs) -> NDArray[np.int64]:
 
 
 def run_length(runs: Runs) -> int:
-    """Returns the number of indices in ``runs``."""
+    """Returns the total number of indices in ``runs``, an array [m, 2] of (first, last + 1)."""
     return int((runs[:, 1] - runs[:, 0]).sum())
 
 
 def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns (borders, sums): for each index, the sum of the ``weights`` of the ``sets`` that contain it.
+    """Adds up, for each index, the ``weights`` of the index sets ``sets`` that contain it. Returns (borders, sums).
 
-    ``borders``: all ends of runs, ascending; ``sums[i]`` applies to the indices from ``borders[i]`` up to the next
-    border.
+    ``borders``: the ends of all runs, ascending, each once. ``sums[i]`` is the total for the indices from
+    ``borders[i]`` up to the next border.
     """
     points = np.concatenate([side for runs in sets for side in (runs[:, 0], runs[:, 1])])
     steps = np.concatenate(
@@ -56,7 +60,7 @@ def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDAr
 
 
 def meet(a: Runs, b: Runs) -> Runs:
-    """Returns the intersection of two sets of indices, as runs."""
+    """Returns the indices that are in both ``a`` and ``b``. All three are runs: arrays [m, 2] of (first, last + 1)."""
     if len(a) == 1 or len(b) == 1:  # the usual case, without a sort
         one, other = (a, b) if len(a) == 1 else (b, a)
         cut = np.clip(other, one[0, 0], one[0, 1])
@@ -69,7 +73,7 @@ def meet(a: Runs, b: Runs) -> Runs:
 
 
 def join_runs(runs: Runs) -> Runs:
-    """Joins neighbouring sorted runs, such as [0, 4) and [4, 6), into one."""
+    """Joins runs (first, last + 1) that touch, such as (0, 4) and (4, 6), into one. ``runs`` must be sorted."""
     if len(runs) < 2:
         return runs
     apart = runs[1:, 0] != runs[:-1, 1]
@@ -78,8 +82,9 @@ def join_runs(runs: Runs) -> Runs:
 
 def places_in(held: Runs, wanted: Runs) -> Runs | None:
     """Returns the positions of the indices ``wanted`` in a shard that stores the indices ``held`` in ascending order.
+    All three are runs: arrays [m, 2] of (first, last + 1).
 
-    None: the shard lacks some index.
+    None: the shard lacks at least one of these indices.
     """
     if not len(wanted):
         return wanted
@@ -94,6 +99,6 @@ def places_in(held: Runs, wanted: Runs) -> Runs | None:
 
 
 def as_slices(runs: Runs) -> list[slice]:
-    """Returns ``runs`` as a list of slices, one for each run."""
+    """Returns a list with ``slice(first, last + 1)`` for each run in ``runs``."""
     found: Any = runs.tolist()
     return [slice(start, stop) for start, stop in found]

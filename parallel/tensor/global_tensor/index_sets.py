@@ -34,16 +34,18 @@ Entry = TypeVar("Entry")
 
 
 class NoRuleError(Exception):
-    """Refusal of a rule: the operation cannot run on these shards, so the fallback gathers the arguments instead.
+    """Error of a rule that cannot run a torch function on these shards. The caller then gathers the arguments and runs
+    the function on full tensors.
 
-    The fallback records the gather by the function's name; users see this name in the plan's notes, not this text.
+    The gather is recorded under the function's name; the plan's notes show users this name, not the error's text.
     """
 
 
 class Index:
-    """Sharding of a dim of ``size`` indices: ``ranks[r]`` are the sorted indices that rank r stores.
+    """Sharding of a dim of ``size`` indices over the ranks of an axis: ``ranks[r]`` are the ascending indices that rank
+    r stores.
 
-    Every index is on at least one rank.
+    Every index is on at least one rank, and may be on several.
     """
 
     def __init__(self, ranks: Iterable[Indices], size: int) -> None:
@@ -57,8 +59,8 @@ class Index:
 
     @classmethod
     def of_runs(cls, runs: Iterable[Runs], size: int) -> "Index":
-        """Returns the Index with these runs of indices on each rank; it makes arrays of all indices at their first read
-        only.
+        """Returns the sharding in which rank r stores the indices in the r-th element of ``runs``, an array [m, 2] of
+        (first, last + 1). The arrays of all indices are only made when they are first read.
         """
         made = cls.__new__(cls)
         made._describe(runs, size)
@@ -66,7 +68,7 @@ class Index:
 
     @cached_property
     def ranks(self) -> tuple[Indices, ...]:
-        """Sorted indices on each rank."""
+        """Indices that each rank stores, ascending, in rank order."""
         return tuple(map(indices_of, self.runs))
 
     def __eq__(self, other: object) -> bool:
@@ -85,12 +87,12 @@ class Index:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Number of indices on each rank."""
+        """Number of indices that each rank stores, in rank order."""
         return tuple(map(run_length, self.runs))
 
     @cached_property
     def holders(self) -> Indices:
-        """Bit mask of the ranks with each index: bit r is set if rank r stores it."""
+        """Bit mask of ranks for each index of the dim: bit r is set if rank r stores the index."""
         masks = np.zeros(self.size, dtype=np.int64)
         for rank, held in enumerate(self.ranks):
             masks[held] |= 1 << rank
@@ -98,7 +100,7 @@ class Index:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Distinct bit masks in :attr:`holders`."""
+        """Distinct values among the bit masks :attr:`holders`: each one a set of ranks that store some index."""
         _, masks = depth([one_run(0, self.size), *self.runs], [0, *(1 << rank for rank in range(len(self.runs)))])
         return tuple(np.unique(masks[:-1]).tolist())
 
@@ -109,39 +111,42 @@ class Index:
 
     @cached_property
     def even(self) -> bool:
-        """True if every index is on exactly one rank and all ranks have equally many."""
+        """True if every index is on exactly one rank and all ranks store the same number of indices."""
         return self.once and len(set(self.counts)) == 1
 
     @cached_property
     def order(self) -> Indices:
-        """Position of each index in the concatenation of all ranks' shards; only for an even Index."""
+        """Position of each index in the concatenation of all ranks' shards in rank order. Defined only if :attr:`even`
+        is True.
+        """
         return np.argsort(np.concatenate(self.ranks))
 
     @cached_property
     def blocks(self) -> bool:
-        """True if each rank stores one contiguous block, all blocks are equally large, and they are in rank order."""
+        """True if each rank stores one contiguous block, all blocks have the same size, and they are in rank order."""
         return self.even and len(join_runs(np.concatenate(self.runs))) == 1
 
     @cached_property
     def owned(self) -> "Index":
-        """Sharding in which each index remains only on the first rank that stores it."""
+        """Sharding in which each index is only on the first of the ranks that store it here."""
         masks = self.holders
         first = masks & -masks
         return Index((held[first[held] == 1 << rank] for rank, held in enumerate(self.ranks)), self.size)
 
     @classmethod
     def even_blocks(cls, size: int, ranks: int) -> "Index":
-        """Returns the sharding of ``size`` indices in equal contiguous blocks in rank order; ``ranks`` divides
-        ``size``.
+        """Returns the sharding of ``size`` indices into ``ranks`` contiguous blocks of equal size, in rank order.
+        ``ranks`` must divide ``size``.
         """
         step = size // ranks
         return cls.of_runs((one_run(rank * step, (rank + 1) * step) for rank in range(ranks)), size)
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """Returns the sharding over ``ranks`` ranks that the ``ranges`` of a shard-table row define.
+        """Returns the sharding over ``ranks`` ranks that ``ranges`` define; each range is a run of rows with the ranks
+        that store it.
 
-        None: every rank stores the full dim.
+        Returns None if every rank stores the full dim.
         """
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
@@ -152,9 +157,8 @@ Sets = tuple[Index | None, ...]
 
 
 def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
-    """Returns the sharding of a dim of ``size`` in which rank r stores the indices ``ranks[r]``.
-
-    None: every rank stores all indices.
+    """Returns the sharding of a dim of ``size`` indices in which rank r stores the indices ``ranks[r]``. Returns None
+    if every rank stores all indices.
 
     Raises:
         NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
@@ -163,9 +167,8 @@ def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
 
 
 def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
-    """Returns the sharding of a dim of ``size`` in which rank r stores the indices in the runs ``ranks[r]``.
-
-    None: every rank stores all indices.
+    """Returns the sharding of a dim of ``size`` indices in which rank r stores the indices in ``ranks[r]``, an array
+    [m, 2] of runs (first, last + 1). Returns None if every rank stores all indices.
 
     Raises:
         NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
@@ -178,7 +181,10 @@ def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
 
 
 def common(a: Index | None, b: Index | None) -> Index | None:
-    """Returns the sharding in which each rank has the indices that it has in both ``a`` and ``b``; None: all indices.
+    """Returns the sharding in which each rank has the indices that it stores under both shardings ``a`` and ``b`` of a
+    dim.
+
+    None, as argument and as result, means that every rank stores all indices.
 
     Raises:
         NoRuleError: some index would be on no rank.
@@ -194,20 +200,24 @@ def common(a: Index | None, b: Index | None) -> Index | None:
 
 
 def replaced(entries: Sequence[Entry], place: int, entry: Entry) -> tuple[Entry, ...]:
-    """Returns ``entries`` (sizes or index sets, by dim) with ``entry`` at ``place``."""
+    """Returns a copy of ``entries``, one size or index set for each dim, in which the element at ``place`` is
+    ``entry``.
+    """
     return (*entries[:place], entry, *entries[place + 1 :])
 
 
 def covers(sets: Iterable[Index | None]) -> bool:
-    """Returns True if every element of a tensor is on some rank; ``sets``: the sharding of each dim."""
+    """Returns True if every element of a tensor is on at least one rank. ``sets``: the sharding of each dim, None for
+    an unsharded dim.
+    """
     kinds = [index.kinds for index in sets if index is not None]
     return len(kinds) < 2 or all(_meet(masks) for masks in product(*kinds))
 
 
 def held_once(sets: Iterable[Index | None]) -> bool:
-    """Returns True if every element of a tensor is on exactly one rank; ``sets``: the sharding of each dim.
+    """Returns True if every element of a tensor is on exactly one rank. Returns False if no dim is sharded.
 
-    False if no dim is sharded.
+    ``sets``: the sharding of each dim, None for an unsharded dim.
     """
     kinds = [index.kinds for index in sets if index is not None]
     return bool(kinds) and all(_meet(masks).bit_count() == 1 for masks in product(*kinds))
@@ -221,9 +231,11 @@ def _meet(masks: Iterable[int]) -> int:
 
 
 def positions(have: Index | None, want: Index | None, rank: int) -> Runs | None:
-    """Returns where the shard of ``rank``, sharded as ``have``, stores the indices that the sharding ``want`` needs.
+    """Returns the positions, in the shard of ``rank`` under the sharding ``have``, of the indices that this rank has
+    under the sharding ``want``.
 
-    The result is a set of positions as runs; None if both shardings are equal.
+    The positions are runs, an array [m, 2] of (first, last + 1); None if both shardings are equal. None as a sharding
+    means that every rank stores all indices.
 
     Raises:
         NoRuleError: some index of ``want`` is not on the rank.

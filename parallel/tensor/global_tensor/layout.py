@@ -29,17 +29,19 @@ Shape = tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """Full shape of a tensor, and the index set of each dim: the indices on each rank; None: unsharded."""
+    """Full shape of a tensor and the sharding of each dim: an Index with the indices on each rank, or None for an
+    unsharded dim.
+    """
 
     shape: Shape
     sets: Sets
 
 
 def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
-    """Returns the layout of a broadcast of operands with these ``layouts``: each rank has the indices common to all
-    operands.
+    """Returns the layout of the broadcast result of operands with these ``layouts``. For each dim, each rank has the
+    indices that it has in all operands.
 
-    The last ``tail`` dims do not take part; they have size 1 in the result.
+    The last ``tail`` dims are left out of the broadcast; they have size 1 in the result.
 
     Raises:
         NoRuleError: some element would be on no rank.
@@ -59,8 +61,8 @@ def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
 
 
 def checked(shape: Shape, sets: Sets) -> Layout:
-    """Makes a :class:`Layout` of the full shape ``shape`` and the index sets ``sets`` of its dims, if every element is
-    on some rank.
+    """Returns a :class:`Layout` of the full shape ``shape`` and the shardings ``sets`` of its dims, after a check that
+    every element is on at least one rank.
 
     Raises:
         NoRuleError: some element would be on no rank.
@@ -71,7 +73,7 @@ def checked(shape: Shape, sets: Sets) -> Layout:
 
 
 def local_shape(layout: Layout, rank: int) -> Shape:
-    """Returns the shape of the shard on ``rank`` of a tensor with the full shape and sharding in ``layout``."""
+    """Returns the shape of the shard on ``rank`` of a tensor with this ``layout``, its full shape and sharding."""
     pairs = zip(layout.shape, layout.sets, strict=True)
     return tuple(size if index is None else index.counts[rank] for size, index in pairs)
 
@@ -80,7 +82,7 @@ def positive_dim(dim: int, dims: int) -> int:
     """Returns ``dim`` counted from the front, for a tensor of ``dims`` dims.
 
     Raises:
-        NoRuleError: there is no such dim; the fallback lets torch raise its own error.
+        NoRuleError: there is no such dim; the caller then runs torch's function, which raises its own error.
     """
     if not -max(dims, 1) <= dim < max(dims, 1):
         raise NoRuleError("the tensor has no such dim; torch raises its own error.")
@@ -88,7 +90,7 @@ def positive_dim(dim: int, dims: int) -> int:
 
 
 def infer_size(numel: int, shape: Sequence[int]) -> Shape:
-    """Returns ``shape`` with -1 replaced by the size that ``numel`` elements need."""
+    """Returns ``shape`` with -1 replaced by the size at which the product of all sizes is ``numel``."""
     if -1 not in shape:
         return tuple(shape)
     known = -math.prod(shape)
@@ -99,7 +101,7 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
     """Returns the layout of a tensor with ``layout`` after a reshape to the full shape ``shape``.
 
     Raises:
-        NoRuleError: a rank's elements do not form a product of index sets in the new shape.
+        NoRuleError: the elements of some rank are not a shard of the new shape, a set of indices for each dim.
     """
     sets: list[Index | None] = [None] * len(shape)
     for old, new in dim_groups(layout.shape, shape):
@@ -111,9 +113,13 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
 
 
 def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields pairs (dims of ``old``, dims of ``new``) that a reshape between these shapes maps to each other.
+    """Yields pairs (dims of ``old``, dims of ``new``): a reshape from shape ``old`` to ``new`` turns the first dims
+    into the second ones.
 
-    Each pair has the shortest runs of neighbouring dims with equal products of sizes.
+    Both are lists of neighbouring dims with the same product of sizes, as short as possible.
+
+    Raises:
+        NoRuleError: both shapes do not have the same number of elements.
     """
     i = j = 0
     while i < len(old) or j < len(new):
@@ -191,9 +197,11 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
-    """Restricts the sharding ``index`` of a dim to the indices ``taken``; returns (old, new).
+    """Restricts ``index``, the sharding of a dim, to the indices ``taken`` of a slice. Returns (old, new), in which
+    each rank has the taken indices that it stores.
 
-    ``old`` has the old indices; ``new`` numbers them from 0, and is None if every rank stores all of them.
+    ``old`` numbers them as in the full dim. ``new`` numbers them from 0, as in the sliced dim; it is None if every rank
+    stores all of them.
     """
     asked = runs_from(taken)
     held = [meet(own, asked) for own in index.runs]
@@ -203,7 +211,9 @@ def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
 
 
 def repeated(index: Index, times: int, interleaved: bool) -> Index:
-    """Returns the sharding after each index is repeated ``times`` times: a a b b if interleaved, otherwise a b a b."""
+    """Returns the sharding of a dim after each of its indices is repeated ``times`` times: in the order a a b b if
+    ``interleaved``, otherwise a b a b.
+    """
     if interleaved:
         ranks = [(own[:, None] * times + np.arange(times)).ravel() for own in index.ranks]
     else:
@@ -212,9 +222,10 @@ def repeated(index: Index, times: int, interleaved: bool) -> Index:
 
 
 def concatenated(pieces: Sequence[tuple[int, Index | None]], ranks: int) -> Index | None:
-    """Returns the sharding of a concatenation over ``ranks`` ranks; None if no piece is sharded.
+    """Returns the sharding over ``ranks`` ranks of the dim along which operands are concatenated. Returns None if no
+    operand is sharded along it.
 
-    ``pieces``: (size, sharding) of each operand along the concatenated dim.
+    ``pieces``: (size of this dim, sharding of this dim or None) of each operand.
     """
     if all(index is None for _, index in pieces):
         return None

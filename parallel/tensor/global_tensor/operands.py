@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Returns the full shape of ``tensor`` and the sharding of each dim; a plain tensor is unsharded."""
+    """Returns the full shape of ``tensor`` and the sharding of each dim. All dims of a plain tensor are unsharded."""
     if type(tensor) is GlobalTensor:
         return Layout(tensor.full, tensor.sets)
     return Layout(tensor.shape, (None,) * tensor.ndim)
 
 
 class Joined(NamedTuple):
-    """Result of :func:`broadcast_operands`: the layout of the broadcast, and the sharding that each operand needs for
-    it.
+    """Result of :func:`broadcast_operands`: full shape and sharding of the broadcast result, and the sharding that each
+    operand needs for it.
     """
 
     shape: Shape
@@ -46,9 +46,10 @@ class Joined(NamedTuple):
 
 
 def broadcast_operands(context: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
-    """Returns the layout of the broadcast of ``tensors``, with the sharding that each operand needs for it.
+    """Returns the full shape and sharding of the broadcast result of ``tensors``, and the sharding that each operand
+    needs for it. No data is moved.
 
-    The last ``tail`` dims do not take part.
+    The last ``tail`` dims are left out of the broadcast.
 
     Raises:
         NoRuleError: some element would be on no rank.
@@ -69,15 +70,17 @@ def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
 
 
 def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
-    """Returns the shard of ``tensor`` that an operation needs for a result sharded as ``sets``.
+    """Returns this rank's shard of ``tensor``, sharded as an operand of an operation with a result sharded as ``sets``.
 
-    Dims are aligned at the last one, as in a broadcast.
+    Dims of operand and result are aligned from the last dim, as in a broadcast.
     """
     return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
 
 def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
-    """Returns the shard of ``tensor``, plain or global, in which the first dims are sharded as ``wanted``."""
+    """Returns this rank's shard of ``tensor``, plain or global, in which dim i is sharded as ``wanted[i]``. Further
+    dims are unchanged.
+    """
     if type(tensor) is not GlobalTensor:
         return cut_operand_as(context, tensor, wanted)
     local = tensor.local
@@ -88,9 +91,11 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 
 
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
-    """Returns the shard of ``plain``, a plain tensor, in which the first dims are sharded as ``wanted``.
+    """Returns this rank's shard of ``plain``, a plain tensor, in which dim i is sharded as ``wanted[i]``. Further dims
+    are unchanged.
 
-    If the ranks' gradients are partial, they are summed: at the end of the step for a parameter, otherwise in backward.
+    If each rank then has only a part of the gradient of ``plain``, the parts are summed over the ranks: at the end of
+    the step for most parameters, otherwise in backward.
     """
     if plain.requires_grad and context.plain is PlainGradient.EQUAL:
         # the gradient is complete only after a sum or a gather: once a step, or here
@@ -109,15 +114,17 @@ def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) 
 
 
 def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
-    """Returns a copy of ``plain`` for sharded computation; its gradient is all-reduced over the ranks.
+    """Returns a copy of ``plain`` that may be combined with shards. Backward sums its gradient over the ranks by an
+    all-reduce.
 
-    The copy is cached, so that all uses of ``plain`` share one sum.
+    The copy is cached, so that all uses of ``plain`` share one all-reduce.
     """
     return context.entered(id(plain), plain, lambda passed: copy_to(plain, context.axis, passed=passed))
 
 
 def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
-    """Slices ``local`` along ``dim`` from index set ``have`` to ``want``: a view if the indices are evenly spaced.
+    """Slices ``local``, a shard with the index set ``have`` along ``dim``, to the indices of this rank in ``want``. The
+    result is a view if the indices are evenly spaced.
 
     Raises:
         NoRuleError: some index of ``want`` is not on this rank.
@@ -133,7 +140,7 @@ def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | 
 
 
 def on_device(context: "GlobalTensorContext", key: Any, places: Any, device: torch.device) -> Tensor:
-    """Returns the indices ``places`` as a tensor on ``device``, cached under ``key``."""
+    """Returns the indices ``places`` as a tensor on ``device``. It is cached in the context under ``key``."""
     return context.find(key, lambda: torch.as_tensor(places, device=device))
 
 

@@ -51,7 +51,7 @@ class SequenceError(PlanError):
 
 
 def full(x: GlobalTensor, reason: str) -> Tensor:
-    """Gathers ``x`` into a plain tensor on every rank of its axis.
+    """Gathers the global tensor ``x`` into a plain tensor with the full shape, on every rank of its axis.
 
     ``reason``: the name under which the context counts the gather.
     """
@@ -79,7 +79,9 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
 
 
 def gather_global(x: GlobalTensor) -> GlobalTensor:
-    """Returns ``x`` with all elements on every rank of its axis, gathered once for all uses; gradients are summed."""
+    """Returns the global tensor ``x`` unsharded: every rank of its axis stores all elements. Repeated calls share one
+    gather; backward sums the gradient over the ranks.
+    """
     context, local = x.views, x.local
     if type(local) is GlobalTensor:
         return GlobalTensor(_gather_nested(x, local), x.full, (None,) * x.ndim, context)
@@ -116,7 +118,8 @@ def _gather_nested(x: GlobalTensor, inner: GlobalTensor) -> Tensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """Returns the sum of ``local`` over the ranks of the context's axis; ``label``: label of the all-reduce.
+    """Returns the sum of ``local`` over the ranks of the context's axis. ``label``: name under which the traffic of
+    this all-reduce is counted.
 
     The sum may overwrite ``local``, so no other code may read ``local`` afterwards.
     """
@@ -128,9 +131,11 @@ def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
 
 
 def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
-    """Shards a plain tensor [B, S, H] along S, as :func:`add_rows` does under sequence parallelism.
+    """Shards a plain tensor [B, S, H] evenly along S over the ranks, which gives the layout of activations under
+    sequence parallelism. Each rank takes a slice.
 
-    Tensors with another number of dims, or with an S that the number of ranks does not divide, are returned unchanged.
+    Other tensors are returned unchanged: with another number of dims, or with an S that the number of ranks does not
+    divide.
     """
     if context.axis.size == 1 or x.ndim != 3 or x.shape[-2] % context.axis.size:
         return x
@@ -138,7 +143,9 @@ def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
 
 
 def stream_dim(x: GlobalTensor) -> int | None:
-    """Returns the only sharded dim of ``x``, if ranks have equal blocks in rank order; otherwise None."""
+    """Returns the sharded dim of ``x``, if only one dim is sharded and each rank has a block of equal size in rank
+    order; otherwise None.
+    """
     cut = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[cut[0]] if len(cut) == 1 else None
     return cut[0] if index is not None and index.blocks else None
@@ -147,10 +154,11 @@ def stream_dim(x: GlobalTensor) -> int | None:
 def add_rows(
     context: "GlobalTensorContext", local: Tensor, folded: tuple[int, ...] | None = None, label: str = ROW_OUTPUTS
 ) -> GlobalTensor | Tensor:
-    """Sums a product's partial results over the ranks: an all-reduce, or with ``context.sequence`` a reduce-scatter.
+    """Sums ``local``, a product's partial result on each rank, over the ranks: by an all-reduce, or with
+    ``context.sequence`` by a reduce-scatter that shards the rows [.., S] along S.
 
-    The reduce-scatter shards the rows [.., S] along S. ``folded``: sizes of the dims that were flattened into the first
-    dim of ``local``, if it has two dims.
+    Returns a plain tensor after an all-reduce, a global tensor after a reduce-scatter. The sum may overwrite ``local``.
+    ``folded``: if ``local`` has two dims, the sizes of the dims that were flattened into its first one; None otherwise.
 
     Raises:
         SequenceError: the number of ranks does not divide the rows.
@@ -178,15 +186,17 @@ def add_rows(
 
 
 def cut_rows(context: "GlobalTensorContext", local: Tensor, shape: tuple[int, ...]) -> GlobalTensor:
-    """Returns the global tensor of ``shape`` [.., S, O] with this rank's rows ``local``; nothing is communicated."""
+    """Returns the global tensor of full shape ``shape`` [.., S, O], sharded evenly along S, that has ``local`` as this
+    rank's shard. Nothing is communicated.
+    """
     ranks = context.axis.size
     index = context.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks)) if ranks > 1 else None
     return GlobalTensor(local, shape, (*(None,) * (len(shape) - 2), index, None), context)
 
 
 def in_order(context: "GlobalTensorContext", joined: Tensor, dim: int, index: Index) -> Tensor:
-    """Returns ``joined``, the shards of all ranks joined along ``dim``, with its rows sorted by their indices in
-    ``index``.
+    """Returns ``joined``, the shards of all ranks concatenated along ``dim``, with its rows in the order of the full
+    tensor. ``index``: the sharding of ``dim``.
     """
     if index.blocks:
         return joined
@@ -227,7 +237,9 @@ def _aligned(sets: Sets, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def gradient_to_owner(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Returns ``x``; backward passes the gradient on the first rank of the axis only, and zeros on all other ranks."""
+    """Returns ``x``. Backward passes the gradient on unchanged on the first rank of the axis, and passes zeros on all
+    further ranks.
+    """
     owner: Tensor = _Owner.apply(x, axis.index == 0)  # type: ignore[no-untyped-call]
     return owner
 

@@ -65,9 +65,9 @@ def local_shard(full: Tensor, cut: ParameterCut, index: int) -> Tensor:
 
 
 def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
-    """Joins ``parts``, every tensor rank's shard in rank order, to the full tensor.
+    """Joins ``parts``, the shards of all tensor ranks in rank order, to the full tensor under the sharding ``cut``.
 
-    A range that several ranks store is taken from the first of them.
+    Rows that several ranks store are taken from the first of these ranks.
     """
     taken = [0] * len(parts)
     pieces: dict[int, Tensor] = {}
@@ -83,11 +83,11 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
 def apply_plan(
     model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str] = ()
 ) -> GlobalTensorContext:
-    """Shards ``model`` in place to this tensor rank, without communication, and returns the context of its global
-    tensors.
+    """Shards ``model`` in place to this tensor rank as ``plan`` says, without communication. Returns the context of its
+    global tensors.
 
-    Parameter objects and state-dict names stay, so ties, optimizers and hooks stay valid. The model may be on the meta
-    device. ``already_cut``: names of parameters that contain their shard already.
+    Parameter objects and state-dict names do not change, so ties, optimizers and hooks stay valid. The model may be on
+    the meta device. ``already_cut``: names of parameters that already contain this rank's shard.
     """
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis, patches)
@@ -98,9 +98,10 @@ def apply_plan(
 
 
 def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> GlobalTensorContext:
-    """Gives ``model`` the shapes of this rank's shards, as :func:`apply_plan`, but without data, for a run on shapes.
+    """Gives the parameters of ``model`` the shapes of this rank's shards, but no data, for a run that only reads
+    shapes. Returns the context of the model's global tensors, as :func:`apply_plan` does.
 
-    The removal of ``patches`` restores the full weights. Returns the context of the model's global tensors.
+    Removing ``patches`` restores the full weights.
     """
 
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
@@ -240,8 +241,8 @@ _CLASSES: Mapping[LayerKind, tuple[type[nn.Module], type[nn.Module], type[nn.Mod
 def shown_class(
     own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], context: GlobalTensorContext
 ) -> type:
-    """Returns a subclass of ``own`` in which reads of the parameters in ``cuts`` return global tensors of the full
-    shape.
+    """Returns a subclass of the module class ``own``: a read of a parameter in ``cuts`` returns it as a global tensor
+    of the full shape.
 
     ``cuts``: (sharding, full shape) by parameter name.
     """

@@ -42,18 +42,20 @@ class _Late:
 
 
 class LazyLMHead(nn.Module):
-    """Language-model head that maps x [.., D] to logits [.., V], which the loss computes later, in chunks of tokens.
+    """Language-model head that maps x [.., D] to lazy logits [.., V]: the loss computes them later, in chunks of
+    tokens.
 
-    Such lazy logits are returned if gradients are needed; otherwise the logits are computed at once.
+    If no gradients are needed, it computes the logits at once and returns them.
     """
 
     tensor_late: _Late
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Returns lazy logits: a tensor that stores ``x_D`` until the loss computes the logits from it.
+        """Returns lazy logits: a tensor that stores ``x_D`` until the loss computes the logits from it. Without
+        gradients, returns computed logits.
 
         A sharded head first applies Megatron-LM's f to ``x_D``: backward sums the gradient over "tp". If context ranks
-        share a sequence, ``x_D`` and the logits have this rank's positions.
+        share a sequence, ``x_D`` and the logits have this rank's positions of it.
         """
         logits: Tensor = run_on_positions(self._late, x_D)
         return logits
@@ -74,14 +76,14 @@ class LazyLMHead(nn.Module):
         return ShardedLogits.late(hidden, product_of(hidden, weight))
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """Returns the logits of ``x_D``, computed at once by the head's own forward."""
+        """Returns the logits of ``x_D``, computed at once by the original forward of the head."""
         own: Any = super()
         logits: Tensor = own.multiply(x_D) if isinstance(self, HeadLayer) else own.forward(x_D)
         return logits
 
 
 class LateLinear(LazyLMHead, nn.Linear):
-    """Lazy head made from a replicated plain ``nn.Linear``: its logits are computed in the loss."""
+    """Lazy head made from a replicated ``nn.Linear``: the loss computes its logits, in chunks of tokens."""
 
 
 def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, patches: ForwardPatches) -> None:
@@ -92,8 +94,8 @@ def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, pat
 
     Constraints:
         - Weights are read when the loss is computed, after the module has returned, and when its backward begins. A
-          head whose weights are freed or replaced by then (ZeRO 3 keeps those of the last gather group) must not be
-          lazy.
+          head must not be lazy if its weights are freed or replaced by then. (ZeRO 3 does not free the weights of the
+          last gather group.)
         - Lazy logits stay on their pipeline stage: only a head on the stage of the loss may be lazy.
         - Lazy logits must be read before the weights are updated; a first read after that raises. The
           parameter's version counter detects this, so code that writes past autograd must increment the counter.

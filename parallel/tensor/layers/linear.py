@@ -43,7 +43,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Returns True if the class of ``module`` derives from one of the engine's sharded layers."""
+    """Returns True if ``module`` is sharded: its class derives from one of the engine's tensor-parallel layers."""
     return any(_ours(base) for base in type(module).__mro__)
 
 
@@ -60,10 +60,11 @@ def _ours(base: type) -> bool:
 
 
 def is_replaced(x: Tensor, kernels: Kernels) -> bool:
-    """Returns True if a layer's product with ``x`` runs through ``kernels.ops.linear`` in place of the layer's own
-    forward.
+    """Returns True if a layer's product with ``x`` runs as the fused operator ``kernels.ops.linear``, in place of the
+    layer's original forward.
 
-    Reference kernels use the layer's own forward, unless weight gradients are added to main gradients.
+    False if ``kernels`` select the reference implementation, unless weight gradients are added to main gradients (the
+    buffers that sum gradients over microbatches).
     """
     if not kernels.replaces(x.device) or (kernels.mode == "reference" and not kernels.main):
         return False
@@ -72,11 +73,12 @@ def is_replaced(x: Tensor, kernels: Kernels) -> bool:
 
 
 class ColumnLayer(nn.Module):
-    """Linear layer with sharded outputs: x [.., I], equal on all tensor ranks -> y [.., P], this rank's columns.
+    """Linear layer with its outputs sharded over "tp": x [.., I], equal on all tensor ranks -> y [.., P], this rank's P
+    columns of the output.
 
-    Backward sums the gradient of x over "tp" (label "column inputs"), once for all column layers of a region that
-    receive the same tensor. Under sequence parallelism x is a global tensor sharded along the sequence: forward gathers
-    it, and backward reduce-scatters its gradient.
+    Backward sums the gradient of x over "tp" (label "column inputs"); column layers of one parallel region that receive
+    the same tensor share one sum. Under sequence parallelism x is a global tensor sharded along the sequence: forward
+    gathers it, and backward reduce-scatters its gradient.
     """
 
     tensor_region: Region
@@ -89,26 +91,26 @@ class ColumnLayer(nn.Module):
     """True if a PEFT layer around this one communicates for it and for its pairs."""
 
     def forward(self, x_I: Tensor) -> Tensor:
-        """Computes this rank's columns of the output from the region's shared copy of x."""
+        """Computes this rank's columns of the output, from the copy of ``x_I`` [.., I] that all column layers of the
+        parallel region share.
+        """
         if self.tensor_joined:
             return self.multiply(x_I)
         return self.tensor_leave(self.tensor_region.enter(self, x_I).multiply(self))
 
     def tensor_enter(self, x_I: Tensor) -> Tensor:
-        """Returns the copy of ``x_I`` that all column layers of the parallel region share; backward sums its gradient
-        over "tp".
+        """Returns the copy of ``x_I`` that all column layers of the parallel region share. Backward sums the gradient
+        of ``x_I`` over "tp".
         """
         return self.tensor_region.enter(self, x_I).copy
 
     def tensor_leave(self, y_P: Tensor) -> Tensor:
-        """Returns the layer's output, given this rank's columns: ``y_P`` unchanged, because the output stays
-        sharded.
-        """
+        """Returns ``y_P``, this rank's columns of the output, unchanged, because the output stays sharded."""
         return y_P
 
     def multiply(self, x_I: Tensor) -> Tensor:
-        """Returns the layer's product with ``x_I``, followed by the fused activation if there is one; communicates
-        nothing.
+        """Returns this rank's columns of the output for ``x_I``, after the activation that is fused into the layer, if
+        there is one. Communicates nothing.
         """
         kernels = self.tensor_region.axis.kernels
         if self.tensor_plain and is_replaced(x_I, kernels):
@@ -117,10 +119,11 @@ class ColumnLayer(nn.Module):
 
 
 class RowLayer(nn.Module):
-    """Linear layer with sharded inputs: x [.., P], this rank's features -> y [.., O], equal on all tensor ranks.
+    """Linear layer with its inputs sharded over "tp": x [.., P], this rank's P features -> y [.., O], equal on all
+    tensor ranks.
 
-    Forward sums y over "tp" (label "row outputs"); the bias, which is replicated, is added once, after the sum. Under
-    sequence parallelism y is a global tensor sharded along the sequence: the sum is reduce-scattered.
+    Forward sums the ranks' products over "tp" (label "row outputs") and then adds the bias, which is replicated. Under
+    sequence parallelism the sum is reduce-scattered: y is a global tensor sharded along the sequence.
     """
 
     tensor_region: Region
@@ -129,7 +132,9 @@ class RowLayer(nn.Module):
     """True if a PEFT layer around this one sums its product with those of its pairs."""
 
     def forward(self, x_P: Tensor) -> Tensor:
-        """Returns this rank's product, summed over "tp", plus the bias; closes the parallel region."""
+        """Returns the product of ``x_P`` with this rank's weight, summed over "tp", plus the bias. Closes the parallel
+        region.
+        """
         if self.tensor_joined:
             return self.multiply(x_P)
         return self._after_sum(self.tensor_region.product(self, x_P))
@@ -139,7 +144,7 @@ class RowLayer(nn.Module):
         return x_P
 
     def tensor_leave(self, y_O: Tensor) -> Tensor:
-        """Returns the partial products ``y_O``, summed over "tp", plus the bias; closes the parallel region."""
+        """Returns ``y_O``, this rank's partial product, summed over "tp", plus the bias. Closes the parallel region."""
         return self._after_sum(self.tensor_region.combine(y_O))
 
     def _after_sum(self, y_O: Tensor) -> Tensor:
@@ -169,11 +174,12 @@ class RowLayer(nn.Module):
 
 
 class ColumnLinear(ColumnLayer, nn.Linear):
-    """``nn.Linear`` sharded by outputs: ``out_features / size`` of them on each rank; arguments are full sizes.
+    """``nn.Linear`` with sharded outputs: each rank stores ``out_features / size`` of them, for ``size`` ranks of
+    ``axis``. The arguments are the sizes of the full layer.
 
-    Weights are drawn as for the full layer, so that ranks with the same seed have shards of one matrix. Layers with a
+    The full weight is drawn and then sliced, so ranks with the same seed have shards of one matrix. Layers with a
     common input (query, key and value) share one copy of it if they get the same ``region``; the row layer that follows
-    must get that region too.
+    must get this region too.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.
@@ -189,10 +195,11 @@ class ColumnLinear(ColumnLayer, nn.Linear):
 
 
 class RowLinear(RowLayer, nn.Linear):
-    """``nn.Linear`` sharded by inputs: ``in_features / size`` of them on each rank; arguments are full sizes.
+    """``nn.Linear`` with sharded inputs: each rank stores ``in_features / size`` of them, for ``size`` ranks of
+    ``axis``. The arguments are the sizes of the full layer.
 
-    Weights are drawn as for the full layer. ``region``: the parallel region of the column layers that compute the
-    input.
+    The full weight is drawn and then sliced, so ranks with the same seed have shards of one matrix. ``region``: the
+    parallel region of the column layers that compute the input.
 
     Raises:
         PlanError: the number of ranks does not divide ``in_features``.
@@ -213,8 +220,8 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 
 def prepare_column(module: nn.Module, region: Region) -> None:
-    """Adds the column layer ``module`` to ``region`` and sets the layer's output size to the number of columns on this
-    rank.
+    """Adds the column layer ``module``, with its weight already sharded, to ``region``, and sets its output size to the
+    number of columns on this rank.
     """
     plain = has_plain_forward(module)
     region.add(module, plain)
@@ -227,7 +234,9 @@ def prepare_column(module: nn.Module, region: Region) -> None:
 
 
 def prepare_row(module: nn.Module, region: Region) -> None:
-    """Sets the parallel region of the row layer ``module``, and its input size: the number of features on this rank."""
+    """Sets the parallel region of the row layer ``module``, with its weight already sharded, and its input size: the
+    number of features on this rank.
+    """
     module.tensor_region = region  # type: ignore[assignment]
     weight: Any = module.weight
     plain = has_plain_forward(module)
@@ -240,38 +249,48 @@ def prepare_row(module: nn.Module, region: Region) -> None:
 
 
 def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
-    """Replaces the weight of ``module`` by the shard of rank ``index`` along ``dim``; with ``dim`` 0 also the bias."""
+    """Replaces the weight of ``module`` by the shard of rank ``index`` along ``dim``, and for ``dim`` 0 also the bias.
+
+    ``ranges``: all ranges of rows, each with the ranks that store it.
+    """
     for name, parameter in module.named_parameters(recurse=False):
         if name == "weight" or dim == 0:
             parameter.data = local_rows(parameter.data, dim, ranges, index)
 
 
 def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) -> Tensor:
-    """Returns the rows of ``full`` along ``dim`` that rank ``index`` stores, in the order of ``ranges``; a contiguous
-    copy.
+    """Returns the rows of ``full`` along ``dim`` that rank ``index`` stores, in the order of ``ranges``, as a
+    contiguous copy.
+
+    ``ranges``: all ranges of rows, each with the ranks that store it.
     """
     return torch.cat([full.narrow(dim, r.start, r.stop - r.start) for r in ranges if index in r.holders], dim)
 
 
 class GatheredColumnLayer(ColumnLayer):
-    """Column layer with gathered outputs: x [.., I] -> y [.., O], both equal on all tensor ranks.
+    """Column layer that gathers its outputs: x [.., I] -> y [.., O], both equal on all tensor ranks.
 
-    Forward gathers y over "tp" (label "column outputs"), backward sums the gradient of x (label "column inputs").
+    Forward gathers the ranks' columns over "tp" (label "column outputs"), backward sums the gradient of x over "tp"
+    (label "column inputs").
     """
 
     tensor_widths: tuple[int, ...]
 
     def tensor_leave(self, y_P: Tensor) -> Tensor:
-        """Returns the columns of all ranks, gathered over "tp" from ``y_P`` of each; closes the parallel region."""
+        """Returns the full output, gathered over "tp" from ``y_P``, the columns of each rank. Closes the parallel
+        region.
+        """
         y_O = gather_last(y_P, self.tensor_widths, self.tensor_region.axis, COLUMN_OUTPUTS)
         self.tensor_region.leave(y_O.device)
         return y_O
 
 
 class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
-    """``nn.Linear`` sharded by outputs that gathers them, so that every rank returns all ``out_features``.
+    """``nn.Linear`` with sharded outputs that are gathered over ``axis``, so that every rank returns all
+    ``out_features``.
 
-    The arguments are full sizes; weights are drawn as for the full layer.
+    The arguments are the sizes of the full layer. The full weight is drawn and then sliced, so ranks with the same seed
+    have shards of one matrix.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.
@@ -284,14 +303,15 @@ class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
 
 
 def prepare_gathered(module: nn.Module, widths: tuple[int, ...]) -> None:
-    """Sets ``widths``, the output features of every rank, in a column layer that gathers its outputs."""
+    """Sets ``widths``, the number of output features on each rank, in a column layer that gathers its outputs."""
     module.tensor_widths = widths  # type: ignore[assignment]
 
 
 class ExpertsLayer(nn.Module):
-    """Module with sharded parameters, such as fused MoE experts, and a forward that returns partial sums.
+    """Module with sharded parameters, such as fused MoE experts, that returns a part of its output on each rank; the
+    parts are summed over "tp".
 
-    Inputs and outputs are equal on all ranks. Forward sums every float output over "tp" (label "row outputs"), backward
+    Inputs and summed outputs are equal on all ranks. Forward sums every float output (label "row outputs"), backward
     the gradients of the float inputs (label "column inputs").
     """
 
@@ -300,8 +320,8 @@ class ExpertsLayer(nn.Module):
     """True: the forward runs within :meth:`tensor_summed`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own forward on this rank's shards and returns its outputs with float tensors summed over
-        "tp".
+        """Runs the module's original forward on this rank's shards and returns its outputs, with all float tensors
+        summed over "tp".
         """
         if self.tensor_inside:
             return self.tensor_forward(*args, **kwargs)
@@ -309,13 +329,13 @@ class ExpertsLayer(nn.Module):
 
     @property
     def tensor_forward(self) -> Callable[..., Any]:
-        """The module's own forward, which returns partial sums."""
+        """The module's original forward, which returns partial sums."""
         return super().forward
 
     def tensor_summed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls ``run(*args, **kwargs)`` and returns its result with all float tensors summed over "tp".
+        """Calls ``run(*args, **kwargs)`` and returns its result, with all float tensors summed over "tp".
 
-        Backward sums the gradients of the float arguments.
+        Backward sums the gradients of the float arguments over "tp".
         """
         region = self.tensor_region
         device = next(self.parameters()).device
@@ -336,6 +356,6 @@ def _is_float(leaf: Any) -> bool:
 
 
 def prepare_experts(module: nn.Module, region: Region) -> None:
-    """Sets the parallel region of ``module``, which computes with the shards of its experts."""
+    """Sets the parallel region of ``module``, a module that computes with the shards of its experts."""
     region.add(module, plain=False)
     module.tensor_region = region  # type: ignore[assignment]

@@ -29,11 +29,11 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Region:
-    """Parallel region from column layers to their row layer: shared copies of the input, and random streams for
-    dropout.
+    """Parallel region: the part of a model from column layers to the row layer that sums their results. It stores the
+    input copies that column layers share, and separate random streams for dropout.
 
-    ``context``: the rules of the model's global tensors. With ``context.sequence`` activations outside the region are
-    sharded along the sequence: the input is gathered, and the output is reduce-scattered.
+    ``context``: context of the model's global tensors. With ``context.sequence`` activations outside the region are
+    sharded along the sequence: the region gathers its input and reduce-scatters its output.
     """
 
     def __init__(self, axis: TensorAxis, context: GlobalTensorContext | None = None) -> None:
@@ -50,7 +50,9 @@ class Region:
         self._drawn: int | None = None
 
     def add(self, layer: torch.nn.Module, plain: bool) -> None:
-        """Adds a column layer to the region; ``plain``: True if the layer is a matrix product and nothing else."""
+        """Adds the column layer ``layer`` to the region. ``plain``: True if its forward is a matrix product and nothing
+        else.
+        """
         self._entrances.clear()
         if plain:
             self._plain.append(layer)
@@ -58,10 +60,11 @@ class Region:
             self._owned = False
 
     def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
-        """Returns the copy of ``x`` that column layers of this region share: one for each input tensor.
+        """Returns the copy of ``x`` that all column layers of this region share. The first layer with this tensor makes
+        it.
 
-        A second call by the same ``layer`` begins a new forward of the region, because recomputation may stop before
-        the row layer. ``again``: True if ``x`` is one more input of ``layer`` in the same forward.
+        A second call by one ``layer`` begins a new forward of the region, because recomputation may stop before the row
+        layer closes it. ``again``: True if ``x`` is one more input of ``layer`` in the same forward.
         """
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)
@@ -74,8 +77,10 @@ class Region:
         return shared
 
     def product(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
-        """Returns the product of the row layer ``layer`` with ``x``, this rank's features, summed over "tp" as by
-        :meth:`combine`.
+        """Returns the product of the row layer ``layer`` with ``x``, this rank's features, summed over "tp", without
+        the bias.
+
+        Under sequence parallelism the result is a global tensor sharded along the sequence.
         """
         own: Any = layer
         if self._context.sequence and x.ndim > 2 and own.tensor_product != "own" and has_own_weights(layer):
@@ -89,7 +94,9 @@ class Region:
         return self.combine(own.multiply(x))
 
     def combine(self, y: Tensor) -> Tensor:
-        """Returns the sum of ``y`` over the ranks: full, or sharded along the sequence under sequence parallelism."""
+        """Returns the sum of ``y`` over the ranks: a plain tensor, or under sequence parallelism a global tensor
+        sharded along the sequence.
+        """
         return add_rows(self._context, y, self._folded)
 
     def _share(self, x: Tensor, part: Tensor) -> Shared:
@@ -111,8 +118,8 @@ class Region:
         )
 
     def leave(self, device: torch.device) -> None:
-        """Closes the region after the row layer's sum; from then on all ranks draw the same random numbers on
-        ``device``.
+        """Closes the region after the row layer's sum. From then on, random numbers on ``device`` are the same on all
+        ranks.
         """
         self._close()
         if self._drawn is not None:
@@ -121,10 +128,10 @@ class Region:
 
     @contextmanager
     def drawing(self, device: torch.device, stream: int | None) -> Iterator[None]:
-        """Seeds the generators of ``device`` inside the context with random stream number ``stream``, equal on all
-        tensor ranks.
+        """Seeds the random generators of ``device`` inside the context.
 
-        ``stream`` None: each rank draws different numbers.
+        ``stream``: number of a random stream that is the same on all tensor ranks; None: each rank draws different
+        numbers.
         """
         key: tuple[int, ...] = ()
         if stream is None and self.axis.size > 1 and not self.axis.dry:

@@ -34,10 +34,11 @@ _KINDS = 1024
 
 
 class ParameterUseCheck:
-    """Check that a forward uses parameters, adapters and sharded layers as the tensor plan assumes.
+    """Check that a forward uses parameters, adapters and sharded layers in the way that the tensor plan was made for.
 
-    It runs in the first forward of each input signature. ``plan``: None without tensor parallelism. ``followed``: True
-    if the forward was traced, so that no layer of the plan runs inside a transform of torch.func.
+    It runs in the first forward for each combination of input shapes and dtypes. ``plan``: None without tensor
+    parallelism. ``followed``: True if the forward was traced; the trace has then shown that no sharded layer runs
+    inside a transform of torch.func.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None, followed: bool) -> None:
@@ -68,13 +69,15 @@ class ParameterUseCheck:
             )
 
     def watch(self, microbatch: Any, run: Callable[[], Any]) -> Any:
-        """Calls ``run`` under the check and returns its result; all tensor ranks raise the same error.
+        """Calls ``run`` under the check and returns its result. All tensor ranks raise the same error.
 
-        ``microbatch``: the inputs of the forward; the check runs once for each combination of their shapes and dtypes.
+        ``microbatch``: the inputs of the forward. For shapes and dtypes that were checked before, it only calls
+        ``run``.
 
         Raises:
             PlanError: an adapter was switched on after the plan was made; or a sharded layer runs inside a transform of
-                torch.func; or a parameter is applied to full activations that the plan has seen on sharded ones only.
+                torch.func; or a parameter is applied to full activations, but was applied only to activations sharded
+                along the sequence when the plan was made.
         """
         if self._adapted:
             self._check_adapters()
@@ -128,12 +131,13 @@ def _kind(microbatch: Any) -> object:
 
 
 class OutsideReads(TorchFunctionMode):
-    """Recorder of sharded parameters that code outside their modules reads, in one run of the unsharded model.
+    """Recorder of sharded parameters that are read by code outside the module that owns them, in one run of the
+    unsharded model.
 
-    ``names``: the parameters in the order of their first read.
+    ``names``: names of these parameters, in the order of their first read.
 
-    Reads of shape, dtype and device do not count: Hugging Face models ask weights for them. Freezing does not count
-    either: X-LoRA freezes its experts in every forward.
+    Reads of shape, dtype and device do not count, because Hugging Face models read them from weights. Freezing does not
+    count either, because X-LoRA freezes its experts in every forward.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan) -> None:
@@ -154,7 +158,9 @@ class OutsideReads(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records the operations of this thread inside the context in ``names`` and ``plain``."""
+        """Records the torch functions of this thread inside the context: parameters read by code outside their module
+        in ``names``, parameters used with plain tensors only in ``plain``.
+        """
         handles: list[RemovableHandle] = []
         for layer in self._layers:
             own = frozenset(id(parameter) for parameter in layer.parameters())
@@ -183,9 +189,10 @@ class OutsideReads(TorchFunctionMode):
 
 
 class PlainReads(TorchFunctionMode):
-    """Recorder of the ``parameters`` that an operation without global tensors reads, in a forward of the sharded model.
+    """Recorder of the ``parameters`` that meet only plain tensors, and no global tensor, in some operation of a sharded
+    model's forward.
 
-    ``names``: the names of these parameters, in the order of their first read.
+    ``names``: their names, in the order of the first such read.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -21,8 +21,8 @@ LABEL = "replicated gradients"
 
 
 class PartialSums:
-    """Sum over "tp", in place, of gradients of which each tensor rank has a part. Every rank passes the same
-    parameters.
+    """All-reduce over "tp" that completes, in place, the gradients of parameters for which each tensor rank has only a
+    part. All ranks must pass the same parameters.
     """
 
     def __init__(self, table: ShardTable, comm: Comm) -> None:

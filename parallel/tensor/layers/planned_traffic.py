@@ -40,7 +40,7 @@ from engine.parallel.trace.model_trace import FreeTensor, FromValue, Glue, Model
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Collective that a forward or backward runs over ``axis``, with its operation, label and bytes."""
+    """Record of one planned collective of a forward or backward over ``axis``: its operation, label and bytes."""
 
     module: str
     """Innermost running module; outside all modules, the last one that ran."""
@@ -51,11 +51,12 @@ class Sent:
 
 
 class CollectiveRecorder:
-    """Recorder of the collectives over the dry ``axes``, which communicate nothing, in runs of a model on shapes.
+    """Recorder of the collectives that a model would run. The model runs on shapes only, and its ``axes`` are dry: they
+    send nothing and report each collective.
 
-    ``recomputed``: modules with recomputed activations, by name. Recomputation stops at the last tensor that backward
-    needs, so a collective is repeated only if a tensor is saved after it. ``partly``: modules recomputed except for
-    saved operators, among them the sums over "tp"; collectives over other axes are repeated.
+    ``recomputed``: modules with recomputed activations, by name; recomputation stops at the last tensor that backward
+    needs, so a collective counts twice only if a tensor is saved after it. ``partly``: modules recomputed except for
+    saved operators; their sums over "tp" are saved too and count once, collectives over other axes count twice.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class CollectiveRecorder:
 
     @property
     def sent(self) -> tuple[Sent, ...]:
-        """The collectives of the last run, in order."""
+        """The collectives of the last recorded run, in the order of their calls."""
         return tuple(self._sent)
 
     def cut(self) -> AbstractContextManager[None]:
-        """Returns the context of a run, in which the model has the shapes of one rank; in this class its shapes do not
-        change.
+        """Returns the context for a run: inside it the model has the shapes of one rank's shards. This base class
+        changes no shapes; a subclass does.
         """
         return nullcontext()
 
@@ -93,7 +94,7 @@ class CollectiveRecorder:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Records one run of the model inside the context; records of an earlier run are discarded."""
+        """Records the collectives of one model run inside the context. Records of an earlier run are discarded."""
         self._sent.clear()
         self._nodes.clear()
         with ExitStack() as stack:
@@ -112,7 +113,9 @@ class CollectiveRecorder:
                 self._running.clear()
 
     def keep_reached(self, loss: Tensor) -> None:
-        """Discards recorded backward collectives that no gradient of ``loss`` reaches, for example after ``detach``."""
+        """Discards the recorded collectives of backward that the backward of ``loss`` would not run, for example after
+        ``detach``.
+        """
         reached = _nodes_before(loss.grad_fn)
         kept = [sent for sent, node in zip(self._sent, self._nodes, strict=True) if node is None or node in reached]
         self._sent, self._nodes = kept, [None] * len(kept)
@@ -148,10 +151,11 @@ class CollectiveRecorder:
 
 
 class TrafficRecorder(CollectiveRecorder):
-    """Recorder of the collectives of ``model`` under ``plan`` on ``tp`` tensor ranks.
+    """Recorder of the collectives that ``model`` would run, sharded by ``plan`` over ``tp`` tensor ranks.
 
-    ``wire``: encoding of activations in transfers, None for none; ``others``: dry axes other than "tp"; ``recomputed``:
-    modules with recomputed activations; ``partly``: modules recomputed except for saved operators.
+    ``wire``: encoding of activations for transfers, or None. ``others``: further dry axes, which send nothing and
+    report each collective. ``recomputed``: modules with recomputed activations, by name; ``partly``: modules recomputed
+    except for saved operators.
     """
 
     def __init__(
@@ -174,24 +178,28 @@ class TrafficRecorder(CollectiveRecorder):
 
     @property
     def read_outside(self) -> tuple[str, ...]:
-        """Names of sharded parameters that code outside their modules reads."""
+        """Names of sharded parameters that code outside the modules that own them reads."""
         return tuple(self._reads.names)
 
     @property
     def partial(self) -> frozenset[str]:
-        """Names of replicated parameters used with sharded activations, so with partial gradients."""
+        """Names of replicated parameters that are used with sharded activations, so that each rank has only a part of
+        their gradient.
+        """
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in self._partial)
 
     @property
     def used_both_ways(self) -> frozenset[str]:
-        """Names of replicated parameters used with both sharded and full activations, in code that no style covers."""
+        """Names of replicated parameters that are used with sharded activations and also with full ones. Parameters
+        with a style of the plan for partial gradients are left out.
+        """
         both = self._partial & self._reads.plain
         names = (name for name, p in self._model.named_parameters() if id(p) in both)
         return frozenset(names) - self._plan.partial
 
     @property
     def used_one_way(self) -> frozenset[str]:
-        """Names of replicated parameters used with sharded activations only."""
+        """Names of replicated parameters that are used with sharded activations, and never with full ones."""
         one = self._partial - self._reads.plain
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
 
@@ -224,9 +232,10 @@ def _nodes_before(last: Node | None) -> set[Node]:
 
 
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, rank: int = 0) -> dict[int, Tally]:
-    """Returns the traffic of one rank in forward and backward of one microbatch, by index into ``timeline.calls``.
+    """Returns one rank's traffic for forward and backward of one microbatch: a dict from an index into
+    ``timeline.calls``, the traced module calls, to the number of collectives and bytes sent by axis and label.
 
-    ``rank``: index of the rank on axes over which ranks send different numbers of rows.
+    ``rank``: index of this rank; it matters on axes over which ranks send different numbers of rows.
     """
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):
@@ -246,7 +255,9 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, rank: int = 0)
 
 @dataclass(frozen=True, slots=True)
 class LogitUse:
-    """Traffic of one tensor rank for the logits of one microbatch, and functions that gather the full logits."""
+    """Collectives of one tensor rank that one microbatch's logits need after the head, and the functions that gather
+    the full logits.
+    """
 
     sent: tuple[Expected, ...]
     gathers: tuple[str, ...]
@@ -256,9 +267,10 @@ class LogitUse:
 
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
-    """Returns the traffic of one of ``tp`` ranks for the logits after the head, as :func:`find_logit_use` has found it.
+    """Returns the traffic (collectives and bytes by axis and label) of one of ``tp`` tensor ranks for the logits after
+    the head: in the vocabulary-parallel loss, or to gather the full logits.
 
-    The logits pass a vocabulary-parallel loss or are gathered in full.
+    ``use``: the result of :func:`find_logit_use`.
     """
     return Tally([_traffic(DryAxis(tp), sent) for sent in use.sent])
 
@@ -269,9 +281,11 @@ def _traffic(axis: TensorAxis, sent: Expected | ExpectedRows, rank: int = 0) -> 
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
-    """Returns the traffic of one of ``tp`` ranks for the logits that the heads of ``plan`` return.
+    """Returns the collectives that one of ``tp`` tensor ranks runs for the logits of the sharded heads in ``plan``, and
+    the functions that gather the full logits.
 
-    It replays the traced operations on the logits on meta tensors. ``timeline``: the trace of the model with its loss.
+    ``timeline``: trace of the model together with its loss. Its operations on logits are replayed on meta tensors,
+    without communication.
     """
     told: list[Expected] = []
     axis = DryAxis(tp, lambda what, _: told.append(what))

@@ -14,22 +14,27 @@ from engine.parallel.trace.torch_function import map_leaves
 
 
 class PositionLayer(nn.Module):
-    """Mixin for a layer sharded over "tp" in a model with sequences sharded over "cp": it computes this rank's
-    positions.
+    """Mixin for a layer that is sharded over "tp" in a model with sequences sharded over "cp": each rank computes only
+    its own positions of the sequences.
 
-    Arguments and results are global tensors over "cp"; the layer computes with their shards, which may be global
-    tensors over "tp". Features that are sharded over "cp" are gathered first; no other argument communicates over "cp".
+    Arguments and results are global tensors over "cp". The layer computes with their shards, which may themselves be
+    global tensors over "tp". An argument with its features sharded over "cp" is gathered first; no other argument
+    communicates over "cp".
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer on this rank's positions of the sequences."""
+        """Runs the layer on this rank's positions of the sequences, and returns global tensors over "cp" with these
+        positions.
+        """
         return run_on_positions(super().forward, *args, **kwargs)
 
 
 def run_on_positions(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs ``forward``, which computes each position independently, on this rank's positions of its arguments.
+    """Runs ``forward``, which computes each sequence position independently, with this rank's positions of all
+    arguments.
 
-    The results are global tensors with the positions of the first floating argument.
+    The results are global tensors sharded along the sequence like the first floating-point argument. Without an
+    argument sharded along a sequence, it calls ``forward`` unchanged.
     """
     args, kwargs = map_leaves(_entered, (args, kwargs))
     positions = [each for each in global_tensors_in(args, kwargs) if _has_positions(each)]
@@ -41,7 +46,9 @@ def run_on_positions(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def layer_input(x: Tensor) -> Tensor:
-    """Returns ``x``, unless a torch function mode is active and returns a global tensor over "cp" for this call."""
+    """Returns ``x``. An active torch function mode can intercept this call and return a global tensor over "cp" in
+    place of ``x``.
+    """
     if has_torch_function_unary(x):
         entered: Tensor = handle_torch_function(layer_input, (x,), x)
         return entered

@@ -24,10 +24,11 @@ _WHOLE, _RUNNING = "_whole_values", "_running_modules"
 
 
 class WholeSizeAnswers:
-    """Installer of full sizes: code outside sharded blocks reads full shapes and attributes from layers of ``model``.
+    """Installer of patches by which code outside sharded blocks still reads full shapes and integer attributes from the
+    sharded layers of ``model``. Code inside a running block reads the sizes of shards.
 
-    The constructor reads the sizes before sharding; :meth:`install` runs after it. Parameters of other classes than
-    ``nn.Parameter`` return sizes of shards. ``plan`` None: no sharding.
+    The constructor records the full sizes, so it runs before sharding, and :meth:`install` after it. Parameters of a
+    subclass of ``nn.Parameter`` always show the sizes of their shards. ``plan``: None installs nothing.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:
@@ -46,9 +47,10 @@ class WholeSizeAnswers:
         self._homes = [name for name in dict.fromkeys(_homes(self._modules, plan)) if _has_code(self._modules[name])]
 
     def install(self, model: nn.Module, patches: ForwardPatches, passed: Collection[str] = ()) -> None:
-        """Makes sharded layers and parameters of ``model`` return full sizes to code outside blocks.
+        """Makes sharded layers and parameters of ``model`` show full sizes to code outside their blocks. Removing
+        ``patches`` undoes it.
 
-        ``passed``: names of parameters that return sizes of shards everywhere.
+        ``passed``: names of parameters that show the sizes of their shards to all code.
         """
         running, classes = RunningModules(), dict[tuple[type, tuple[str, ...]], type]()
         for name, parameter in self._parameters.items():

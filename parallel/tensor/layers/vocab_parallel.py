@@ -28,11 +28,11 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class EmbeddingLayer(nn.Module):
-    """Embedding sharded by vocabulary rows: ids int64 [..] -> vectors [.., D], summed over "tp".
+    """Embedding with its vocabulary rows sharded over "tp": ids int64 [..] -> vectors [.., D], summed over "tp".
 
-    Each rank looks up rows of its shard and has zeros for other ids; one all-reduce over "tp", or a reduce-scatter
-    along the sequence under sequence parallelism, label "embedding". The layer's own forward runs on local ids, so it
-    may scale the vectors.
+    Each rank looks up the ids in its shard and sets the vectors of all other ids to zero. One all-reduce with the label
+    "embedding" adds the ranks' vectors; under sequence parallelism it is a reduce-scatter along the sequence. The
+    lookup is the layer's original forward, so it may also scale the vectors.
 
     Raises:
         EngineError: an id is outside the vocabulary, on the CPU; a GPU raises its own assertion, as in torch.
@@ -42,7 +42,9 @@ class EmbeddingLayer(nn.Module):
     tensor_context: GlobalTensorContext
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up local rows, zeroes the rows of other ranks and sums over "tp"."""
+        """Looks up the ids in this rank's rows, sets the vectors of all other ids to zero, and sums the vectors over
+        "tp".
+        """
         vocabulary = self.tensor_vocabulary
         if not vocabulary.axis.dry:
             _check_ids(ids, vocabulary.size)
@@ -67,10 +69,11 @@ def _check_ids(ids: Tensor, size: int) -> None:
 
 
 class HeadLayer(nn.Module):
-    """Head sharded by vocabulary rows: x [.., D], equal on all ranks -> :class:`ShardedLogits` [.., V].
+    """Output head with its vocabulary rows sharded over "tp": x [.., D], equal on all ranks -> logits [.., V], of which
+    each rank computes its columns (:class:`ShardedLogits`).
 
-    Forward communicates nothing; backward sums the gradient of x over "tp", label "column inputs". In a dry run the
-    logits are a plain tensor of the full shape.
+    Forward communicates nothing; backward sums the gradient of x over "tp" (label "column inputs"). In a dry run,
+    without communication, the logits are a plain tensor of the full shape.
     """
 
     tensor_vocabulary: Vocabulary
@@ -86,12 +89,14 @@ class HeadLayer(nn.Module):
         return self.tensor_leave(share_input(*self.entrance(x_D), plain).multiply(self))
 
     def tensor_enter(self, x_D: Tensor) -> Tensor:
-        """Returns ``x_D`` for the product, full on every rank; backward sums its gradient over "tp"."""
+        """Returns ``x_D``, gathered over "tp" if it is sharded along the sequence, as input of the head's product.
+        Backward sums its gradient over "tp".
+        """
         return enter_region(*self.entrance(x_D))
 
     def tensor_leave(self, logits_W: Tensor) -> Tensor:
-        """Returns ``logits_W``, this rank's columns, as sharded logits; in a dry run a plain tensor of the full
-        shape.
+        """Returns ``logits_W``, this rank's W columns, as sharded logits. In a dry run, without communication, returns
+        a plain tensor of the full shape.
         """
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
@@ -100,8 +105,8 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """Returns this rank's part of ``x_D``, possibly a shard of the sequence, and the operation that gathers it over
-        "tp".
+        """Returns (this rank's shard of ``x_D``, settings of the operation that gathers it over "tp"). If ``x_D`` is
+        not sharded along the sequence, the first is the full tensor and the operation gathers nothing.
         """
         dim = None
         if type(x_D) is GlobalTensor:
@@ -110,7 +115,7 @@ class HeadLayer(nn.Module):
         return x_D, Entrance(self.tensor_vocabulary.axis, self.tensor_owned, dim=dim)
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """Returns the layer's product with ``x_D``: this rank's columns of the logits."""
+        """Returns the product of ``x_D`` with this rank's rows of the weight: this rank's columns of the logits."""
         kernels = self.tensor_vocabulary.axis.kernels
         if self.tensor_owned and is_replaced(x_D, kernels):
             return fused_forward(self, x_D, "none", kernels)
@@ -119,10 +124,11 @@ class HeadLayer(nn.Module):
 
 
 class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
-    """``nn.Embedding`` that stores this rank's rows of the table; the arguments are full sizes.
+    """``nn.Embedding`` that stores only this rank's vocabulary rows of the table. The arguments are the sizes of the
+    full table.
 
     Raises:
-        PlanError: ``max_norm`` or another option that needs all rows at once.
+        PlanError: ``max_norm`` or another option that needs all rows at once is set.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, axis: TensorAxis, **options: Any) -> None:
@@ -134,7 +140,9 @@ class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
 
 
 class VocabularyHead(HeadLayer, nn.Linear):
-    """``nn.Linear`` from hidden size to vocabulary that stores this rank's rows; the arguments are full sizes."""
+    """``nn.Linear`` from hidden size to vocabulary size that stores only this rank's vocabulary rows of the weight. The
+    arguments are the sizes of the full layer.
+    """
 
     def __init__(self, in_features: int, vocabulary: int, bias: bool = False, *, axis: TensorAxis) -> None:
         super().__init__(in_features, vocabulary, bias)
@@ -144,8 +152,10 @@ class VocabularyHead(HeadLayer, nn.Linear):
 
 
 def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
-    """Sets the vocabulary, the local number of rows and the local padding index of an embedding with a sharded
-    table.
+    """Sets attributes of an embedding that stores this rank's rows: the distribution of the vocabulary, and the number
+    of rows and the padding index of this rank.
+
+    ``context``: context of the model's global tensors; None for a new one.
     """
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_context = context or global_context(vocabulary.axis)  # type: ignore[assignment]
@@ -157,7 +167,9 @@ def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: Global
 
 
 def prepare_head(module: nn.Module, vocabulary: Vocabulary) -> None:
-    """Sets the vocabulary and the local output size of the head ``module``, which has a sharded weight."""
+    """Sets attributes of the head ``module`` that stores this rank's rows: the distribution of the vocabulary, and the
+    number of outputs of this rank.
+    """
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_owned = has_plain_forward(module)  # type: ignore[assignment]
     if is_conv1d(module):

@@ -67,29 +67,33 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of ``func`` on lazy logits, with hidden states ``x``, without computing the logits.
+    """Returns the result of ``func`` on lazy logits, which are not computed for it: it runs on their hidden states
+    ``x``. Example: a view.
 
-    ``NotImplemented``: ``func`` needs the computed logits. ``args`` and ``kwargs``: its other arguments.
+    Returns ``NotImplemented`` if ``func`` needs the computed logits. ``args`` and ``kwargs``: the arguments of ``func``
+    after the logits.
     """
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
 
 
 class LogitsSource(Protocol):
-    """Interface of logits from which other lazy logits derive, for example by a view."""
+    """Interface of logits from which other lazy (not yet computed) logits are made, for example by a view."""
 
     @property
     def part(self) -> LogitShard:
-        """This rank's shard of the logits; a read computes logits that are still lazy."""
+        """This rank's shard of the logits. If they are not computed yet, a read computes them."""
 
     @property
     def waits(self) -> bool:
-        """True while the logits are uncomputed."""
+        """True while the logits are not computed yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyLogits:
-    """Logits that are not computed yet: hidden states, with the function that computes logits from them."""
+    """Logits that are not computed yet: their hidden states, with the callback ``compute`` that computes this rank's
+    shard of the logits.
+    """
 
     part: LogitShard
     """Shard of the hidden states, with the head's product."""
@@ -100,13 +104,13 @@ class LazyLogits:
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
-    """Returns a function that computes the logits of ``hidden``, with gradients, from tensors in autocast's dtype.
+    """Returns a function that computes the logits of ``hidden`` with gradients, by the head in ``hidden.product``.
 
-    ``weight``: the parameter; its version counter shows updates.
+    ``weight``: the head's parameter; its version counter shows later updates.
 
     Raises:
-        EngineError: weight, bias or hidden states have changed since this call, or the weight is not gathered any
-            more; the returned function raises it.
+        EngineError: raised by the returned function: weight, bias or hidden states have changed since this call, or
+            ZeRO has freed the gathered weight.
     """
     product = hidden.product
     assert product is not None
@@ -137,9 +141,10 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
 
 def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
-    """Returns lazy logits for ``change``, such as a view, applied to the logits of ``source``.
+    """Returns lazy logits that are ``change``, such as a view, of the logits of ``source``. ``change`` runs when they
+    are first read.
 
-    ``part`` is ``change`` applied to the hidden states.
+    ``part``: result of ``change`` on the hidden states of ``source``.
     """
     graded = torch.is_grad_enabled()
 

@@ -23,7 +23,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Distribution of a vocabulary over the tensor ranks."""
+    """Distribution of the vocabulary rows of an embedding or head over the tensor ranks."""
 
     axis: TensorAxis
     widths: tuple[int, ...]
@@ -48,9 +48,10 @@ class Vocabulary:
 
 
 class SoftmaxParts(NamedTuple):
-    """Statistics of the softmax of N tokens, without gradients, in fp32 or wider.
+    """Statistics of the softmax over the full vocabulary for N tokens with logits x, without gradients, in fp32 or
+    fp64.
 
-    exp(x - largest - log_sum) is the softmax over the full vocabulary.
+    The softmax is exp(x - largest - log_sum).
     """
 
     largest: Tensor
@@ -63,14 +64,16 @@ class SoftmaxParts(NamedTuple):
 
 @dataclass(slots=True)
 class SharedSoftmax:
-    """Cache of the softmax statistics of some logits, filled by the first loss and reused by others."""
+    """Cache of the softmax statistics of some logits. The first loss fills it, and later losses on these logits reuse
+    it.
+    """
 
     parts: SoftmaxParts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateProduct:
-    """Linear head from which lazy logits are computed at their first read, for hidden states [.., H]."""
+    """Linear head that computes lazy logits [.., V] from hidden states [.., H] when the logits are first read."""
 
     weight: Tensor
     """Rows of the head's weight on this rank, [W, H]."""
@@ -80,15 +83,15 @@ class LateProduct:
     kernels: Kernels
 
     def detached(self) -> "LateProduct":
-        """Returns the same head with weight and bias detached from the graph."""
+        """Returns this head with weight and bias detached from the autograd graph."""
         bias = None if self.bias is None else self.bias.detach()
         return LateProduct(self.weight.detach(), bias, self.dtype, self.kernels)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitShard:
-    """This rank's shard of logits, or the hidden states of lazy (not yet computed) logits; ``dim`` is the vocabulary
-    dim.
+    """This rank's shard of logits with the vocabulary in dim ``dim``. For lazy logits, which are not computed yet, it
+    stores their hidden states.
     """
 
     local: Tensor
@@ -103,7 +106,7 @@ class LogitShard:
 
     @property
     def width(self) -> int:
-        """Size of ``local`` along ``dim``."""
+        """Size of ``local`` along ``dim``: this rank's vocabulary columns, or the hidden size for lazy logits."""
         return self.vocabulary.width if self.product is None else self.product.weight.shape[1]
 
     @property
@@ -129,26 +132,30 @@ class LogitShard:
         return self.dim == self.local.dim() - 1
 
     def rows(self) -> Tensor:
-        """Returns ``local`` as [N, W], a row for each token; [N, H] for lazy logits."""
+        """Returns ``local`` as a matrix with one row for each token: [N, W] with W columns of the vocabulary, or [N, H]
+        hidden states for lazy logits.
+        """
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """Returns a shard of the same vocabulary that stores the tensor ``local``.
+        """Returns a copy of this shard that stores the tensor ``local`` in place of its own.
 
-        ``dim``: vocabulary dim of ``local``, None for the dim of this shard. ``same``: True if values and order of
-        tokens are unchanged, so that both shards use one cache of the softmax.
+        ``dim``: vocabulary dim of ``local``, None for the dim of this shard. ``same``: True if ``local`` has the values
+        of this shard in the same token order, so that both shards use one cache of the softmax.
         """
         dim = self.dim if dim is None else dim
         softmax = self.softmax if same else SharedSoftmax()
         return LogitShard(local, self.vocabulary, dim, softmax, self.product)
 
     def detached(self) -> "LogitShard":
-        """Returns the same shard detached from the graph."""
+        """Returns this shard with its tensors detached from the autograd graph."""
         product = None if self.product is None else self.product.detached()
         return LogitShard(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 
     def aligned(self, other: "LogitShard") -> bool:
-        """Returns True if both shards have the same columns, in the same dim counted from the back."""
+        """Returns True if this shard and ``other`` have the same vocabulary columns, in the same dim counted from the
+        back.
+        """
         mine, its = self.vocabulary, other.vocabulary
         places = self.dim - self.local.dim() == other.dim - other.local.dim()
         return places and mine.widths == its.widths and mine.axis is its.axis
@@ -158,7 +165,9 @@ OPERANDS = "logit operands"
 
 
 def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
-    """Returns ``x``, equal on all ranks, as an operand of this rank's columns; backward sums its gradient over "tp"."""
+    """Returns ``x``, a tensor that is equal on all ranks, for a computation with this rank's columns. Backward sums the
+    gradient of ``x`` over "tp".
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     shared: Tensor = _Share.apply(x, axis, label)  # type: ignore[no-untyped-call]
@@ -167,9 +176,9 @@ def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
 
 
 def cut_operand(x: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
-    """Returns this rank's columns of ``x``, a full tensor with the vocabulary in dim ``dim``.
+    """Returns this rank's vocabulary columns of ``x``, a full tensor with the vocabulary in dim ``dim``.
 
-    Backward gathers the gradient over "tp".
+    Backward gathers the gradient of ``x`` over "tp".
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x.narrow(dim, vocabulary.start, vocabulary.width)

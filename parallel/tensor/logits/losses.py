@@ -64,10 +64,11 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Terms(NamedTuple):
-    """Softmax terms of a loss for N tokens: tensors [N] in fp32 or wider, equal on all ranks, with gradients.
+    """Softmax terms of a loss for N tokens with logits x: tensors [N] in fp32 or fp64, equal on all ranks, with
+    gradients.
 
-    ``log_sum``: log of the sum of exp(x - max x); ``picked``: x - max x at the target; ``weighted``: weighted sum of x
-    - max x over the vocabulary. None: the loss does not need the term.
+    ``log_sum``: log of the sum of exp(x - max x) over the vocabulary; ``picked``: x - max x at the target;
+    ``weighted``: weighted sum of x - max x over the vocabulary. None: the loss does not need the term.
     """
 
     log_sum: Tensor
@@ -76,8 +77,10 @@ class Terms(NamedTuple):
 
 
 def softmax_terms(logits: LogitShard, question: Question) -> Terms:
-    """Returns the softmax terms that ``question`` selects, summed over "tp"; terms cached in ``logits`` are not sent
-    again.
+    """Returns the softmax terms that ``question`` selects, for the full vocabulary: each rank computes with its
+    columns, and all-reduces over "tp" combine them.
+
+    Softmax statistics that are cached in ``logits`` are used again without another all-reduce.
     """
     vocabulary, shared = logits.vocabulary, logits.softmax
     question = question._replace(start=vocabulary.start)
@@ -193,7 +196,7 @@ def _finish(
 
 
 class OverAxis:
-    """All-reduces of per-token terms over the tensor axis, label "loss"."""
+    """All-reduces of per-token terms over the tensor axis ``axis``, with the label "loss"."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
@@ -208,10 +211,10 @@ class OverAxis:
 
 
 def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question) -> LinearTerms:
-    """Returns the softmax terms that ``question`` selects for lazy logits, computed from ``hidden`` in chunks of
-    tokens.
+    """Returns the softmax terms that ``question`` selects for lazy logits. It computes the logits from ``hidden`` in
+    chunks of tokens and never stores all of them.
 
-    ``product``: the head. The softmax is cached in ``hidden`` for other losses.
+    ``product``: the head that computes them. The softmax statistics are cached in ``hidden`` for other losses.
     """
     shared, axis = hidden.softmax, hidden.vocabulary.axis
     known = None if shared.parts is None else Softmax(*shared.parts[:2])
@@ -223,9 +226,10 @@ def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question
 
 
 def summed_loss(logits: LogitShard, target_N: Tensor, form: CrossEntropy) -> Tensor | None:
-    """Returns the reduced cross-entropy of lazy logits, computed by the fused operator for head and loss.
+    """Returns the mean or sum of the cross-entropy of lazy logits, computed by the fused operator for head and loss.
 
-    None: the logits are not lazy, the vocabulary is sharded, or the reduction is "none".
+    Returns None if the operator does not apply: the logits are not lazy, the vocabulary is sharded, or
+    ``form.reduction`` is "none".
     """
     product = logits.product
     if product is None or logits.vocabulary.axis.size > 1 or form.reduction == "none":
@@ -289,11 +293,11 @@ class _Options:
 
 
 def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes ``functional.cross_entropy`` from this rank's columns: labels [N] for [N, V], or [B, ...] for [B, V,
-    ...].
+    """Computes ``functional.cross_entropy`` from each rank's vocabulary columns, with all-reduces of per-token terms:
+    labels [N] for logits [N, V], or [B, ...] for [B, V, ...].
 
     ``args`` and ``kwargs`` are torch's arguments. Returns ``NotImplemented`` for arguments that need the full
-    vocabulary.
+    vocabulary; the caller then gathers the logits.
     """
     given = _Options(*args, **kwargs)
     if not given.understood:
@@ -319,10 +323,11 @@ def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes ``functional.nll_loss`` from this rank's columns of the log-probabilities.
+    """Computes ``functional.nll_loss`` from each rank's columns of the log-probabilities, with an all-reduce of the
+    picked values.
 
     ``args`` and ``kwargs`` are torch's arguments. Returns ``NotImplemented`` for arguments that need the full
-    vocabulary.
+    vocabulary; the caller then gathers the input.
     """
     given = _Options(*args, **kwargs)
     if not given.understood:
@@ -335,9 +340,10 @@ def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:
-    """Computes ``torch.logsumexp`` over the sharded vocabulary: [.., V] -> [..].
+    """Computes ``torch.logsumexp`` over the sharded vocabulary dim: [.., V] -> [..], equal on all ranks.
 
-    Returns ``NotImplemented`` for other dims and for ``out``.
+    Returns ``NotImplemented`` if ``dim`` is not the vocabulary, or if ``out`` is given; the caller then tries another
+    way.
     """
     dims = dim if isinstance(dim, tuple | list) else (dim,)
     if not isinstance(input, LogitShard) or not _is_vocabulary(input, dims) or out is not None:
@@ -353,9 +359,9 @@ def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = Fa
 def log_softmax(
     func: Callable[..., Any], input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None, **kwargs: Any
 ) -> Any:
-    """Computes ``log_softmax`` over the sharded vocabulary; the result is sharded too.
+    """Computes ``log_softmax`` over the sharded vocabulary dim. The result has the same sharding as ``input``.
 
-    Backward sums one scalar per token over "tp". Returns ``NotImplemented`` for other dims.
+    Backward sums one scalar for each token over "tp". Returns ``NotImplemented`` if ``dim`` is not the vocabulary.
     """
     if isinstance(_stacklevel, torch.dtype):  # in torch.log_softmax the third argument is the dtype
         dtype = _stacklevel
@@ -373,12 +379,13 @@ def log_softmax(
 
 
 def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
-    """Computes ``torch.gather`` along the sharded vocabulary; returns a plain tensor with the shape of ``index``.
+    """Computes ``torch.gather`` along the sharded vocabulary dim. Returns a plain tensor with the shape of ``index``,
+    equal on all ranks.
 
-    Returns ``NotImplemented`` for other dims.
+    Returns ``NotImplemented`` if ``dim`` is not the vocabulary.
 
     Raises:
-        EngineError: an index is outside the vocabulary. A GPU does not check.
+        EngineError: an index is outside the vocabulary; checked on the CPU only.
     """
     if (
         not isinstance(input, LogitShard)

@@ -149,7 +149,7 @@ def _along(func: Callable[..., Any], x: Any, dim: int, *args: Any, **kwargs: Any
 
 
 def is_view(func: Callable[..., Any], x: LogitShard) -> bool:
-    """Implements ``Tensor._is_view``: returns True if the shard ``x`` is a view of another tensor."""
+    """Implements ``Tensor._is_view`` for sharded logits: returns True if the shard's local tensor is a view."""
     return x.local._is_view()
 
 
@@ -199,9 +199,11 @@ SHAPES = tuple(func for func, rule in LOGIT_RULES.items() if rule in (_flatten, 
 
 
 def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs the rule of ``func`` on arguments with logit shards in place of sharded logits.
+    """Runs the rule of ``func`` for sharded logits. In ``args`` and ``kwargs`` each tensor of sharded logits is
+    replaced by its :class:`LogitShard`.
 
-    Returns ``NotImplemented`` if ``func`` has no rule, or if the rule needs the full vocabulary.
+    Returns ``NotImplemented`` if ``func`` has no rule, or if the rule needs the full vocabulary; the caller then
+    gathers the logits.
     """
     rule = LOGIT_RULES.get(func)
     leaves = pytree.tree_leaves(args) if rule is _index else (*args, *kwargs.values())

@@ -33,7 +33,8 @@ from engine.parallel.trace.torch_function import METADATA, function_name, writes
 
 
 class ShardedLogits(Tensor):
-    """Logits with a sharded vocabulary dim, as a tensor subclass; ``part`` is this rank's shard.
+    """Tensor subclass for logits with a sharded vocabulary dim. It has the full shape and stores this rank's shard,
+    ``part``.
 
     Raises:
         EngineError: a function writes into the logits in place, or registers a hook on them.
@@ -53,14 +54,16 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def of(part: LogitShard) -> "ShardedLogits":
-        """Returns logits with ``part`` as this rank's shard."""
+        """Returns sharded logits that have ``part`` as this rank's shard."""
         wrapped: ShardedLogits = _Wrap.apply(part.local, part)  # type: ignore[no-untyped-call]
         wrapped._part = part
         return wrapped
 
     @staticmethod
     def late(hidden: LogitShard, compute: Callable[[], LogitShard]) -> "ShardedLogits":
-        """Returns lazy logits of the ``hidden`` states; ``compute`` returns the computed shard of the logits."""
+        """Returns lazy logits, which are not computed yet, of the ``hidden`` states. ``compute``: callback that returns
+        this rank's shard of the computed logits.
+        """
         arrivals = list[Callable[[Tensor], None]]()
 
         def computed() -> LogitShard:
@@ -82,7 +85,9 @@ class ShardedLogits(Tensor):
 
     @property
     def part(self) -> LogitShard:
-        """This rank's shard. A read computes lazy logits, and stores the result if it is differentiable."""
+        """This rank's shard. If the logits are lazy (not computed yet), a read computes them, and stores the result if
+        it has the autograd graph that gradients need.
+        """
         if self._part is not None:
             return self._part
         assert self._waiting is not None
@@ -97,7 +102,9 @@ class ShardedLogits(Tensor):
 
     @property
     def waits(self) -> bool:
-        """True while these logits, and the logits they derive from, are uncomputed."""
+        """True while these logits are not computed yet, and neither are the logits from which they were made, for
+        example by a view.
+        """
         source = None if self._waiting is None else self._waiting.source
         return self._part is None and (source is None or source.waits)
 
@@ -124,7 +131,8 @@ class ShardedLogits(Tensor):
         return self._full is not None
 
     def full(self, reason: str = "full") -> Tensor:
-        """Returns the full logits as a plain tensor, with gradients: one all-gather over "tp", label "logits".
+        """Returns the full logits as a plain tensor on every rank, with gradients. One all-gather over "tp" with the
+        label "logits" makes them; the result is cached.
 
         ``reason``: name of the function that needs them, for the report.
         """
@@ -190,8 +198,9 @@ class ShardedLogits(Tensor):
 
 
 def gather_logits(tree: Any) -> Any:
-    """Gathers every sharded tensor in ``tree`` (lists, tuples, dicts, Hugging Face outputs) over "tp"; returns the
-    tree."""
+    """Gathers every tensor of sharded logits in ``tree``, and every global tensor, to full plain tensors. Returns the
+    structure with these tensors; it may contain lists, tuples, dicts and Hugging Face outputs.
+    """
     return _gathered(pytree.tree_map(_plain, tree, is_leaf=lambda node: type(node) is GlobalTensor), "whole")
 
 

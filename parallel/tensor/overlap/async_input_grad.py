@@ -53,10 +53,10 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Settings of the operation that brings a tensor to the column layers of a region (f of Megatron-LM).
+    """Settings of the operation f of Megatron-LM, which brings a tensor to the column layers of a parallel region.
 
-    ``owned``: no other code reads the gradient of the result, so it may be summed in place; ``passed``: function called
-    after the sum of the gradient.
+    ``owned``: True if no other code reads the gradient of f's result, so that the sum over "tp" may overwrite it.
+    ``passed``: callback for the end of this sum in backward, or None.
     """
 
     axis: TensorAxis
@@ -69,16 +69,17 @@ class Entrance:
 
 
 class Shared:
-    """Copy of an input that several column layers share; :meth:`multiply` runs the product of one layer."""
+    """Copy of an input that several column layers read. :meth:`multiply` runs the product of one of the layers."""
 
     def __init__(self, copy: Tensor, products: "tuple[_LateProduct, ...]" = ()) -> None:
         self.copy = copy
         self._products = products
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """Returns the product of ``layer`` with the shared copy.
+        """Returns the product of ``layer`` with the shared copy of the input.
 
-        If possible, backward computes the weight gradient during the sum of the input gradient.
+        If the layer is a plain linear layer, backward computes its weight gradient while the input gradient is summed
+        over "tp".
         """
         for product in self._products:
             if product.layer is layer and product.fits(self.copy):
@@ -89,9 +90,9 @@ class Shared:
 
 
 def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
-    """Brings ``x`` to its column layers by the settings ``entrance`` and returns the copy that they share.
+    """Brings ``x`` to its column layers with the settings ``entrance``, and returns the copy that these layers read.
 
-    Backward sums the input gradient over "tp". For a large ``x`` the weight gradients of ``layers``, plain linear
+    Backward sums the gradient of ``x`` over "tp". If ``x`` is large, the weight gradients of ``layers``, plain linear
     layers, are computed during this sum.
     """
     axis = entrance.axis
@@ -116,10 +117,10 @@ def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> S
 
 
 def enter_region(x: Tensor, entrance: Entrance) -> Tensor:
-    """Returns ``x`` for column layers by the settings ``entrance``: unchanged, or gathered over "tp" along its sharded
-    dim.
+    """Returns ``x`` for column layers with the settings ``entrance``: gathered over "tp" along its sharded dim, or
+    unchanged if it has none.
 
-    Backward sums the gradient over "tp", or reduce-scatters it; weight gradients are not deferred.
+    Backward reduce-scatters the gradient, or sums it over "tp". Backward does not overlap this with weight gradients.
     """
     if entrance.dim is None:
         return copy_to(x, entrance.axis, entrance.owned, entrance.passed)
@@ -138,7 +139,7 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 def has_own_weights(layer: nn.Module) -> bool:
     """Returns True if the gradients of weight and bias of ``layer`` may be computed later than the input gradient.
 
-    False: a parameter is frozen, parametrized or has hooks, or the layer's product has been replaced.
+    False if one of both is frozen, parametrized or has hooks, or if another function computes the layer's product.
     """
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():

@@ -52,10 +52,11 @@ MOST_PIECES = 4
 
 @dataclass(frozen=True, slots=True)
 class Pieced:
-    """Settings of a matrix product that communicates over ``axis`` in chunks.
+    """Settings of a matrix product that communicates over ``axis`` in chunks of rows, so that transfers overlap the
+    product.
 
     ``label``: label of its collectives, "column inputs" or "row outputs". ``regather``: True to gather the input again
-    in backward instead of saving it.
+    in backward instead of saving the gathered input.
     """
 
     axis: TensorAxis
@@ -70,28 +71,32 @@ class Pieced:
 
     @property
     def moves(self) -> Moves:
-        """Implementation of the two products with communication: ``chosen``, or the default of the axis."""
+        """Implementation of the two products that communicate: ``chosen`` if it is set; otherwise kernels that
+        communicate, if the axis supports them, or else collectives.
+        """
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
     def route(self, part: Tensor) -> Route:
-        """Returns axis, label and number of chunks for the communication of this rank's rows ``part``."""
+        """Returns axis, label and number of chunks for the communication of ``part``, this rank's rows."""
         pieces = choose_pieces(part.shape[-2], part.numel() * part.element_size(), part.device.type, self.axis)
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Returns ``weight`` as a view [I, O]."""
+        """Returns ``weight`` as a view of shape [I, O], for I inputs and O outputs."""
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:
-        """Returns ``weight`` as [O, I] in the dtype of ``dy``, the right operand of the input gradient dx = dy W."""
+        """Returns ``weight`` as W [O, I] in the dtype of the output gradient ``dy``. It is the right operand of the
+        input gradient dx = dy W.
+        """
         return self.matrix(weight.to(dy.dtype)).t()
 
 
 def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
-    """Returns the number of chunks for ``rows`` rows of together ``size`` bytes on this rank.
+    """Returns the number of chunks in which to send this rank's ``rows`` rows, which have ``size`` bytes in all.
 
-    It is the largest number up to ``MOST_PIECES`` that divides ``rows`` into chunks of at least the bytes in
-    ``axis.overlap``; 1 on devices without overlap.
+    It is the largest number up to ``MOST_PIECES`` that divides ``rows`` and gives each chunk at least
+    ``axis.overlap.bytes``. It is 1 on devices that do not overlap transfers and compute, in a dry run, and on one rank.
     """
     devices, least = axis.overlap
     if device not in devices or axis.dry or axis.size == 1:
@@ -100,14 +105,14 @@ def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
 
 
 def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> tuple[Tensor, Tensor | None]:
-    """Gathers ``x`` [.., S/T, I] over "tp" in chunks during its product; returns (x W' + b [.., S, O], gathered x [..,
-    S, I]).
+    """Gathers ``x`` [.., S/T, I] over the T ranks of "tp" in chunks while it multiplies. Returns (x W' + b [.., S, O],
+    gathered x [.., S, I]).
 
-    The gathered x is for layers with the same input; with ``regather`` it is None. Backward adds the gradients of both
-    results and reduce-scatters the sum.
+    The gathered x is for other layers with this input; with ``pieced.regather`` it is None. Backward adds the gradients
+    of both results and reduce-scatters the sum.
 
     Raises:
-        EngineError: ``pieces`` does not divide the rows.
+        EngineError: ``pieced.pieces`` does not divide the rows.
     """
     _check_pieces(x, pieced)
     y, whole = _GatherMultiply.apply(x, weight, bias, pieced)  # type: ignore[no-untyped-call]
@@ -120,12 +125,13 @@ def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Piec
 
 
 def multiply_scatter(x: Tensor, weight: Tensor, pieced: Pieced) -> Tensor:
-    """Multiplies ``x`` [.., S, P] in chunks and reduce-scatters the product over "tp".
+    """Multiplies ``x`` [.., S, P], this rank's P features, in chunks and reduce-scatters the product over the T ranks
+    of "tp".
 
-    Returns this rank's rows [.., S/T, O] of the sum of x W' over the ranks; the caller adds the bias.
+    Returns this rank's rows [.., S/T, O] of the sum of x W' over the ranks. The caller adds the bias.
 
     Raises:
-        EngineError: the number of ranks does not divide the rows, or ``pieces`` does not divide a rank's rows.
+        EngineError: the number of ranks does not divide the rows, or ``pieced.pieces`` does not divide a rank's rows.
     """
     check_parts(x, pieced.axis, -2)
     _check_pieces(split_parts(x, pieced.axis, x.ndim - 2)[0], pieced)
@@ -227,9 +233,9 @@ def _computed_in(x: Tensor) -> torch.dtype:
 
 
 class SharedInPieces(Shared):
-    """Input of several column layers, sharded along the sequence.
+    """Input of several column layers that is sharded along the sequence.
 
-    The first plain layer gathers it in chunks during its product; the other layers share the gathered rows.
+    The first plain linear layer gathers it in chunks while it multiplies; all other layers read the gathered rows.
     """
 
     def __init__(self, part: Tensor, axis: TensorAxis, plain: list[nn.Module]) -> None:
@@ -238,13 +244,17 @@ class SharedInPieces(Shared):
 
     @property
     def copy(self) -> Tensor:  # type: ignore[override]
-        """Gathered rows of the input, [.., S, I]."""
+        """Rows of the input, gathered from all ranks: [.., S, I]. The first read gathers them, if no product has done
+        so.
+        """
         if self._whole is None:
             self._whole = gather_to(self._part, self._axis, self._part.ndim - 2, COLUMN_INPUTS)
         return self._whole
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """Returns the product of ``layer`` with the gathered rows, which the first plain layer gathers in chunks."""
+        """Returns the product of ``layer`` with the rows of all ranks. The first plain linear layer gathers the rows in
+        chunks while it multiplies.
+        """
         if self._whole is None and any(layer is other for other in self._plain) and has_own_weights(layer):
             weight, bias = layer._parameters["weight"], layer._parameters["bias"]
             assert weight is not None
@@ -257,10 +267,11 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Returns True if a product communicates in chunks, or in tiles of one kernel, instead of all rows at once.
+    """Returns True if a product should communicate in chunks, or in tiles of one kernel, instead of all rows at once.
 
-    ``rows``: number of rows of a rank; ``part``: rows of a rank, for bytes and dtype. Always False with encoded
-    activations, because chunks would split the blocks of the encoding.
+    ``rows``: number of rows of a rank; ``part``: tensor with a rank's rows, read for its bytes and dtype;
+    ``operation``: the kind of product. False if activations are encoded for transfers, because chunks would split the
+    blocks of the encoding.
     """
     if axis.wire is not None:
         return False
@@ -281,8 +292,8 @@ def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
 
 
 def scatter_product(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
-    """Returns the product of the row layer ``layer`` with ``x`` [.., S, P], reduce-scattered over "tp", without the
-    bias.
+    """Returns the product of the row layer ``layer`` with ``x`` [.., S, P], this rank's P features, reduce-scattered
+    over the T ranks of "tp", without the bias.
 
     The result [.., S/T, O] has this rank's rows of the sum over the ranks.
     """

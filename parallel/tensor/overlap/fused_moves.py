@@ -41,17 +41,19 @@ _ALIGNED = 16
 
 
 def fuses(axis: TensorAxis) -> bool:
-    """Returns True if kernels of products may communicate over ``axis``, through its symmetric memory.
+    """Returns True if kernels of matrix products may communicate over ``axis`` through its symmetric memory, which all
+    its ranks can write.
 
-    False in a dry run and in recomputation from stored results.
+    False without such memory, in a dry run, and in recomputation that reads stored results of collectives.
     """
     return axis.symmetric is not None and not axis.dry and axis.repeats is None
 
 
 def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
-    """Returns True if the kernel of a product of these ``sizes`` communicates by itself, without collectives.
+    """Returns True if a product of these ``sizes`` runs in a kernel that also communicates, without collectives.
 
-    If the axis has measurements, they must have found this faster. The result is equal on all ranks.
+    If measurements exist for ``axis``, they must have found the kernel to be faster than collectives. The answer is the
+    same on all ranks.
     """
     row = measured_row(axis, operation, sizes, dtype)
     return fuses(axis) and (axis.measured is None or (row is not None and row.fuses))
@@ -60,15 +62,15 @@ def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, 
 def measured_row(
     axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype
 ) -> OverlapChoice | None:
-    """Returns the measured choice between kernel and collectives for a product of these ``sizes``; None if not
-    measured.
+    """Returns the measured choice between communicating kernel and collectives for a product of these ``sizes``.
+    Returns None if it was not measured.
     """
     return None if axis.measured is None else axis.measured.find(operation, sizes, dtype)
 
 
 def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
-    """Returns the fastest tile in ``row``, the measured choice; without a measured tile the default tile of
-    ``dtype``.
+    """Returns the tile (block size) of the communicating kernel: the fastest one in ``row``, the measured choice, or
+    the default tile of ``dtype`` if ``row`` has none.
     """
     from engine.kernels.gpu.launch_shapes import Tile
     from engine.kernels.gpu.overlap.launches import tile_of
@@ -77,9 +79,10 @@ def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
 
 
 def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """Gathers ``part`` along the sequence and multiplies it, in one kernel that also communicates.
+    """Gathers ``part``, this rank's rows, along the sequence and multiplies the rows of all ranks by ``matrix``, in one
+    kernel that also communicates. Returns (product plus bias, gathered rows).
 
-    It implements :class:`GatherProduct`, and runs with collectives if the product does not fit the kernel.
+    It implements :class:`GatherProduct`. A product that does not fit the kernel runs with collectives.
     """
     buffer, axis = route.axis.symmetric, route.axis
     rows_BLK = part.contiguous().view(-1, *part.shape[-2:])
@@ -111,9 +114,11 @@ def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: R
 def scatter_in_kernel(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """Multiplies ``whole`` and reduce-scatters the product, in two kernels that also communicate; the second one sums.
+    """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` and reduce-scatters the
+    product, in two kernels that also communicate; the second one sums. Returns a function that waits for this rank's
+    rows and returns them.
 
-    It implements :class:`ProductScatter`, and runs with collectives if the product does not fit the kernels.
+    It implements :class:`ProductScatter`. A product that does not fit the kernels runs with collectives.
     """
     buffer, axis = route.axis.symmetric, route.axis
     rows, columns = whole.shape[-2] // axis.size, matrix.shape[-1]
@@ -146,7 +151,9 @@ def scatter_in_kernel(
 
 
 def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns ``result`` reshaped without autograd's view mark, so that in-place writes are allowed."""
+    """Returns ``result`` reshaped to ``shape``, sharing its memory. Autograd does not treat it as a view, so in-place
+    writes are allowed.
+    """
     found: Tensor = torch.ops.aten._unsafe_view(result, shape)
     return found
 
@@ -154,9 +161,11 @@ def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
 def fits(
     buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int, row: OverlapChoice | None = None
 ) -> bool:
-    """Returns True if the kernels can multiply ``rows_BLK`` by ``matrix`` [K, N] and send ``size`` bytes to each rank.
+    """Returns True if the communicating kernels can multiply ``rows_BLK`` by ``matrix`` [K, N] and if ``size`` bytes
+    for each rank fit ``buffer``.
 
-    The result is equal on all ranks. Logs the reason for a refusal once.
+    The answer is the same on all ranks. The reason for False is logged once. ``row``: the measured choice of tile, or
+    None.
     """
     reason = _obstacle(buffer, rows_BLK, matrix, size, row)
     if reason:
@@ -180,7 +189,8 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
 
 
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
-    """Returns a function that completes a kernel call on ``device``: on a CPU it checks that all data has arrived.
+    """Returns a function that completes a kernel call on ``device``. On a CPU it checks that all data of other ranks
+    has arrived; on a GPU it does nothing.
 
     A GPU is checked once a step (:meth:`Comm.check_kernels`), because each check makes the host wait for the GPU.
     """
@@ -197,10 +207,11 @@ COPIED_BYTES = 4 << 20
 
 @contextmanager
 def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Iterator[None]:
-    """Copies ``part_BLK``, contiguous, to all tensor ranks during the context, with a signal per ``tile_rows`` rows.
+    """Copies ``part_BLK``, this rank's rows and contiguous, to the symmetric memory of all tensor ranks inside the
+    context, with a signal for each ``tile_rows`` rows.
 
-    A product launched inside the context waits for the rows (``launch_gather_product`` with half "multiply").
-    ``epoch``: number of the call on the symmetric memory.
+    A product launched inside the context (``launch_gather_product`` with half "multiply") waits for the signals.
+    ``epoch``: number of the call on this memory. The end of the context waits for the copies.
     """
     rank, ranks = buffer.mailbox.rank, buffer.mailbox.ranks
     numbers = signal_numbers(part_BLK, buffer, epoch, tile_rows)
@@ -215,21 +226,23 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
 
 
 def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
-    """Returns the signals for the tiles of one sequence, int32 [tiles]: each one is ``epoch``, the number of the call.
+    """Returns the arrival signals for the tiles of one sequence, int32 [tiles]. Each one is ``epoch``, the number of
+    the call on the symmetric memory ``buffer``.
 
-    They must stay allocated until :func:`leave_rows` has copied them.
+    The tensor must stay allocated until the copies of :func:`leave_rows` have ended.
     """
     tiles = -(-part_BLK.shape[1] // tile_rows)
     return torch.full((tiles,), epoch, dtype=torch.int32, device=buffer.mailbox.status.device)
 
 
 def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call: tuple[int, int, int]) -> None:
-    """Copies ``part_BLK`` and its signals ``numbers`` to one rank's symmetric memory on the current stream.
+    """Copies ``part_BLK``, this rank's rows, and then its arrival signals ``numbers`` to one rank's symmetric memory,
+    on the current stream.
 
     The rows may be in pinned host memory.
 
     Args:
-        call: (destination rank, epoch, rows of a tile).
+        call: (destination rank, number of the call on the memory, rows of a tile).
     """
     owner, epoch, tile_rows = call
     (sequences, rows, _), tiles = part_BLK.shape, len(numbers)
@@ -244,8 +257,8 @@ def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call:
 
 
 def rows_of_a_copy(part_BLK: Tensor, tile_rows: int) -> int:
-    """Returns the number of rows in one copy: the smallest multiple of ``tile_rows`` with at least ``COPIED_BYTES``
-    bytes.
+    """Returns the number of rows of ``part_BLK`` in one copy: the smallest multiple of ``tile_rows`` that has at least
+    ``COPIED_BYTES`` bytes.
     """
     tile_bytes = tile_rows * part_BLK.shape[-1] * part_BLK.element_size()
     return tile_rows * -(-COPIED_BYTES // tile_bytes)

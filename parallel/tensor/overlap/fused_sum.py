@@ -41,7 +41,9 @@ _ONE_SHOT = 2
 
 
 def sums_in_kernel(layer: nn.Module, x: Tensor, axis: TensorAxis) -> bool:
-    """Returns True if :func:`multiply_and_sum` can compute the layer's product of ``x`` [.., P]; equal on all ranks."""
+    """Returns True if :func:`multiply_and_sum` can compute the product of ``layer`` and ``x`` [.., P]. The answer is
+    the same on all ranks.
+    """
     weight = layer._parameters.get("weight")
     if not fuses(axis) or weight is None or "multiply" in vars(layer):  # parametrized, or the backward is split
         return False
@@ -58,9 +60,10 @@ def sums_in_kernel(layer: nn.Module, x: Tensor, axis: TensorAxis) -> bool:
 
 
 def multiply_and_sum(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
-    """Returns y [.., O], the sum over the ranks of the product of ``layer`` with ``x`` [.., P], without the bias.
+    """Returns y [.., O], the product of ``layer`` and ``x`` [.., P], this rank's P features, summed over the ranks of
+    ``axis``, without the bias.
 
-    The kernels of the product also send and sum.
+    The kernels that multiply also communicate and sum, in place of an all-reduce.
     """
     weight = layer._parameters["weight"]
     y: Tensor = _MultiplyAndSum.apply(x, weight, axis, is_conv1d(layer))  # type: ignore[no-untyped-call]
@@ -108,10 +111,11 @@ def _next_call(buffer: SymmetricBuffer, tile: "Tile") -> "KernelCall":
 def sum_in_turns(
     x_MP: Tensor, matrix_PO: Tensor, next_call: "Callable[[], KernelCall]"
 ) -> Generator[None, None, Tensor]:
-    """Computes the sum over the ranks of ``x_MP @ matrix_PO``, [M, O], as a generator that returns it.
+    """Computes the sum over the ranks of ``x_MP @ matrix_PO`` [M, O]. It is a generator, and the sum is its return
+    value.
 
-    It yields before each launch that waits for other ranks. ``next_call``: returns the settings of the next kernel
-    call.
+    It yields before each kernel launch that waits for other ranks. ``next_call``: callback that returns the settings of
+    the next kernel call.
     """
     from engine.kernels.gpu.overlap.launches import (
         launch_collect_slots,
@@ -143,7 +147,7 @@ def sum_in_turns(
 
 
 def last_turn(turns: Generator[None, None, Tensor]) -> Tensor:
-    """Runs the generator ``turns`` of :func:`sum_in_turns` to its end and returns the sum."""
+    """Runs the generator ``turns`` of :func:`sum_in_turns` to its end and returns its return value, the sum."""
     while True:
         try:
             next(turns)

@@ -18,7 +18,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Axis, label and number of chunks of a product's communication."""
+    """Axis, label and number of chunks for the communication of a matrix product."""
 
     axis: TensorAxis
     label: str
@@ -26,7 +26,7 @@ class Route:
 
 
 class GatherProduct(Protocol):
-    """Interface of functions that all-gather rows along the sequence and multiply them by a matrix."""
+    """Interface of functions that all-gather rows along the sequence and multiply the gathered rows by a matrix."""
 
     def __call__(self, part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
         """Returns (rows of all ranks times ``matrix`` [I, O] plus ``bias``, in the matrix's dtype; the gathered
@@ -34,7 +34,9 @@ class GatherProduct(Protocol):
 
 
 class ProductScatter(Protocol):
-    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence."""
+    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence, so that
+    each rank gets its rows of the sum.
+    """
 
     def __call__(
         self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
@@ -44,8 +46,10 @@ class ProductScatter(Protocol):
 
 
 def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """Gathers ``part`` along the sequence and multiplies it: implements :class:`GatherProduct` with collectives of the
-    axis.
+    """Gathers ``part``, this rank's rows, along the sequence in chunks, and multiplies each chunk by ``matrix`` while
+    the next one is sent. Returns (product plus ``bias``, gathered rows).
+
+    It implements :class:`GatherProduct` with all-gathers of the axis.
     """
     axis, label = route.axis, route.label
     if route.pieces == 1:
@@ -68,8 +72,10 @@ def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Rou
 def product_scatter(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """Multiplies ``whole`` and reduce-scatters the product: implements :class:`ProductScatter` with collectives of the
-    axis.
+    """Multiplies ``whole``, the rows of the full sequence, by ``matrix`` in chunks, adds ``plus``, and starts a
+    reduce-scatter for each chunk. Returns a function that waits for this rank's rows and returns them in ``dtype``.
+
+    It implements :class:`ProductScatter` with reduce-scatters of the axis.
     """
     sent: list[tuple[Tensor, Pending]] = []
     for index in range(route.pieces):
@@ -99,7 +105,9 @@ def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) ->
 
 
 class Moves(NamedTuple):
-    """Implementation of both products with communication: gather, then multiply; and multiply, then reduce-scatter."""
+    """Pair of functions for products that communicate: ``gather`` gathers, then multiplies; ``scatter`` multiplies,
+    then reduce-scatters.
+    """
 
     gather: GatherProduct
     scatter: ProductScatter

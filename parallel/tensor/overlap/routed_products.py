@@ -33,8 +33,8 @@ AllToAll = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRoute:
-    """Destination rank of each row in a call of this module, and the symmetric memory through which kernels send the
-    rows.
+    """Destination rank of each row in a call of :func:`dispatch_product` or :func:`product_return`, and the symmetric
+    memory of all ranks through which their kernels send the rows.
     """
 
     rows: ExpertRows
@@ -44,13 +44,14 @@ class ExpertRoute:
 
 
 def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
-    """Maps tokens [T, K], sorted by expert, to [R, N]: the rows for this rank's experts times weight [X, K, N].
+    """Sends ``tokens`` [T, K], sorted by expert, to the ranks of their experts, and multiplies each received row by its
+    expert's matrix in ``weight`` [X, K, N]. Returns [R, N] for this rank's X experts and R received rows.
 
-    Rows of the result are sorted by expert, then by rank. Differentiable.
+    Rows of the result are sorted by expert, then by source rank. Gradients flow to ``tokens`` and ``weight``.
 
     Raises:
-        EngineError: the rows do not fit the memory or the kernels (equal on all ranks, before anything is sent); or a
-            rank did not make the call.
+        EngineError: the rows do not fit the memory or the kernels (raised on all ranks, before any data is sent); or a
+            rank did not make this call.
     """
     _check(tokens, weight, route.rows.own)
     _check_room(tokens, weight, route)
@@ -59,10 +60,14 @@ def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tens
 
 
 def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
-    """Multiplies received rows [R, K], sorted by expert, then by source rank, with weight [X, K, N], and returns the
-    products to the source ranks: [T, N].
+    """Multiplies ``rows`` [R, K], received from other ranks and sorted by expert, then by source rank, by their
+    experts' matrices in ``weight`` [X, K, N]. Returns the products to their source ranks: [T, N] for the T tokens of
+    this rank, sorted by expert.
 
-    Differentiable; errors as :func:`dispatch_product`.
+    Gradients flow to ``rows`` and ``weight``.
+
+    Raises:
+        EngineError: as for :func:`dispatch_product`.
     """
     _check(rows, weight, route.rows.here)
     _check_room(rows, weight, route)
@@ -71,7 +76,8 @@ def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
 
 
 def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Sends ``tokens`` to the ranks of their experts by the all-to-all ``exchange``, then makes one product per expert.
+    """Sends ``tokens``, sorted by expert, to the ranks of their experts by the all-to-all ``exchange``, then multiplies
+    the rows of each expert by its matrix in ``weight``.
 
     It is the reference implementation of :func:`dispatch_product`.
     """
@@ -80,10 +86,10 @@ def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows,
 
 
 def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Multiplies the rows ``whole`` by their experts, one product per expert, and returns the products to the source
-    ranks.
+    """Multiplies the rows ``whole`` of each expert by its matrix in ``weight``, and sends the products to the ranks
+    from which the rows came, by the all-to-all ``exchange``.
 
-    ``exchange``: the all-to-all. It is the reference implementation of :func:`product_return`.
+    It is the reference implementation of :func:`product_return`.
     """
     product = grouped_product_reference(whole, weight, rows.sizes.cumsum(0))
     return torch.cat(exchange(rows.by_rank(product)))

@@ -20,7 +20,9 @@ from engine.parallel.shard_table import Range
 
 @dataclass(frozen=True, slots=True)
 class Divisibility:
-    """Size ``count`` that must divide among the tensor ranks, such as a number of heads; error texts use ``noun``."""
+    """Condition that a size of the model, such as a number of heads, suits the number of tensor ranks. ``count``: the
+    size; ``owner`` and ``noun``: names of its module and of the size in error texts.
+    """
 
     owner: str
     noun: str
@@ -31,19 +33,19 @@ class Divisibility:
     """
 
     def allows(self, tp: int) -> bool:
-        """Returns True if this size can be divided among ``tp`` ranks."""
+        """Returns True if this size suits ``tp`` tensor ranks."""
         if self.rule == "rows":
             return self.count >= tp
         return self.count % tp == 0 or (self.rule == "share" and tp % self.count == 0)
 
     def complaint(self, tp: int) -> str:
-        """Returns the clause of an error that explains why this size cannot be divided among ``tp`` ranks."""
+        """Returns the clause of an error text that explains why this size does not suit ``tp`` tensor ranks."""
         verb = {"divide": "does not divide", "share": "neither divides nor is a multiple of", "rows": "is more than"}
         return f"tensor = {tp} {verb[self.rule]} the {self.count} {self.noun} of {self.owner}"
 
 
 def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
-    """Raises if ``tp`` tensor ranks do not suit one of the sizes in ``fits``.
+    """Checks that ``tp`` tensor ranks suit every size in ``fits``, such as a number of heads.
 
     Raises:
         PlanError: the message names the first such size, and every number of ranks that suits all sizes.
@@ -60,8 +62,9 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
 def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
     """Returns the ranges of a dim of ``size`` rows, each with the ranks that store it.
 
-    The dim has ``parts`` equal parts, and each part is divided evenly among ``tp`` ranks in units of ``unit`` rows
-    (heads). With fewer units than ranks, several consecutive ranks store each unit. The caller checks divisibility.
+    The dim consists of ``parts`` parts of equal size (3 for fused q, k and v). Each part is divided evenly among ``tp``
+    ranks in units of ``unit`` rows, such as heads. With fewer units than ranks, several consecutive ranks store each
+    unit. The caller checks divisibility.
     """
     width = size // parts
     units = width // unit
@@ -74,20 +77,24 @@ def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range,
 
 
 def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
-    """Returns ranges of ``size`` rows, contiguous and one per rank; the first ``size % tp`` ranks get one row more."""
+    """Returns contiguous ranges of ``size`` rows, one for each of ``tp`` ranks. The first ``size % tp`` ranks get one
+    row more than the rest.
+    """
     small, more = divmod(size, tp)
     starts = [rank * small + min(rank, more) for rank in range(tp + 1)]
     return tuple(Range(starts[rank], starts[rank + 1], (rank,)) for rank in range(tp))
 
 
 def held(ranges: tuple[Range, ...], index: int) -> int:
-    """Returns the number of rows that tensor rank ``index`` stores."""
+    """Returns the number of rows that tensor rank ``index`` stores. ``ranges``: all ranges of rows, each with the ranks
+    that store it.
+    """
     return sum(part.stop - part.start for part in ranges if index in part.holders)
 
 
 def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ...]:
-    """Converts ``runs``, the runs [start, stop) of rows on each rank, to ranges of rows with the ranks that store each
-    range.
+    """Converts ``runs``, the list of runs [start, stop) of rows for each rank, to contiguous ranges of rows, each with
+    all ranks that store it.
     """
     edges = [
         (row, rank, step)
@@ -106,7 +113,8 @@ def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ..
 
 
 def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
-    """Converts ``ranges`` of rows to the runs [start, stop) of rows on each of ``tp`` ranks; joins neighbouring runs.
+    """Converts ``ranges`` of rows, each with the ranks that store it, to a list of runs [start, stop) of rows for each
+    of ``tp`` ranks. Neighbouring runs are joined.
 
     This is the inverse of :func:`ranges_of_runs`.
     """
@@ -122,5 +130,7 @@ def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
 
 
 def rows_of_rank(ranges: Sequence[Range], index: int) -> list[int]:
-    """Returns the indices of all rows that rank ``index`` stores, ascending."""
+    """Returns the indices of all rows that rank ``index`` stores, ascending. ``ranges``: all ranges of rows, each with
+    the ranks that store it.
+    """
     return [row for part in ranges if index in part.holders for row in range(part.start, part.stop)]

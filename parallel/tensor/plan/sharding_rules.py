@@ -47,9 +47,10 @@ class _Target(NamedTuple):
 def cut_model(
     model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
 ) -> TensorPlan:
-    """Returns the tensor plan for ``tp`` ranks that ``styles`` define, by first name of each module or parameter.
+    """Returns the plan that shards ``model`` over ``tp`` tensor ranks by ``styles``: a style by the first name of each
+    module or parameter in the model.
 
-    ``source``: origin of the styles, for the report. ``sequence``: sequence parallelism.
+    ``source``: origin of the styles, for the report. ``sequence``: True for sequence parallelism.
 
     Raises:
         PlanError: a style does not suit its module, or the model does not fit ``tp``.
@@ -293,8 +294,8 @@ def _passes_on(owner: str, layers: Iterable[str]) -> bool:
 
 
 def head_width(module: nn.Module | None) -> int | None:
-    """Returns the width of one attention head of ``module``, its attribute ``head_dim`` or ``head_width``; None without
-    both.
+    """Returns the width of one attention head of ``module``, read from its attribute ``head_dim`` or ``head_width``.
+    Returns None if it has neither.
     """
     widths = (getattr(module, attribute, None) for attribute in ("head_dim", "head_width"))
     return next((width for width in widths if isinstance(width, int) and width > 0), None)
@@ -337,13 +338,14 @@ def _number(name: str, module: nn.Module, attribute: str) -> int:
 
 
 def find_regions(kinds: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the name of the parallel region of each column and row layer, by layer name.
+    """Returns a dict from the name of each column and row layer to the name of its parallel region, the module in which
+    column layers compute the input of a row layer.
 
-    The region is the innermost module around a layer that also contains a layer of the other kind. ``kinds``: kind of
-    each sharded layer by name. Layers of other kinds have no region.
+    The region is the innermost module around a column layer that also contains a row layer, and vice versa. ``kinds``:
+    kind of each sharded layer by name. Layers of other kinds have no region.
 
     Raises:
-        PlanError: a region without column layers or without a row layer.
+        PlanError: a layer has no region, or a region lacks column layers or a row layer.
     """
     around: dict[str, set[str]] = {"column": set(), "row": set()}
     for name, kind in kinds.items():
@@ -378,7 +380,8 @@ def _alone(name: str, kind: str) -> PlanError:
 
 
 def check_embedding(module: nn.Embedding, name: str) -> None:
-    """Raises if the embedding has an option that needs all rows on one rank, such as ``max_norm``.
+    """Checks that the embedding ``module`` has no option that needs all rows on one rank, such as ``max_norm``.
+    ``name``: its name for the error text.
 
     Raises:
         PlanError: ``module`` has such an option.
@@ -392,10 +395,11 @@ def check_embedding(module: nn.Embedding, name: str) -> None:
 
 
 def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False) -> TensorPlan:
-    """Returns the plan for ``tp`` tensor ranks from names, shapes and attributes; communicates nothing.
+    """Returns the plan that shards ``model`` over ``tp`` tensor ranks by the configured styles. It reads names, shapes
+    and attributes, and communicates nothing.
 
     ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;
-    ``plan.styles`` defines the language. ``sequence``: sequence parallelism.
+    ``plan.styles`` defines the language of styles. ``sequence``: True for sequence parallelism.
 
     Raises:
         ConfigError: the file contains no mapping of name patterns to styles.
@@ -408,9 +412,11 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
 
 
 def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
-    """Returns the style of each module or parameter that a pattern matches, keyed by first name.
+    """Returns a dict with the style of each module or parameter of ``model`` that a pattern matches, by its first name
+    in the model.
 
-    A pattern is matched against modules first, and against parameters only if it matches no module.
+    ``patterns``: style by name pattern. A pattern is matched against modules first, and against parameters only if it
+    matches no module.
 
     Raises:
         PlanError: a pattern matches nothing, a module gets two styles, or a style is invalid.

@@ -47,7 +47,7 @@ Rows = tuple[tuple[tuple[int, int], ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Style of one module or parameter, parsed from ``text``."""
+    """Style of one module or parameter: how it is sharded. It is parsed from ``text``, such as "column head:64"."""
 
     text: str
     kind: str = "attributes"
@@ -70,12 +70,13 @@ class Style:
 
     @property
     def changes_attributes(self) -> bool:
-        """True if the style changes integer attributes that a module computes with."""
+        """True if the style also sets integer attributes that the module computes with, such as its number of heads."""
         return bool(self.divided or self.values or self.ratios or self.counts)
 
 
 def parse_style(text: str) -> Style:
-    """Parses ``text``, one style of a tensor plan such as "column head:64".
+    """Parses ``text``, one style of a tensor plan such as "column head:64", which says how a module or parameter is
+    sharded.
 
     Raises:
         PlanError: ``text`` is no valid style.
@@ -99,7 +100,9 @@ def parse_style(text: str) -> Style:
 
 
 def write_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """Returns the ``rows:`` word of a style for ``rows``, the runs [start, stop) of rows on each rank."""
+    """Returns the word of a style that sets the rows of each rank, such as "rows:0-4/4-8". ``rows``: the runs [start,
+    stop) of each rank.
+    """
     return "rows:" + "/".join("+".join(f"{start}-{stop}" for start, stop in runs) for runs in rows)
 
 
@@ -179,7 +182,8 @@ EXAMPLE = '{"*.query": "column", "*.output": "row"}'
 
 
 def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
-    """Returns (source of the plan for reports, styles by name pattern); reads the file if ``setting`` is a path.
+    """Returns (source of the plan for reports, styles by name pattern). ``setting``: the configured mapping of
+    patterns, or the path of the JSON file to read.
 
     Raises:
         ConfigError: the file contains no mapping of name patterns to styles.

@@ -15,14 +15,16 @@ LayerKind = Literal["column", "column+gather", "row", "embedding", "head", "expe
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """Sharding of one parameter over the tensor ranks; a shard concatenates the rank's ranges in order."""
+    """Sharding of one parameter over the tensor ranks: ranges of rows along ``dim``, each with the ranks that store it.
+    A rank's shard has its ranges concatenated in this order.
+    """
 
     dim: int
     ranges: tuple[Range, ...]
     """Ranges that cover the dim once; a range on several ranks has a partial gradient on each of them."""
 
     def widths(self, tp: int) -> tuple[int, ...]:
-        """Returns the number of rows along ``dim`` on each of ``tp`` ranks."""
+        """Returns the number of rows along ``dim`` that each of ``tp`` ranks stores, in rank order."""
         return tuple(held(self.ranges, index) for index in range(tp))
 
 
@@ -50,7 +52,9 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Row of the table that explains a searched plan: the decision about a group of layers, with its reason."""
+    """Row of the table that explains the result of the plan search: the strategy for all layers that match ``pattern``,
+    and the reason for it.
+    """
 
     pattern: str
     style: str
@@ -63,8 +67,8 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Sharding of a model over the tensor ranks, as data; ``layers.apply_plan.apply_plan`` applies the plan to the
-    model.
+    """Sharding of a model over the tensor ranks, as data that does not refer to the model.
+    ``layers.apply_plan.apply_plan`` applies it to a model.
     """
 
     layers: Mapping[str, LayerCut]
@@ -99,7 +103,7 @@ class TensorPlan:
     """One sentence for each limit of the search that applied."""
 
     def without(self, modules: Collection[str]) -> "TensorPlan":
-        """Returns a plan in which ``modules`` and all of their submodules are replicated."""
+        """Returns a copy of this plan in which ``modules`` and all of their submodules are replicated."""
 
         def outside(name: str) -> bool:
             return not any(is_inside(name, module) for module in modules)
@@ -116,9 +120,8 @@ class TensorPlan:
         )
 
     def with_summed(self, modules: Collection[str]) -> "TensorPlan":
-        """Returns the plan in which ``modules`` run their own code on the shards of their parameters.
-
-        Their outputs are summed over "tp", as for the style "experts".
+        """Returns a copy of this plan in which each of ``modules`` runs its original code on the shards of its
+        parameters, and its outputs are summed over "tp", as for the style "experts".
         """
         plain = self.without(modules)
         return replace(
@@ -129,21 +132,23 @@ class TensorPlan:
         )
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Writes the styles as a JSON file for ``parallel.tensor_plan``, so that no search is needed."""
+        """Writes the styles of this plan to the JSON file ``path``. A later run that sets ``parallel.tensor_plan`` to
+        this file needs no search.
+        """
         with open(path, "w", encoding="utf-8") as file:
             json.dump(dict(self.patterns), file, indent=2)
             file.write("\n")
 
     @property
     def communicating(self) -> tuple[str, ...]:
-        """Names of the modules with collectives in their forward."""
+        """Names of the modules that run collectives in their forward."""
         return tuple(cut.around or name for name, cut in self.layers.items())
 
     @property
     def follows_activations(self) -> bool:
-        """True if global tensors may pass between modules, under sequence parallelism or through parameters of the
-        style "view".
+        """True if global tensors may pass from module to module: under sequence parallelism, or because parameters have
+        the style "view".
 
-        Only a trace then shows the parameters that they meet.
+        The plan alone then does not show which parameters such tensors meet; only a trace of the model does.
         """
         return self.sequence or bool(self.shown)

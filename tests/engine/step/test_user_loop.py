@@ -51,6 +51,13 @@ def crossed(forward: Forward, backward: Backward, ids: Tensor) -> None:
         backward(loss_of(logits, half) / 2)
 
 
+def two_entropies(forward: Forward, backward: Backward, ids: Tensor) -> None:
+    """The second loss of the retained graph predicts two tokens ahead, and is computed after the first backward."""
+    logits = forward(ids)
+    backward(loss_of(logits, ids), True)
+    backward(F.cross_entropy(logits[:, :-2].flatten(0, 1), ids[:, 2:].flatten()))
+
+
 def summed(forward: Forward, backward: Backward, ids: Tensor) -> None:
     halves = ids.chunk(2)
     losses = [loss_of(forward(half), half) for half in halves]
@@ -61,12 +68,17 @@ def differentiate(loss: Tensor, retain_graph: bool = False) -> None:
     loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
+def differentiate_plainly(_: engine.Engine, loss: Tensor, retain_graph: bool) -> None:
+    differentiate(loss, retain_graph)
+
+
 LOOPS: dict[str, Loop] = {
     "one": one, "two losses": two_losses, "two forwards": two_forwards, "crossed": crossed, "summed": summed,
+    "two entropies": two_entropies,
 }  # fmt: skip
 WAYS: dict[str, Way] = {
     "eng.backward": lambda eng, loss, retain: eng.backward(loss, retain_graph=retain),
-    "loss.backward": lambda eng, loss, retain: differentiate(loss, retain),
+    "loss.backward": differentiate_plainly,
     "eng.scale": lambda eng, loss, retain: differentiate(eng.scale(loss), retain),
 }
 
@@ -114,14 +126,15 @@ def in_one_process(loop: Loop, dp: int, make: Callable[[], nn.Module] = models.d
     return Trained(norms, {name: value.detach() for name, value in model.named_parameters()}, [])
 
 
-def on_ranks(config: dict[str, Any], loop: Loop, way: Way) -> Trained:
-    """The same loop on an engine; weights on rank 0."""
+def on_ranks(config: dict[str, Any], loop: Loop, way: Way, module: bool = False) -> Trained:
+    """The same loop on an engine, or on its ``module``; weights on rank 0."""
     reports = []
     with engine.initialize(models.decoder(), config, loss_of, example_batch=data(1)[0]) as eng:
         mine = eng.grid.coord().dp
         for batch in data(eng.grid.dp):
             ids = batch.chunk(eng.grid.dp)[mine]
-            loop(eng, lambda loss, retain=False: way(eng, loss, retain), ids)
+            forward: Any = eng.module if module else eng
+            loop(forward, lambda loss, retain=False: way(eng, loss, retain), ids)
             report = eng.step()
             assert report is not None
             reports.append(report)
@@ -178,6 +191,15 @@ def test_every_loop_trains_as_torch_in_one_process(
 def test_loops_whose_products_add_to_buckets_train_so_too(stage: Any, run_ranks: RunRanks) -> None:
     found = run_ranks(all_loops, 2, settings({"data": 2}, stage, kernels="reference"), seconds=300.0)[0]
     assert {name: text for name, text in found.items() if text} == {}
+
+
+@pytest.mark.parametrize("module", [False, wide(True)], ids=["engine", "module"])
+@pytest.mark.parametrize("name", ["two losses", wide("crossed"), "two entropies"])
+def test_logits_in_chunks_are_readable_after_a_backward(name: str, module: bool, run_ranks: RunRanks) -> None:
+    """At ZeRO 3 a backward frees the weight from which lazy logits and losses of them are computed."""
+    config = settings({"data": 2}, 3, kernels="reference")
+    found = run_ranks(on_ranks, 2, config, LOOPS[name], differentiate_plainly, module)[0]
+    assert differs(found, in_one_process(LOOPS[name], 2)) == ""
 
 
 class Pair(NamedTuple):

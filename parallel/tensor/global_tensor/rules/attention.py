@@ -34,7 +34,8 @@ def attention_arguments(args: Any, options: Mapping[str, Any]) -> tuple[Any, Any
 
 
 def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs ``F.scaled_dot_product_attention`` on this rank's shards of batch dims or heads.
+    """Runs ``F.scaled_dot_product_attention`` on this rank's batch entries or heads of query, key and value; forward
+    communicates nothing.
 
     Raises:
         NoRuleError: positions or the head size are sharded.
@@ -79,10 +80,10 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
 
 
 def matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
-    """Returns this rank's shards of (query, key, value) if every rank stores exactly the key heads that its query heads
-    use.
+    """Returns this rank's shards of query, key and value for grouped-query attention, if every rank stores exactly the
+    key heads that its query heads use. Otherwise returns None.
 
-    None: the shards do not match so. ``times``: number of query heads per key head.
+    ``tensors``: (query, key, value); ``times``: number of query heads per key head.
     """
     if any(type(tensor) is not GlobalTensor for tensor in tensors):
         return None
@@ -98,14 +99,18 @@ _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
 def multi_head(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``F.multi_head_attention_forward`` on shards, by :func:`multi_head_in_steps`."""
+    """Runs ``F.multi_head_attention_forward`` on global tensors by :func:`multi_head_in_steps`: each of its steps runs
+    on shards by its own rule.
+    """
     return multi_head_in_steps(*args, **kwargs)
 
 
 def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
-    """Runs ``F.multi_head_attention_forward`` as separate torch functions, which modes and global tensors can follow.
+    """Computes ``F.multi_head_attention_forward`` by a sequence of simpler torch functions, so that torch function
+    modes and global tensors can follow each step.
 
-    Inputs [length, batch, width], or without batch; one weight for q, k and v, or three weights.
+    Takes torch's arguments: inputs [length, batch, width] or [length, width]; one weight for q, k and v together, or
+    three weights. Returns (output, attention weights or None).
 
     Raises:
         NoRuleError: ``bias_k``, ``bias_v``, ``static_k``, ``static_v`` or ``add_zero_attn`` is set.
@@ -180,11 +185,12 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
 
 
 def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
-    """Applies rotary embeddings to this rank's heads of ``q`` and ``k``; a plain ``q`` or ``k`` stays plain.
+    """Applies rotary embeddings to this rank's shards of ``q`` and ``k`` and returns both. A plain ``q`` or ``k`` gives
+    a plain result.
 
-    ``angles_and_form``: cos, sin, form and kernels of the operator. ``q`` and ``k`` may be sharded differently along
-    heads, but must be sharded equally along batch and positions, with plain angles that require no gradient. In other
-    cases the reference implementation runs, step by step, under the rules of its functions.
+    ``angles_and_form``: cos, sin, form and kernels of the operator. The fused operator runs if ``q`` and ``k`` have the
+    same sharding along batch and positions and the angles are plain tensors without gradients; heads may be sharded in
+    any way. In other cases the reference implementation runs step by step, each step by its own rule.
     """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim

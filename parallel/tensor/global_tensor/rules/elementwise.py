@@ -45,7 +45,9 @@ def dropout(
     training: bool | None = None,
     inplace: bool = False,
 ) -> Any:
-    """Runs ``F.dropout`` or ``F.alpha_dropout`` on the shard of ``input``."""
+    """Runs ``F.dropout`` or ``F.alpha_dropout`` on this rank's shard of ``input``. Ranks that store different elements
+    draw different random numbers.
+    """
     if training is None:
         training = func.__name__ == "dropout"  # the default of F.dropout; F.alpha_dropout's default is False
     return drop(context, func, input, (p, training), inplace)
@@ -59,8 +61,8 @@ def dropout_(
     training: bool | None = None,
     train: bool = False,
 ) -> Any:
-    """Runs ``torch.dropout`` or ``torch.alpha_dropout`` on the shard of ``input``; they have no ``inplace`` and no
-    defaults.
+    """Runs ``torch.dropout`` or ``torch.alpha_dropout`` on this rank's shard of ``input``. These functions have no
+    argument ``inplace``, and no default for ``p``.
     """
     return drop(context, func, input, (p, train if training is None else training), None)
 
@@ -68,12 +70,13 @@ def dropout_(
 def drop(
     context: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
 ) -> Any:
-    """Runs the dropout function ``func`` on the shard of ``input``; ``how`` is (probability, training).
-
+    """Runs the dropout function ``func`` on this rank's shard of ``input``. ``how``: (probability, training);
     ``inplace``: None if ``func`` has no such argument.
 
+    If some elements are on several ranks but not on all, ``F.dropout`` multiplies by one mask that all ranks draw.
+
     Raises:
-        NoRuleError: some elements are on several ranks but not on all, and the function does not multiply by a mask.
+        NoRuleError: ``input`` is a plain tensor; or such elements exist and ``func`` is not ``F.dropout``.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("dropout got a plain tensor.")
@@ -90,9 +93,11 @@ def drop(
 
 
 def draws_alone(sets: Sets, p: float) -> bool:
-    """Returns True if each rank draws its own dropout mask, with probability ``p``, for a tensor sharded as ``sets``.
+    """Returns True if each rank must draw its own dropout mask for a tensor sharded as ``sets``, because ranks store
+    different elements.
 
-    False: all ranks draw equal numbers, or none.
+    False: the tensor is unsharded, so all ranks draw the same mask; or the dropout probability ``p`` is 0, so none is
+    drawn.
 
     Raises:
         NoRuleError: some elements are on several ranks but not on all.
@@ -105,7 +110,12 @@ def draws_alone(sets: Sets, p: float) -> bool:
 
 
 def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs the elementwise function ``func`` on the shards of its broadcast operands; forward communicates nothing."""
+    """Runs the elementwise function ``func`` on the shards of its operands, which are broadcast; forward communicates
+    nothing.
+
+    Raises:
+        NoRuleError: ``out`` is given, or the operands' shards leave some element of the result on no rank.
+    """
     if not kwargs:
         first: Any = args[0]
         other: Any = args[1] if len(args) == 2 else None
@@ -128,10 +138,11 @@ def _broadcast(context: "GlobalTensorContext", func: Function, args: Any, kwargs
 
 
 def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs the in-place function ``func`` on the shard of ``target``.
+    """Runs the in-place function ``func``, such as ``add_``, on this rank's shard of ``target``. Returns ``target``.
 
     Raises:
-        EngineError: the shard is a copy of the memory that plain code would write into.
+        EngineError: the shard is a copy of memory that an unsharded model would write into.
+        NoRuleError: ``target`` is a plain tensor, or another operand is larger than ``target``.
     """
     if type(target) is not GlobalTensor:
         raise NoRuleError("a shard cannot be written into a plain tensor.")
@@ -149,7 +160,8 @@ def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args:
 
 
 def check_memory(target: GlobalTensor, name: str) -> None:
-    """Refuses a write into ``target`` that would not reach the tensor from which ``target`` was sliced.
+    """Checks that a write into the shard of ``target`` also changes the tensor from which ``target`` was sliced.
+    ``name``: function that writes, for the error text.
 
     Raises:
         EngineError: the shard of ``target`` is a copy.
@@ -162,7 +174,9 @@ def check_memory(target: GlobalTensor, name: str) -> None:
 
 
 def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Converts ``given`` to a dtype or device, or to the dtype of another tensor; only the shard is converted."""
+    """Converts this rank's shard of ``given`` to a dtype or device, or to the dtype and device of another tensor, by
+    ``Tensor.to`` or a similar function ``func``.
+    """
     args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
     kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
     if type(given) is GlobalTensor:
@@ -171,10 +185,10 @@ def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args:
 
 
 def where(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``torch.where`` with three arguments on shards.
+    """Runs ``torch.where`` with condition and two values on shards.
 
     Raises:
-        NoRuleError: one argument only, so that the shape of the result depends on data.
+        NoRuleError: only the condition is given: the shape of the result would depend on the data of all shards.
     """
     if len(args) + len(kwargs) == 1:
         raise NoRuleError("where with one argument returns positions, which depend on the content of all shards.")

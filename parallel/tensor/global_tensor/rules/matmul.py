@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 class EinsumSpec(NamedTuple):
-    """Letters of the operands' dims: equal letters are matched, and a letter missing in ``out`` is summed over."""
+    """Letters of the dims of a product's operands and of its result ``out``, as in ``einsum``: dims with one letter are
+    matched, and a letter missing in ``out`` is summed over.
+    """
 
     operands: tuple[str, ...]
     out: str
@@ -54,12 +56,14 @@ def multiply_parts(
     run: Callable[..., Tensor],
     bias: Tensor | None = None,
 ) -> GlobalTensor | Tensor:
-    """Runs ``run`` on the shards of ``tensors`` and sums the result over the ranks if the product needs it.
+    """Runs the product ``run`` on this rank's shards of ``tensors``. If the ranks' results are partial sums, they are
+    summed over the ranks, and ``bias`` is added after the sum.
 
-    ``product``: letters of the operands' dims. ``bias`` has the result's last dim.
+    ``product``: letters of the operands' dims; ``bias``: tensor that is broadcast to the result, or None. If the shards
+    do not suit the product, an operand is gathered first.
 
     Raises:
-        NoRuleError: the operands cannot be sharded for this product.
+        NoRuleError: the sizes of the operands do not agree; torch raises its own error.
     """
     layouts = tuple(map(layout_of, tensors))
     try:
@@ -82,7 +86,7 @@ def multiply_parts(
 
 
 def plus_bias(out: GlobalTensor | Tensor, bias: Tensor | None) -> GlobalTensor | Tensor:
-    """Adds the bias to ``out``, in place where possible: no other code may read ``out``."""
+    """Returns ``out`` plus ``bias``. If possible it adds in place, so no other code may read ``out``."""
     if bias is None:
         return out
     if type(bias) is GlobalTensor and type(out) is not GlobalTensor:
@@ -165,7 +169,9 @@ def _sum_once(cut: dict[str, Index | None], out: str) -> None:
 
 
 def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
-    """Runs ``functional.linear`` on shards: ``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
+    """Runs ``functional.linear`` on this rank's shards of ``input`` [.., I] and ``weight`` [O, I] or [I]. If I is
+    sharded, the products are summed over the ranks before ``bias`` [O] is added.
+    """
     rows = "abcdefgh"[: input.ndim - 1]
     columns = "O" if weight.ndim == 2 else ""
     product = EinsumSpec((rows + "I", columns + "I"), rows + columns)
@@ -175,9 +181,10 @@ def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weig
 def fused_linear(
     context: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
 ) -> Any:
-    """Runs ``kernels.ops.linear.linear`` on shards, with activation and residual after the sum over the ranks.
+    """Runs the fused linear operator ``kernels.ops.linear.linear`` on this rank's shards of ``x`` and ``weight``. The
+    activation and the addition of ``residual`` follow after the sum over the ranks.
 
-    ``rest``: bias, form and kernels of the operator.
+    ``rest``: bias, form (activation, memory order of the weight) and kernels of the operator.
     """
     bias, form, kernels = rest
     rows, plain = "abcdefgh"[: x.ndim - 1], form._replace(activation="none")
@@ -192,13 +199,15 @@ def fused_linear(
 
 
 def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any = None, **named: Any) -> Any:
-    """Runs ``matmul``, ``mm``, ``bmm``, ``mv`` or ``dot`` on shards, with or without leading dims."""
+    """Runs ``matmul``, ``mm``, ``bmm``, ``mv`` or ``dot`` on this rank's shards of ``input`` and ``other``. If the dim
+    that the product sums over is sharded, the products are summed over the ranks.
+    """
     other = other if other is not None else next(iter(named.values()))
     return multiply_parts(context, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
 
 
 def rmatmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
-    """Runs ``Tensor.__rmatmul__`` on shards: ``other @ input``."""
+    """Runs ``Tensor.__rmatmul__``, which returns ``other @ input``, on shards, by the rule of ``matmul``."""
     return matmul(context, func, other, input)
 
 
@@ -220,7 +229,10 @@ def addmm(
     beta: Any = 1,
     **named: Any,
 ) -> Any:
-    """Computes ``beta * input + alpha * first @ second`` on shards, for ``addmm``, ``baddbmm`` and ``addmv``."""
+    """Computes ``beta * input + alpha * first @ second`` on this rank's shards, for ``addmm``, ``baddbmm`` and
+    ``addmv``. If the dim that the product sums over is sharded, the products are summed over the ranks before ``input``
+    is added.
+    """
     alpha = named.pop("alpha", 1)
     if "out" in named:
         raise NoRuleError("no rule writes into out=.")
@@ -239,7 +251,12 @@ def _add_product(first: Tensor, second: Tensor, bias: Tensor | None = None) -> T
 
 
 def einsum(context: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
-    """Runs ``einsum`` on shards with the letters of ``equation``; an ellipsis stands for leading dims."""
+    """Runs ``einsum`` on this rank's shards of ``operands``. If a dim that ``equation`` sums over is sharded, the
+    results are summed over the ranks. An ellipsis stands for leading dims.
+
+    Raises:
+        NoRuleError: ``equation`` is not a string, or it repeats a letter in one operand.
+    """
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise NoRuleError("einsum needs a string equation; lists of numbers have no rule.")
@@ -264,9 +281,13 @@ def _letters(equation: str, dims: list[int]) -> EinsumSpec:
 def grouped_mm(
     context: "GlobalTensorContext", func: Function, mat_a: Any, mat_b: Any, *, offs: Any = None, **options: Any
 ) -> Any:
-    """Multiplies groups of rows with one matrix per expert, on shards along I or O.
+    """Multiplies groups of rows of ``mat_a`` [S, I], each with the matrix of its expert in ``mat_b`` [E, I, O], for I
+    or O sharded.
 
-    ``mat_a`` [S, I], ``mat_b`` [E, I, O], ``offs`` [E]: the ends of the groups of rows.
+    ``offs`` [E]: the end of each expert's group of rows. The result [S, O] is summed over the ranks if I is sharded.
+
+    Raises:
+        NoRuleError: S or E is sharded, ``offs`` is a global tensor, or a bias is given.
     """
     if mat_a.ndim != 2 or mat_b.ndim != 3 or options.get("bias") is not None or type(offs) is GlobalTensor:
         raise NoRuleError("grouped_mm has a rule for [S, I] times [E, I, O] with plain offs and without bias only.")
@@ -279,8 +300,11 @@ def grouped_mm(
 def embedding(
     context: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any
 ) -> Any:
-    """Runs ``functional.embedding`` on a table [V, H] that may be sharded along H; the indices ``input`` may be sharded
-    too.
+    """Runs ``functional.embedding`` for the ids ``input``, which may be sharded, and the table ``weight`` [V, H], which
+    may be sharded along H.
+
+    Raises:
+        NoRuleError: V is sharded, or ``max_norm`` is set.
     """
     table = layout_of(weight)
     if table.sets[0] is not None or args[1:2] not in ((), (None,)) or options.get("max_norm") is not None:
@@ -297,8 +321,10 @@ def embedding(
 def added_rows(
     context: "GlobalTensorContext", func: Function, weight: Tensor, ids: Tensor, padding: int | None, kernels: Kernels
 ) -> Any:
-    """Runs ``kernels.ops.embedding.look_up_rows`` on a table ``weight`` that may be sharded along its width.
+    """Runs the fused lookup ``kernels.ops.embedding.look_up_rows`` for a table ``weight`` [V, H] that may be sharded
+    along H.
 
-    The weight gradient is added to the main gradient.
+    Its backward adds the weight gradient to the weight's main gradient, the buffer that sums gradients over
+    microbatches.
     """
     return embedding(context, lambda rows, table: look_up_rows(table, rows, padding, kernels), ids, weight)

@@ -12,14 +12,16 @@ if TYPE_CHECKING:
 
 
 def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``func`` on the shard, for properties that are equal for shard and full tensor, such as dtype and device."""
+    """Runs ``func`` with the shards of its global tensors. It serves properties that are the same for shard and full
+    tensor, such as dtype and device.
+    """
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
 
 def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``zeros_like`` or a similar function of a global tensor; returns a plain tensor of the full shape on every
-    rank.
+    """Runs ``zeros_like``, ``new_zeros`` or a similar function for a global tensor ``input``: it reads only the full
+    shape, dtype and device of ``input``. Returns a plain tensor on every rank.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("the result copies the shape of a plain tensor.")
@@ -32,7 +34,9 @@ def size_of(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
 
 
 def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
-    """Returns the strides of a contiguous tensor of the full shape; nothing is gathered."""
+    """Returns the strides that a contiguous tensor of the full shape would have, or the stride of ``dim``. The shard's
+    strides differ.
+    """
     steps = [1]
     for size in reversed(input.full[1:]):
         steps.insert(0, steps[0] * max(size, 1))
@@ -41,20 +45,24 @@ def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int
 
 
 def gradient(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """Returns the gradient of the shard as a global tensor, for ``x.grad``."""
+    """Returns the gradient of the shard, wrapped as a global tensor with the sharding of ``input``, for ``x.grad``;
+    None without a gradient.
+    """
     return None if input.local.grad is None else GlobalTensor(input.local.grad, input.full, input.sets, context)
 
 
 def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Runs ``detach`` and ``data``: returns a global tensor outside the graph that shares memory with the shard."""
+    """Runs ``detach`` or ``data`` of a global tensor: returns a global tensor outside the autograd graph that shares
+    memory with this rank's shard.
+    """
     made = like(input, func(input.local, *args))
     made.copied = input.copied
     return made
 
 
 def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Runs ``retain_grad`` or ``requires_grad_`` on the shard and sets ``requires_grad`` of the global tensor
-    accordingly.
+    """Runs ``retain_grad`` or ``requires_grad_`` on this rank's shard, and copies the shard's ``requires_grad`` to the
+    global tensor ``input``.
     """
     func(input.local, *args)
     follow_grad(input)
@@ -62,10 +70,11 @@ def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args:
 
 
 def register_hook(context: "GlobalTensorContext", func: Function, input: Any, hook: Any) -> Any:
-    """Registers ``hook`` on the shard; it gets the gradient as a global tensor and may return another one.
+    """Registers the gradient hook ``hook`` on this rank's shard of ``input``. The hook gets the gradient as a global
+    tensor, and may return another gradient or None.
 
     Raises:
-        NoRuleError: some elements are on several ranks, so that the incoming gradient is partial.
+        NoRuleError: some elements are on several ranks, so that each rank's gradient is only a part of it.
     """
     if not held_once(input.sets):
         raise NoRuleError("a hook cannot get the gradient of a shard with elements on several ranks, which is partial.")

@@ -28,21 +28,33 @@ _TopK = type(torch.zeros(1).topk(1))
 
 
 def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
-    """Returns the dims named by ``dim``, counted from the front; None and () name all dims."""
+    """Returns the dims of ``x`` that ``dim`` names, one or several, counted from the front; None and empty sequences
+    name all dims.
+    """
     if dim is None or dim == () or dim == []:
         return tuple(range(x.ndim))
     return tuple(positive_dim(one, x.ndim) for one in (dim if isinstance(dim, tuple | list) else (dim,)))
 
 
 def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
-    """Runs a function that preserves the shape, such as softmax or cumsum, on shards along an unsharded dim."""
+    """Runs a function that works along ``dim`` and preserves the shape, such as softmax or cumsum, on this rank's shard
+    of ``input``.
+
+    Raises:
+        NoRuleError: ``dim`` is sharded; the caller then gathers ``input``.
+    """
     if type(input) is not GlobalTensor or any(input.sets[one] is not None for one in dims_of(input, dim)):
         raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, dim, *args, **kwargs))
 
 
 def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``flip`` on shards along unsharded dims, given one by one, as one sequence, or by name."""
+    """Runs ``flip`` on this rank's shard of ``input``. The dims to flip are given one by one or as one sequence in
+    ``sizes``, or by name in ``dims``.
+
+    Raises:
+        NoRuleError: a dim to flip is sharded; the caller then gathers ``input``.
+    """
     given = given_sizes(sizes, dims=dims)
     if any(input.sets[one] is not None for one in dims_of(input, given)):
         raise NoRuleError("the function works along a dim that is sharded.")
@@ -50,7 +62,12 @@ def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any
 
 
 def extremes(context: "GlobalTensorContext", func: Function, input: Any, **kwargs: Any) -> Any:
-    """Runs ``aminmax`` on shards over unsharded dims; ``dim`` is passed by name only."""
+    """Runs ``aminmax`` on this rank's shard of ``input`` and returns (minima, maxima) as global tensors. ``dim`` and
+    ``keepdim`` are keyword arguments, as in torch.
+
+    Raises:
+        NoRuleError: a reduced dim is sharded; the caller then gathers ``input``.
+    """
     if any(input.sets[one] is not None for one in dims_of(input, kwargs.get("dim"))):
         raise NoRuleError("the reduction runs over a dim that is sharded.")
     kept = _kept(input, dims_of(input, kwargs.get("dim")), kwargs.get("keepdim", False))
@@ -58,14 +75,22 @@ def extremes(context: "GlobalTensorContext", func: Function, input: Any, **kwarg
 
 
 def roll(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
-    """Runs ``roll`` on shards along unsharded dims."""
+    """Runs ``roll`` on this rank's shard of ``input``.
+
+    Raises:
+        NoRuleError: ``dims`` is None or contains a sharded dim; the caller then gathers ``input``.
+    """
     if dims is None or any(input.sets[one] is not None for one in dims_of(input, dims)):
         raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, shifts, dims))
 
 
 def corner(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``tril`` or ``triu`` on shards; the last two dims must be unsharded."""
+    """Runs ``tril`` or ``triu`` on this rank's shard of ``input``.
+
+    Raises:
+        NoRuleError: one of the last two dims is sharded; the caller then gathers ``input``.
+    """
     if any(index is not None for index in input.sets[-2:]):
         raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, *args, **kwargs))
@@ -74,7 +99,12 @@ def corner(context: "GlobalTensorContext", func: Function, input: Any, *args: An
 def pad(
     context: "GlobalTensorContext", func: Function, input: Any, pad: Sequence[int], *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs ``F.pad`` on shards along unsharded dims; ``pad`` lists pairs of widths from the last dim backwards."""
+    """Runs ``F.pad`` on this rank's shard of ``input``. ``pad``: pairs of widths (before, after), the first pair for
+    the last dim, as in torch.
+
+    Raises:
+        NoRuleError: a padded dim is sharded; the caller then gathers ``input``.
+    """
     grown = list(input.full)
     for place in range(len(pad) // 2):
         dim = input.ndim - 1 - place
@@ -88,8 +118,11 @@ def pad(
 def reduced(
     context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    """Runs a reduction on shards over unsharded dims: max, argmax, logsumexp, any and others. Some return two
-    tensors.
+    """Runs a reduction such as max, argmax, logsumexp or any on this rank's shard of ``input``. Returns global tensors
+    in the structure of torch's result: one tensor, or (values, indices).
+
+    Raises:
+        NoRuleError: a reduced dim is sharded, or ``dim`` is a tensor (the elementwise maximum of two tensors).
     """
     if type(input) is not GlobalTensor or isinstance(dim, Tensor):
         raise NoRuleError("the rule reduces one global tensor, not the elementwise extreme of two tensors.")
@@ -110,7 +143,11 @@ def vector_norm_rule(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """Runs ``torch.norm`` or ``torch.linalg.vector_norm`` on shards over unsharded dims."""
+    """Runs ``torch.norm`` or ``torch.linalg.vector_norm`` on this rank's shard of ``input``.
+
+    Raises:
+        NoRuleError: a reduced dim is sharded; the caller then gathers ``input``.
+    """
     keepdim = named.pop("keepdim", bool(args and args[0]))
     dims = dims_of(input, dim)
     if any(input.sets[one] is not None for one in dims) or len(args) > 1:
@@ -119,14 +156,22 @@ def vector_norm_rule(
 
 
 def vector_norm(context: "GlobalTensorContext", func: Function, x: Any, ord: Any = 2, *args: Any, **named: Any) -> Any:
-    """Runs ``torch.linalg.vector_norm`` on shards over unsharded dims; ``ord`` is the order of the norm."""
+    """Runs ``torch.linalg.vector_norm`` of order ``ord`` on this rank's shard of ``x``.
+
+    Raises:
+        NoRuleError: a reduced dim is sharded; the caller then gathers ``x``.
+    """
     return vector_norm_rule(context, func, x, ord, *args, **named)
 
 
 def topk(
     context: "GlobalTensorContext", func: Function, input: Any, k: int, dim: int = -1, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs ``topk`` on shards along an unsharded dim."""
+    """Runs ``topk`` along ``dim`` on this rank's shard of ``input``. Returns (values, indices) as global tensors.
+
+    Raises:
+        NoRuleError: ``dim`` is sharded; the caller then gathers ``input``.
+    """
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("the function works along a dim that is sharded.")
@@ -145,7 +190,11 @@ def _kept(x: GlobalTensor, dims: Sequence[int], keepdim: bool) -> tuple[tuple[in
 def total(
     context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    """Runs ``sum`` or ``mean`` on shards; over a sharded dim with one all-reduce."""
+    """Runs ``sum`` or ``mean`` on this rank's shard of ``input``.
+
+    If a reduced dim is sharded, one all-reduce completes the result, and it is returned as a plain tensor; otherwise as
+    a global tensor.
+    """
     dims = dims_of(input, dim)
     if not any(input.sets[one] is not None for one in dims):
         if dim is None and not keepdim:
@@ -156,12 +205,13 @@ def total(
 
 
 def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the sum of ``x`` over ``dims`` as a plain tensor, all-reduced over the ranks of its axis.
+    """Returns the sum of ``x`` over ``dims`` as a plain tensor: each rank sums its shard, then one all-reduce sums over
+    the ranks of the axis.
 
-    ``dims`` include the only sharded dim of ``x``.
+    ``x`` must have only one sharded dim, and ``dims`` must contain it.
 
     Raises:
-        NoRuleError: other dims are sharded.
+        NoRuleError: another dim of ``x`` is sharded, or ``dims`` lack the sharded one.
     """
     context = x.views
     (cut, *others) = [one for one in range(x.ndim) if x.sets[one] is not None]
@@ -182,8 +232,10 @@ def variance(
     keepdim: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Runs ``var`` or ``std`` on shards; over a sharded dim with two sums, because a difference of squares would lose
-    digits.
+    """Runs ``var`` or ``std`` on this rank's shard of ``input``.
+
+    If a reduced dim is sharded, two all-reduces compute first the mean, then the squared deviations from it. One pass
+    over x and x^2 would lose digits.
     """
     correction = kwargs.get("correction")
     if correction is None:
@@ -202,8 +254,8 @@ def variance(
 
 
 def mean_and_variance(x: GlobalTensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns the mean and the mean squared deviation of ``x`` over ``dims``, plain tensors with ``dims`` of size
-    one.
+    """Returns the mean of ``x`` over ``dims`` and the mean squared deviation from it. Both are plain tensors,
+    all-reduced over the ranks, in which ``dims`` have size one.
     """
     count = math.prod(x.full[one] for one in dims)
     mean = summed(x, dims, True) / count

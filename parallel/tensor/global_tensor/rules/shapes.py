@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool = False) -> GlobalTensor:
-    """Returns ``local``, a view or copy of the shard of ``x``, as a global tensor of full shape ``full``, sharded as
-    ``sets``.
+    """Wraps ``local``, a view or copy of this rank's shard of ``x``, as a global tensor with full shape ``full``,
+    sharded as ``sets``.
 
     ``copied``: True if ``local`` does not share memory with the shard of ``x``.
     """
@@ -38,8 +38,8 @@ def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool 
 
 
 def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
-    """Returns the sizes of a call such as ``view`` as a tuple; the call passes them one by one, as one sequence, or by
-    name.
+    """Returns the sizes or dims given to a function such as ``view`` as a tuple of ints. Callers pass them one by one
+    or as one sequence in ``sizes``, or by name in ``named``.
     """
     found: Any = next((value for value in named.values() if value is not None), sizes)
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
@@ -48,28 +48,37 @@ def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
 
 
 def is_view_of(piece: Tensor, local: Tensor) -> bool:
-    """Returns True if ``piece``, which was made of ``local``, is a view of it."""
+    """Returns True if ``piece``, which an operation has returned for ``local``, shares its memory (as a view, or as
+    ``local`` itself).
+    """
     return piece is local or piece._is_view()
 
 
 def reshape(
     context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, shape: Any = None, size: Any = None
 ) -> Any:
-    """Runs ``view`` or ``reshape`` of a global tensor to a full shape; ``view`` of a dtype has no rule."""
+    """Runs ``view`` or ``reshape`` of a global tensor to a new full shape; -1 stands for the remaining size, as in
+    torch.
+
+    Raises:
+        NoRuleError: ``view`` gets a dtype, or a rank's elements do not form a shard of the new shape.
+    """
     if sizes and isinstance(sizes[0], torch.dtype):
         raise NoRuleError("view as another dtype has no rule.")
     return to_shape(input, infer_size(input.numel(), given_sizes(sizes, shape=shape, size=size)))
 
 
 def reshape_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """Runs ``view_as`` or ``reshape_as`` of a global tensor; only the shape of ``other`` is used."""
+    """Runs ``view_as`` or ``reshape_as``: reshapes a global tensor to the full shape of ``other``."""
     if type(input) is not GlobalTensor:
         return input.reshape(other.shape)
     return to_shape(input, tuple(other.shape))
 
 
 def to_shape(x: GlobalTensor, shape: Shape) -> GlobalTensor:
-    """Returns ``x`` reshaped to ``shape``: a view if the shard's strides allow it, otherwise a copy."""
+    """Returns ``x`` reshaped to the full shape ``shape``. The result is a view if the strides of this rank's shard
+    allow it, otherwise a copy.
+    """
     context = x.views
     if shape == x.full:
         return moved(x, x.local.view_as(x.local), x.full, x.sets)
@@ -148,7 +157,9 @@ def flatten(context: "GlobalTensorContext", func: Function, input: Any, start_di
 
 
 def unflatten(context: "GlobalTensorContext", func: Function, input: Any, dim: int, sizes: Any) -> Any:
-    """Runs ``unflatten`` of a global tensor: splits ``dim`` into dims of the full sizes ``sizes``."""
+    """Runs ``unflatten`` of a global tensor: splits ``dim`` into dims of the full sizes ``sizes``, one of which may be
+    -1.
+    """
     dim, full = positive_dim(dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:dim], *infer_size(full[dim], given_sizes((tuple(sizes),))), *full[dim + 1 :]))
 
@@ -161,7 +172,9 @@ def unsqueeze(context: "GlobalTensorContext", func: Function, input: Any, dim: i
 
 
 def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None) -> Any:
-    """Runs ``squeeze`` of a global tensor: removes dims of full size one."""
+    """Runs ``squeeze`` of a global tensor: removes the dims in ``dim`` (all dims for None) that have full size one. A
+    shard of size one does not count.
+    """
     dims = (
         range(input.ndim)
         if dim is None
@@ -174,12 +187,14 @@ def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 
 
 def expand(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, size: Any = None) -> Any:
-    """Runs ``expand`` of a global tensor: repeats dims of size one, and new leading dims, without memory."""
+    """Runs ``expand`` of a global tensor: dims of size one, and new dims in front, get the given full sizes without a
+    copy.
+    """
     return to_expanded(input, given_sizes(sizes, size=size))
 
 
 def expand_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """Runs ``expand_as`` of a global tensor; only the shape of ``other`` is used."""
+    """Runs ``expand_as``: expands a global tensor to the full shape of ``other``."""
     return to_expanded(input, tuple(other.shape)) if type(input) is GlobalTensor else input.expand(other.shape)
 
 
@@ -195,7 +210,7 @@ def to_expanded(x: GlobalTensor, sizes: Shape) -> GlobalTensor:
 
 
 def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, repeats: Any = None) -> Any:
-    """Runs ``repeat`` of a global tensor: tiles each dim the given number of times."""
+    """Runs ``repeat`` of a global tensor: repeats the elements along each dim the given number of times, as a b a b."""
     times = given_sizes(sizes, repeats=repeats)
     new = len(times) - input.ndim
     full = (1,) * new + tuple(input.full)
@@ -207,7 +222,9 @@ def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
 
 
 def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``tile`` of a global tensor: ``repeat`` with numbers for the last dims only."""
+    """Runs ``tile`` of a global tensor: as ``repeat``, but the given numbers are for the last dims; dims before them
+    are not repeated.
+    """
     times = given_sizes(sizes, dims=dims)
     return repeat(context, func, input, repeats=(*(1,) * (input.ndim - len(times)), *times))
 
@@ -215,7 +232,11 @@ def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any
 def repeat_interleave(
     context: "GlobalTensorContext", func: Function, input: Any, repeats: Any, dim: int | None = None, **named: Any
 ) -> Any:
-    """Runs ``repeat_interleave`` of a global tensor along ``dim``, with one number ``repeats`` for all indices."""
+    """Runs ``repeat_interleave`` of a global tensor: repeats each index of ``dim`` ``repeats`` times in a row.
+
+    Raises:
+        NoRuleError: ``dim`` is None or ``repeats`` is a tensor.
+    """
     if dim is None or not isinstance(repeats, int):
         raise NoRuleError("repeat_interleave has a rule for a dim and one number of times only.")
     dim = positive_dim(dim, input.ndim)

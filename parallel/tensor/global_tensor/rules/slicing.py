@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 
 def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``torch.cat`` on the shards of ``tensors``: joins them along ``dim``."""
+    """Runs ``torch.cat``: joins ``tensors``, global or plain, along ``dim``. Each rank joins its shards, so along a
+    sharded ``dim`` its indices are then spread over the result.
+    """
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
     dim = positive_dim(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]
@@ -45,7 +47,9 @@ def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int =
 
 
 def stack(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``torch.stack`` on the shards of ``tensors`` along a new dim ``dim``."""
+    """Runs ``torch.stack``: joins ``tensors``, global or plain, along a new, unsharded dim at position ``dim``. Each
+    rank joins its shards.
+    """
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return cat(context, func, [tensor.unsqueeze(dim) for tensor in tensors], dim)
 
@@ -58,9 +62,9 @@ def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
 
 
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
-    """Returns the slice ``taken`` of ``x`` along ``dim``.
+    """Returns the slice ``taken`` of the global tensor ``x`` along ``dim``; each rank slices its shard.
 
-    If only one element of a sharded dim remains, it is broadcast to all ranks and becomes a plain tensor.
+    If at most one index of a sharded dim remains, it is sent to all ranks, and the result is a plain tensor.
     """
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])
@@ -90,7 +94,9 @@ def _sent(x: GlobalTensor, dim: int, chosen: range) -> Tensor:
 
 
 def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
-    """Runs ``narrow`` of a global tensor: ``length`` elements of ``dim`` from ``start``."""
+    """Runs ``narrow`` of a global tensor: returns ``length`` indices of ``dim``, from index ``start`` of the full dim;
+    each rank slices its shard.
+    """
     dim = positive_dim(dim, input.ndim)
     first = int(start) + (input.full[dim] if start < 0 else 0)
     if not 0 <= first <= first + int(length) <= input.full[dim]:
@@ -99,8 +105,8 @@ def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int,
 
 
 def select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """Runs ``select`` of a global tensor: element ``index`` of ``dim``, broadcast as a plain tensor if ``dim`` is
-    sharded.
+    """Runs ``select`` of a global tensor: returns index ``index`` of ``dim``. If ``dim`` is sharded, the selected
+    elements are sent to all ranks and returned as a plain tensor.
     """
     dim = positive_dim(dim, input.ndim)
     place = positive_dim(int(index), input.full[dim])
@@ -115,7 +121,11 @@ def _without(x: GlobalTensor, dim: int, local: Tensor) -> GlobalTensor:
 
 
 def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
-    """Runs ``unbind`` of a global tensor: returns all elements of an unsharded dim."""
+    """Runs ``unbind`` of a global tensor: returns a tuple with a global tensor for each index of ``dim``.
+
+    Raises:
+        NoRuleError: ``dim`` is sharded; the caller then gathers ``input``.
+    """
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         raise NoRuleError("unbind needs a full dim, but the dim is sharded.")
@@ -123,9 +133,8 @@ def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int 
 
 
 def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``split`` of a global tensor into slices of one size or of given sizes.
-
-    The second argument has several names in torch.
+    """Runs ``split`` of a global tensor into slices of one size, or of the given sizes, counted in the full dim. Takes
+    the arguments of all variants of torch's ``split``.
     """
     x, sizes, dim = _split_arguments(*args, **kwargs)
     length = x.full[dim]
@@ -149,7 +158,9 @@ def _cut_at(x: GlobalTensor, dim: int, borders: list[int]) -> tuple[GlobalTensor
 
 
 def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
-    """Runs ``chunk`` of a global tensor: at most ``chunks`` slices of one size; the last may be smaller."""
+    """Runs ``chunk`` of a global tensor: returns at most ``chunks`` slices of one size, counted in the full dim; the
+    last may be smaller.
+    """
     if chunks < 1:
         raise NoRuleError("chunk needs at least one slice; torch raises its own error.")
     size = -(-input.full[positive_dim(dim, input.ndim)] // chunks)
@@ -159,9 +170,13 @@ def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: in
 def tensor_split(
     context: "GlobalTensorContext", func: Function, input: Any, indices_or_sections: Any, dim: int = 0
 ) -> Any:
-    """Runs ``tensor_split`` of a global tensor: into a number of slices, or at the borders ``indices_or_sections``.
+    """Runs ``tensor_split`` of a global tensor: ``indices_or_sections`` is the number of slices, or the indices of the
+    full dim at which slices begin.
 
-    If a number does not divide the dim, the first slices are larger by one.
+    If a number does not divide the dim, the first slices have one index more.
+
+    Raises:
+        NoRuleError: the borders are a tensor, or are not ascending.
     """
     dim = positive_dim(dim, input.ndim)
     length = input.full[dim]
@@ -177,9 +192,11 @@ def tensor_split(
 
 
 def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Runs ``x[index]`` of a global tensor: integers, slices, None, an ellipsis, and one tensor of positions.
+    """Runs ``x[index]`` of a global tensor. ``index`` may have integers, slices, None, an ellipsis, and one tensor of
+    positions along an unsharded dim.
 
-    The tensor of positions indexes an unsharded dim.
+    Raises:
+        NoRuleError: ``index`` has other entries, or positions along a sharded dim; the caller then gathers ``input``.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("a global tensor cannot index a plain tensor on shards.")
@@ -222,7 +239,11 @@ def _index_one(context: "GlobalTensorContext", x: GlobalTensor, dim: int, item: 
 
 
 def index_select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: Any) -> Any:
-    """Runs ``index_select`` of a global tensor along an unsharded dim."""
+    """Runs ``index_select`` of a global tensor: each rank takes the positions ``index`` of ``dim`` from its shard.
+
+    Raises:
+        NoRuleError: ``dim`` is sharded, ``input`` is a plain tensor, or ``index`` does not have one dim.
+    """
     if type(input) is not GlobalTensor or (isinstance(index, Tensor) and index.ndim != 1):
         raise NoRuleError("a global tensor cannot index a plain tensor on shards.")
     return _taken(input, positive_dim(dim, input.ndim), index)

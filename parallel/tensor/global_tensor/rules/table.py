@@ -53,7 +53,8 @@ _MEMORY = frozenset((
 
 
 def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Gathers the global tensors among the arguments and runs ``func`` on plain tensors.
+    """Gathers the global tensors among the arguments over their axis, and runs ``func`` on the full plain tensors. It
+    serves every torch function without a rule.
 
     Raises:
         LocalOnlyError: ``func`` writes into a global tensor, or reads its memory.
@@ -238,8 +239,9 @@ TENSOR_RULES = Rules(by_function=_table(), fallback=gathered)
 
 
 def global_context(axis: TensorAxis, sequence: bool = False, regather: bool = False) -> GlobalTensorContext:
-    """Returns a new context of global tensors over ``axis``, with the rules of all functions in this module.
+    """Returns a new context for global tensors over ``axis``. It has the rules for all torch functions that run on
+    shards.
 
-    ``sequence`` and ``regather``: the settings of :class:`GlobalTensorContext`.
+    ``sequence`` and ``regather``: settings of :class:`GlobalTensorContext`.
     """
     return GlobalTensorContext(axis, TENSOR_RULES, sequence, regather)
