@@ -119,4 +119,53 @@ CONTEXT_BALANCE = (
         new="not index.size",
         tests=("tests/parallel/context/test_sequences.py::test_a_table_of_distances_is_read_in_full",),
     ),
+    Fault(
+        name="logits-of-a-loop-stay-lazy-at-zero-3",
+        about="A loss that the user's loop computes after another backward reads a weight that ZeRO 3 has freed.",
+        file="engine/step/user_loop.py",
+        old="                compute_lazy(output, unread=True)\n",
+        new="                pass\n",
+        tests=(
+            "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward[crossed-engine]",
+        ),
+    ),
+    Fault(
+        name="logits-of-a-model-call-stay-lazy-at-zero-3",
+        about="A loss of a forward outside the engine reads a weight that ZeRO 3 has freed.",
+        file="zero/gather/outside_calls.py",
+        old="            yield self._depth == 1\n",
+        new="            yield False\n",
+        tests=(
+            "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward[two entropies-module]",
+        ),
+    ),
+    Fault(
+        name="retained-graphs-leave-logits-lazy",
+        about="A second loss of a retained graph cannot read logits of which the first loss was made in chunks.",
+        file="parallel/tensor/logits/sharded_logits.py",
+        old="            still.compute()\n",
+        new="            pass\n",
+        tests=(
+            "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward[own loss-engine]",
+        ),
+    ),
+    Fault(
+        name="losses-in-chunks-pass-the-gather-by",
+        about="A second backward through a loss in chunks reads the head's weight before ZeRO 3 gathers it.",
+        file="zero/gather/gatherer.py",
+        old="tensor.when_differentiated if isinstance(tensor, ShardedLogits) else tensor.register_hook",
+        new="tensor.register_hook",
+        tests=(
+            "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward[two entropies-engine]",
+            "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward[own loss-engine]",
+        ),
+    ),
+    Fault(
+        name="forecasts-of-a-gpu-store-all-logits",
+        about="A forecast for an absent GPU has the heads of this machine, so it plans memory for all logits.",
+        file="engine/dry_run/dry_run_rank.py",
+        old="        self.plan = plan = replace(plan, replacements=late)  # of the absent device\n",
+        new="        self.plan = plan\n",
+        tests=("tests/engine/dry_run/test_rank_forecast.py::test_fused_operators_of_a_gpu_keep_less",),
+    ),
 )

@@ -110,7 +110,6 @@ def test_a_model_without_content_is_left_as_it_was() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.long
 def test_fused_operators_of_a_gpu_keep_less() -> None:
     """A norm keeps no more than its input, and the loss reads logits in chunks: they are never whole."""
     model = decoder()

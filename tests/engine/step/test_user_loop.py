@@ -126,10 +126,12 @@ def in_one_process(loop: Loop, dp: int, make: Callable[[], nn.Module] = models.d
     return Trained(norms, {name: value.detach() for name, value in model.named_parameters()}, [])
 
 
-def on_ranks(config: dict[str, Any], loop: Loop, way: Way, module: bool = False) -> Trained:
+def on_ranks(
+    config: dict[str, Any], loop: Loop, way: Way, module: bool = False, make: Callable[[], nn.Module] = models.decoder
+) -> Trained:
     """The same loop on an engine, or on its ``module``; weights on rank 0."""
     reports = []
-    with engine.initialize(models.decoder(), config, loss_of, example_batch=data(1)[0]) as eng:
+    with engine.initialize(make(), config, loss_of, example_batch=data(1)[0]) as eng:
         mine = eng.grid.coord().dp
         for batch in data(eng.grid.dp):
             ids = batch.chunk(eng.grid.dp)[mine]
@@ -193,13 +195,40 @@ def test_loops_whose_products_add_to_buckets_train_so_too(stage: Any, run_ranks:
     assert {name: text for name, text in found.items() if text} == {}
 
 
-@pytest.mark.parametrize("module", [False, wide(True)], ids=["engine", "module"])
-@pytest.mark.parametrize("name", ["two losses", wide("crossed"), "two entropies"])
-def test_logits_in_chunks_are_readable_after_a_backward(name: str, module: bool, run_ranks: RunRanks) -> None:
-    """At ZeRO 3 a backward frees the weight from which lazy logits and losses of them are computed."""
+class WithLoss(nn.Module):
+    """A decoder that computes its loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = models.decoder()
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        logits = self.decoder(ids)
+        return {"loss": loss_of(logits, ids), "logits": logits}
+
+
+def own_loss(forward: Any, backward: Backward, ids: Tensor) -> None:
+    output = forward(ids)
+    backward(output["loss"], True)
+    backward(0.1 * output["logits"].square().mean())
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["engine", "module"])
+@pytest.mark.parametrize(
+    ("loop", "make"),
+    [
+        pytest.param(crossed, models.decoder, id="crossed"),
+        pytest.param(two_entropies, models.decoder, id="two entropies"),
+        pytest.param(own_loss, WithLoss, id="own loss"),
+    ],
+)
+def test_logits_in_chunks_are_readable_after_a_backward(
+    loop: Loop, make: Callable[[], nn.Module], module: bool, run_ranks: RunRanks
+) -> None:
+    """At ZeRO 3 a backward frees the weight from which lazy logits, and losses of them, are computed."""
     config = settings({"data": 2}, 3, kernels="reference")
-    found = run_ranks(on_ranks, 2, config, LOOPS[name], differentiate_plainly, module)[0]
-    assert differs(found, in_one_process(LOOPS[name], 2)) == ""
+    found = run_ranks(on_ranks, 2, config, loop, differentiate_plainly, module, make)[0]
+    assert differs(found, in_one_process(loop, 2, make)) == ""
 
 
 class Pair(NamedTuple):
