@@ -121,8 +121,7 @@ def _named_failure(
 ) -> EngineError:
     """Returns the error of a rank with failed communication, most often because another rank ended first.
 
-    A launcher ends this process when it notices that end; until then, the first failure's traceback stays the job's
-    last.
+    A launcher ends this process when it notices that end. Waiting leaves the first failure's traceback as the last one.
     """
     logger.debug("%s failed", what, exc_info=error)
     launched = "TORCHELASTIC_RUN_ID" in os.environ
@@ -238,8 +237,7 @@ class Comm:
                 self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the group of :meth:`sum_over_stages` for indices ``stages`` of axis pp; every rank makes the same
-        calls.
+        """Creates the group of :meth:`sum_over_stages` for indices ``stages`` of axis pp; all ranks make equal calls.
         """
         self._backend.connect(stages)
 
@@ -248,14 +246,13 @@ class Comm:
         self._backend.link(links)
 
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Starts to send ``tensor``, unchanged until the wait, over ``link``; default ``label``: the flow of ``link``.
-        """
+        """Starts to send ``tensor``, unchanged until the wait, over ``link``; default ``label``: the link's flow."""
         call = partial(self._backend.send, tensor, link.target, link.channel)
         route = self._route(EventKind.SEND, link, link.target)
         return self._issue("send", tensor, "pp", label or link.channel.flow, call, route)
 
     def receive(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Starts to receive the next message of ``link`` into ``tensor``; they arrive in the order of the sends."""
+        """Starts to receive the next message of ``link`` into ``tensor``; messages arrive in the order of the sends."""
         call = partial(self._backend.receive, tensor, link.source, link.channel)
         route = self._route(EventKind.RECEIVE, link, link.source)
         return self._issue("receive", tensor, "pp", label or link.channel.flow, call, route)
@@ -350,8 +347,7 @@ class Comm:
         return self._launch(work, axis, label, call, self._axis_route(axis))
 
     def filled(self, pending: Pending) -> Pending:
-        """Makes the wait of ``pending`` first compute work of another microbatch, if any exists; returns ``pending``.
-        """
+        """Makes the wait of ``pending`` first compute work of another microbatch, if any; returns ``pending``."""
         return pending if self.fill_wait is None else pending.beside(self._use_wait)
 
     def _use_wait(self) -> None:

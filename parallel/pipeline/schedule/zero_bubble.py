@@ -36,7 +36,7 @@ Tick = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Priorities of actions, and limits on live activations, for greedy list scheduling."""
+    """Priorities of actions, and limits on live activations, by which :func:`list_schedule` orders the actions."""
 
     live: int
     """Maximum number of live activations of a rank, each of one stage and one microbatch."""
@@ -176,9 +176,9 @@ def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
     """Makes ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r of p.
 
     With m microbatches, the bubble is (p-1)/(6m+p-1) for m >= p. Every rank has at most 2p live activations of a stage,
-    as much memory as rank 0 of 1F1B. ZB-V has no slack: if messages or input gradients take longer than planned,
-    dualpipe-v loses less. Simulation selects the order with the shortest step at ``cost`` among greedy orders and the
-    order of :func:`v_split`.
+    as much memory as rank 0 of 1F1B. If messages or input gradients take longer than planned, ZB-V loses more time than
+    dualpipe-v. Simulation selects the order with the shortest step at ``cost`` among greedy orders and the order of
+    :func:`v_split`.
     """
     most = 2 * ranks
     ahead = (most,) * ranks
