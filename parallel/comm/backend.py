@@ -40,8 +40,7 @@ class Link(NamedTuple):
 
 
 def state_link(source: int, target: int) -> Link:
-    """Returns the link that carries training state, between two steps, from index ``source`` to ``target`` of axis pp.
-    """
+    """Returns the link for training state, sent between two steps from index ``source`` to ``target`` of axis pp."""
     return Link(Channel("state", source, target), source, target)
 
 
@@ -126,8 +125,7 @@ class Backend(Protocol):
         """
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data``, by which ranks agree on their parameter gathers, over ``within`` consecutive data
-        ranks.
+        """All-gathers ``data``, such as a message about parameter gathers, over ``within`` consecutive data ranks.
 
         ``data`` has the same length on all ranks. Returns the bytes of each rank, in order of index. Only the hosts
         communicate, so no device synchronizes.

@@ -227,7 +227,7 @@ class Comm:
     def join(self, call: str) -> None:
         """Waits until every rank of the world makes the engine call named ``call``.
 
-        Only the first three calls of a name wait.
+        Only the first three calls with each name wait; later ones return at once.
 
         Raises:
             EngineError: a rank does not make the call in time, has closed its engine, or has ended.
@@ -237,8 +237,7 @@ class Comm:
                 self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the group of :meth:`sum_over_stages` for indices ``stages`` of axis pp; all ranks make equal calls.
-        """
+        """Creates the group of ``sum_over_stages`` for indices ``stages`` of axis pp; all ranks make the same calls."""
         self._backend.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
@@ -408,7 +407,7 @@ class Comm:
         return answers
 
     def close(self) -> None:
-        """Ends the communication of this engine; the default process group remains.
+        """Ends the communication of this engine; the default process group remains, and so do borrowed groups.
 
         After a failed call it also drops unfinished calls: with gloo, ranks that wait for this rank then fail at once.
         """

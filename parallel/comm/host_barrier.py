@@ -83,15 +83,15 @@ class HostBarrier:
         return {index: link.fileno() for index, link in self._links.sockets.items()}
 
     def arrive(self) -> None:
-        """Signals that this rank has reached the barrier; ``meet`` must follow.
+        """Signals that this rank has reached the barrier; the caller must call ``meet`` next.
 
         Raises:
-            RuntimeError: this rank has left the barrier.
+            RuntimeError: this rank has closed the barrier.
         """
         self._tell(*self._told[0])
 
     def meet(self) -> None:
-        """Blocks until all ranks have arrived; their earlier writes to shared memory are then visible.
+        """Blocks until all ranks have arrived; writes that they made to shared memory before are then visible.
 
         Raises:
             RuntimeError: a rank has ended or did not arrive in time.

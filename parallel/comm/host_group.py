@@ -35,8 +35,7 @@ class HostGroup(Protocol):
         """
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Starts to receive ``len(target)`` bytes from rank ``source`` into ``target``; returns a function that waits.
-        """
+        """Starts to receive ``len(target)`` bytes from rank ``source`` in ``target``; returns a function that waits."""
 
 
 class TorchHostGroup:
@@ -76,8 +75,7 @@ class TorchHostGroup:
         return self._begin(data, to, lambda part: dist.isend(part, to, self._group))
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Starts to receive ``len(target)`` bytes from rank ``source`` into ``target``; returns a function that waits.
-        """
+        """Starts to receive ``len(target)`` bytes from rank ``source`` in ``target``; returns a function that waits."""
         return self._begin(target, source, lambda part: dist.irecv(part, source, self._group))
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class KeyStore(Protocol):
         """Returns the value of ``key``, which must exist."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Returns True if all keys exist."""
+        """Returns True if all of ``keys`` exist."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Blocks until all ``keys`` exist; raises after ``timeout``."""
@@ -67,7 +67,7 @@ class KeyStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """First setting with different values on different ranks."""
+    """First setting with different values on different ranks: its name, and the ranks that have each value."""
 
     key: str
     values: tuple[tuple[tuple[int, ...], str | None], ...]
@@ -104,7 +104,7 @@ class Rendezvous:
     _heard: dict[int, str] = field(default_factory=dict)
 
     def meet(self, given: Mapping[str, str]) -> Difference | None:
-        """Waits for all ranks and compares their settings ``given``, each a text by its name.
+        """Waits for all ranks and compares their settings ``given``, texts by name.
 
         Returns the first setting with different values on different ranks; None if all are equal. Every rank gets the
         same result.
@@ -332,10 +332,10 @@ class JointCalls:
             self._store.delete_key(f"{call}/{self._made[call] - 2}/{self._rank}")
 
     def join(self, call: str) -> None:
-        """Waits until every rank has made the call named ``call``; only the first three calls of a name wait.
+        """Waits until every rank has made the call named ``call``; only the first three calls with each name wait.
 
         Raises:
-            EngineError: a rank did not make the call in time, or has left.
+            EngineError: a rank did not make the call in time, or has closed its engine.
         """
         if self._made[call] == JOINED_CALLS:
             return

@@ -98,10 +98,9 @@ class StagedBackend(Backend):
         return _brought(self._inner.gather_parameters(hosts, within, axis), *filled)
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data``, by which ranks agree on their parameter gathers, over ``within`` neighbouring data
-        ranks.
+        """All-gathers ``data``, such as a message about parameter gathers, over ``within`` consecutive data ranks.
 
-        Returns the bytes of each rank, in order of index.
+        ``data`` has the same length on all ranks. Returns the bytes of each rank, in order of index.
         """
         return self._inner.exchange_gathers(data, within)
 

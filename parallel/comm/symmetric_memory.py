@@ -159,7 +159,10 @@ class SlotSizes:
 
     @property
     def arrivals(self) -> int:
-        """Bytes of the arrival words in one rank's memory: an int32 per tile, by which the sender reports the tile."""
+        """Bytes of the arrival words in one rank's memory: one int32 for each tile, a part of a slot's data.
+
+        The rank that writes a tile reports its arrival in the tile's word.
+        """
         return padded_bytes(2 * _WORD * self.ranks * self.most)
 
 

@@ -368,7 +368,9 @@ class ThreadBackend(Backend):
         return self._meet("reduce_scatter", (axis, self._grid.peers(axis)), full, place)
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Starts to copy the ``shard`` of every rank of ``axis`` to ``full``, by index; returns a function that waits.
+        """Starts to copy the ``shard`` of every rank of ``axis`` into ``full``, in order of index.
+
+        Returns a function that waits.
         """
         return self._gather(full, shard, (axis, self._grid.peers(axis)))
 
@@ -427,8 +429,7 @@ class ThreadBackend(Backend):
         return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data`` over groups of ``within`` neighbouring data ranks; returns each rank's bytes, by index.
-        """
+        """All-gathers ``data`` over ``within`` neighbouring data ranks; returns the bytes of each rank, by index."""
         line = self._grid.shard_line
         first = self._grid.index(line) // within * within
         group = ("agreement", tuple(self._grid.peers(line)[first : first + within]))

@@ -63,12 +63,13 @@ class TorchBackend:
     ``close`` ends all connections of this engine, and none of another one.
 
     NCCL runs all messages of a group on one stream in the order of issue, and each message blocks the stream until its
-    other end is ready. Pipeline ranks issue their messages in different orders. So with NCCL (``linked``) every channel
-    of activations and gradients has a group of its own, and the two ends of a channel agree on the order. gloo
-    separates channels by tags.
+    other end is ready. Pipeline ranks issue their messages in different orders. So with NCCL (or ``linked`` = True)
+    every channel of activations and gradients has a group of its own, and the two ends of a channel agree on the order.
+    gloo separates channels by tags.
 
     On CPUs, tensor ranks of one host use shared memory, because they communicate most. On every device, data ranks of
-    one host agree on gathers through shared memory: a round costs a tenth of gloo's.
+    one host also exchange their messages about parameter gathers through shared memory, in a tenth of the time that
+    gloo takes.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -135,9 +136,10 @@ class TorchBackend:
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates one group of the indices ``members`` of the data axis for each coordinate of the other axes.
+        """Creates the groups for ``all_to_all``: the indices ``members`` of the data axis, for each coordinate of other
+        axes.
 
-        Does nothing for all data ranks, which have a group already, or for a single one.
+        Does nothing if ``members`` are all data ranks, which have a group already, or a single one.
         """
         if len(members) in (1, self._grid.size(self._grid.shard_line)) or _DataMembers(members) in self._groups:
             return
@@ -213,7 +215,9 @@ class TorchBackend:
         return _exchange(group, data) if self._agreement is None else self._agreement.exchange(data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates one group of the indices ``stages`` of axis pp for each coordinate of the other axes."""
+        """Creates the groups for ``sum_over_stages``: the indices ``stages`` of axis pp, for each coordinate of other
+        axes.
+        """
         if stages not in self._groups:
             self._groups[stages] = self._among(stages)
 
@@ -318,7 +322,9 @@ class TorchBackend:
         return _finisher(_REDUCE_SCATTER(shard, full, group=group, async_op=True))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Starts to copy the ``shard`` of every rank of ``axis`` to ``full``, by index; returns a function that waits.
+        """Starts to copy the ``shard`` of every rank of ``axis`` into ``full``, in order of index.
+
+        Returns a function that waits.
         """
         if axis in self._shared:
             return self._shared[axis].all_gather(full, shard)

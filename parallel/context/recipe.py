@@ -83,7 +83,7 @@ class TensorRecipe(Tensor):
         return recipe
 
     def box(self, wanted: Sequence[Part]) -> Tensor:
-        """Returns the elements at the indices ``wanted`` of each dim.
+        """Returns the elements at the indices ``wanted``: for each dim a tensor of indices, a slice, or None for all.
 
         It computes only these elements, unless the whole tensor exists already.
         """

@@ -130,8 +130,7 @@ def _common(a: Runs | None, b: Runs | None) -> Runs | None:
 
 
 def take(x: Tensor, box: Places) -> Tensor:
-    """Returns the elements of ``x`` at ``box``, which lists the places along each dim; a view if these are contiguous.
-    """
+    """Returns the elements of ``x`` at ``box``, the places along each dim; a view if the places are contiguous."""
     for dim, runs in enumerate(box):
         if runs is None:
             continue

@@ -141,8 +141,7 @@ class ContextOfSequences(AttendingContext):
         )
 
     def is_plain(self, sets: Sets) -> bool:
-        """Returns True if each sharded dim in ``sets`` is sharded exactly as a sequence of its length in this batch is.
-        """
+        """Returns True if each sharded dim in ``sets`` is sharded exactly as this batch's sequence of the same length."""
         return all(index is None or index == self.found((POSITIONS, index.size)) for index in sets)
 
     def _is_shared(self, index: Index) -> bool:
@@ -179,8 +178,7 @@ class ContextOfSequences(AttendingContext):
             self._is_noted = True
 
     def next_age(self) -> int:
-        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the number of slices so far.
-        """
+        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the number so far."""
         self._age += 1
         return self._age
 

@@ -19,7 +19,7 @@ _NEWEST = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One recorded collective, message or computation; times are ``time.monotonic_ns`` of the rank's host."""
+    """Recorded collective, message or computation; ``begun`` and ``ended`` are ``time.monotonic_ns`` of its host."""
 
     sequence: int
     kind: EventKind
@@ -48,7 +48,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Totals of one rank since its start: number of steps, and nanoseconds in steps and in waits."""
+    """Totals of one rank since its start: steps (outermost engine calls), and nanoseconds in steps and in waits."""
 
     steps: int = 0
     in_steps: int = 0
@@ -170,8 +170,8 @@ class FlightFile:
     def events(self, written: int | None = None, most: int = layout.EVENTS) -> list[Event]:
         """Returns at most ``most`` of the newest events in the file, oldest first.
 
-        ``written``: number of events written so far, by default read from the file. Events that the rank is overwriting
-        are left out.
+        ``written``: number of events that the rank has written so far, by default read from the file. Events that the
+        rank is overwriting at present are left out.
         """
         if written is None:
             (written,) = layout.SEQUENCE.unpack_from(self._map, layout.COUNT_AT)

@@ -67,7 +67,8 @@ def _on_full(forward: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 def with_refusal(model: nn.Module, plan: ContextPlan, problem: BaseException) -> ContextPlan | None:
-    """Returns ``plan`` with one more gathered module: the one in which ``problem``, the error of a forward, was raised.
+    """Returns ``plan`` with one more module that gets full sequences: the one that raised ``problem``, a forward's
+    error.
 
     Returns None if no module refused a sharded sequence, or if ``plan`` contains the module already.
     """

@@ -242,8 +242,8 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 def with_aligned_rows(rule: "TensorRule") -> "TensorRule":
     """Returns a rule that runs ``rule`` and, if ``rule`` raises NoRuleError, retries with operands sharded equally.
 
-    For the retry, it moves rows of the operands between ranks. If operands are sharded equally already, the error
-    remains.
+    For the retry, it moves rows of the operands between ranks. If the operands are sharded equally already, or cannot
+    be, the error remains.
     """
 
     def run(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:

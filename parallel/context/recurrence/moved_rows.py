@@ -30,8 +30,7 @@ HALO = "halo"
 
 
 class RowRun(NamedTuple):
-    """Run of neighbouring rows, from ``start`` to before ``stop``, in one source: own rows, received rows or constants.
-    """
+    """Run of neighbouring rows, from ``start`` to before ``stop``, of own rows, of received rows or of constants."""
 
     source: int
     """0: rows of this rank; 1: received rows; -1: constants."""

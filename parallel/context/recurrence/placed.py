@@ -42,8 +42,7 @@ _CONTENT = frozenset((
 
 
 class SequenceState(Protocol):
-    """Interface of the context of tensors sharded along positions, for the rules of tensors that a single rank stores.
-    """
+    """Interface of the context of tensors sharded along positions, for rules of tensors that one rank stores."""
 
     relay: Relay
     placed: Mapping[Any, Any]
@@ -51,8 +50,7 @@ class SequenceState(Protocol):
     written: Any
 
     def next_age(self) -> int:
-        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the number of slices so far.
-        """
+        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the number so far."""
 
 
 class PlacedTensor(GlobalTensor):

@@ -36,8 +36,7 @@ _USES_ALONE = 2
 
 
 class WrittenTensors:
-    """Records of the sharded results of ``zeros_like`` and similar functions, into which a model may write positions.
-    """
+    """Records of sharded results of ``zeros_like`` and similar functions, into which a model may write positions."""
 
     def __init__(self) -> None:
         self.blank: Any = WeakIdKeyDictionary()
@@ -128,7 +127,8 @@ def narrow_positions(
 def blank_sequence(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes ``zeros_like`` and similar functions; the result is sharded as ``input``.
 
-    If a function later writes in place into all of the result, it is replaced by a full tensor.
+    If a function without a rule for sharded tensors is the first to write into the result, the result becomes a full
+    tensor.
     """
     if type(input) is not GlobalTensor or not any(input.sets):
         return metadata.blank(context, func, input, *args, **kwargs)
@@ -253,8 +253,8 @@ def _tie(target: GlobalTensor, graded: bool) -> None:
 def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
     """Computes ``stack`` of tensors that single ranks store.
 
-    If they are on several ranks and number at least two per rank, the result is sharded along the new dim, and nothing
-    is communicated. Otherwise one rank gets all of them.
+    If they are on several ranks, and are at least twice as many as the ranks of the axis, the result is sharded along
+    the new dim, and nothing is communicated. Otherwise one rank gets all of them.
     """
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return _joined(context, func, list(tensors), dim, [1] * len(tensors))

@@ -35,11 +35,11 @@ class Relay:
         self.token = None
 
     def send(self, local: Tensor, source: int, targets: tuple[int, ...], label: str, device: torch.device) -> Tensor:
-        """Sends ``local`` from rank ``source`` to the ranks ``targets``; returns a tensor with its values on all of
-        them.
+        """Sends ``local`` from rank ``source`` to the ranks ``targets``; returns a tensor with its values on ``source``
+        and targets.
 
-        Ranks that are neither ``source`` nor a target get a tensor without elements. All ranks call it, with ``local``
-        of equal shape, dtype and ``requires_grad``; only ``source`` reads the values.
+        Other ranks get a tensor without elements. All ranks call it, with ``local`` of equal shape, dtype and
+        ``requires_grad``; only ``source`` reads the values.
         """
         axis = self._axis
         size = local.numel() * local.element_size()

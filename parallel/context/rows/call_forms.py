@@ -131,7 +131,7 @@ class SequenceSize(NamedTuple):
         return 0 if len(shape) > 0 and shape[0] == self.rows * self.length else None
 
     def form_of(self, call: SeenCall) -> CallForm | None:
-        """Returns the conditions that calls with arguments like those of ``call`` satisfy.
+        """Returns the conditions for calls with arguments of the same forms as in the recorded ``call``.
 
         Returns None if no floating-point argument has positions.
         """

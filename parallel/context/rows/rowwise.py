@@ -97,7 +97,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Returns True if user code has registered hooks on submodules of ``module``, which receive their values."""
+    """Returns True if user code has registered hooks on submodules of ``module``, so that it sees inner values."""
     return bool(module._modules) and any(
         not _is_own(hook)
         for each in module.modules()

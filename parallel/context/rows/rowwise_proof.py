@@ -61,8 +61,7 @@ class ProvenForm(NamedTuple):
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Runs the block, a trial that is made only once, hidden from traces and from recomputation of the outer forward.
-    """
+    """Runs the block, a trial made only once, hidden from traces and from recomputation of the outer forward."""
 
     def same(saved: Tensor) -> Tensor:
         return saved

@@ -90,7 +90,7 @@ class Tried:
 
     @property
     def name(self) -> str:
-        """Kind and stages on each rank, such as ``interleaved x 2``."""
+        """Kind of schedule, with the number of stages on each rank if above one, such as ``interleaved x 2``."""
         return self.kind + f" x {self.virtual_stages}" * (self.virtual_stages > 1)
 
 

@@ -33,7 +33,10 @@ from engine.parallel.trace.model_trace import Value
 
 
 class RankSchedule(NamedTuple):
-    """Actions (F, B, I, W) of one pipeline rank in order, with the points at which memory of earlier sends is freed."""
+    """Actions of one pipeline rank in order, with the points at which memory of earlier sends is freed.
+
+    F is a forward, B a whole backward, I the input gradient and W the weight gradients of a split backward.
+    """
 
     actions: tuple[Action, ...]
     passes: tuple[Action, ...]
@@ -113,9 +116,10 @@ class _Live:
 
 
 class Executor:
-    """Runner of the pipeline actions (F, B, I, W) of one rank in schedule order, with their sends and receives.
+    """Runner of the pipeline actions of one rank in schedule order, with their sends and receives.
 
-    It stores a microbatch of a stage in these states:
+    F is a forward, B a whole backward, I the input gradient and W the weight gradients of a split backward. The
+    executor stores a microbatch of a stage in these states:
 
     state     from .. to                          content
     posted    receives posted .. F, B or I        buffers of the receives

@@ -33,7 +33,11 @@ from engine.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """Type of a pipeline action; the value is its letter in a token such as ``2F5``."""
+    """Type of a pipeline action: forward F, whole backward B, or the halves of a split backward, I and W.
+
+    I is the gradient of the input and W the gradient of the weights. The value is the letter in a token such as
+    ``2F5``.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -121,7 +125,9 @@ class Schedule:
         return tuple(rank for _, rank in pairs)
 
     def passes(self, rank: int) -> tuple[Action, ...]:
-        """Returns the actions of pipeline rank ``rank`` that run modules of a stage: all but weight gradients (W)."""
+        """Returns the actions of pipeline rank ``rank`` that run modules of a stage: all except weight-gradient actions
+        (W).
+        """
         return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
 
     def weights_beside(self, rank: int) -> dict[Action, Action]:

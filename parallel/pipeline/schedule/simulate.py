@@ -54,7 +54,7 @@ class Cost:
     """Times of each stage, in place of all fields above except ``transfer``; empty: unused."""
 
     def of(self, op: Op) -> float:
-        """Returns the time of an action of type ``op``, without the factor of its stage."""
+        """Returns the time of an action of type ``op``, before it is multiplied by the factor of a stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:

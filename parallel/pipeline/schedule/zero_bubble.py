@@ -53,11 +53,12 @@ class Policy:
 
 
 def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> list[list[Tick]]:
-    """Schedules all actions greedily on a clock: at each tick, every rank starts its most urgent possible action.
+    """Schedules all actions greedily on a clock: at each tick, every rank starts the most urgent action that it can
+    start.
 
-    Returns, for each rank, its actions in order as tuples (start tick, type, stage, microbatch). A forward reserves
-    memory for one activation of every later stage of its rank, so the oldest microbatch can always advance to its
-    backwards, which free memory.
+    ``policy`` determines the urgency. Returns, for each rank, its actions in order as tuples (start tick, type, stage,
+    microbatch). A forward reserves memory for one activation of every later stage of its rank, so the oldest microbatch
+    can always advance to its backwards, which free memory.
     """
     clock = _Clock(placement, microbatches, policy)
     rows: list[list[Tick]] = [[] for _ in placement]
