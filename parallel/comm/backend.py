@@ -170,8 +170,8 @@ class Backend(Protocol):
 class RecordingBackend(Backend):
     """Backend that communicates nothing, so that one process can replay the calls of any rank of a grid.
 
-    A sum leaves the tensor unchanged, a gather writes only this rank's slice of the full tensor, and received data is
-    zero.
+    A sum leaves the tensor unchanged, a gather writes only this rank's slice of the full tensor, and data from other
+    ranks is zero.
     """
 
     def __init__(self, grid: Grid) -> None:

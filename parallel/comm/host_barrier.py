@@ -102,7 +102,7 @@ class HostBarrier:
             self._hear(*heard)
 
     def close(self) -> None:
-        """Closes this rank's sockets and eventfds, so that ranks that wait for it raise an error.
+        """Closes this rank's sockets and eventfds, so that ranks that wait for this rank raise an error.
 
         Also releases the shared memory. Garbage collection of this object does the same.
         """

@@ -96,8 +96,8 @@ class ContextOfSequences(AttendingContext):
         self._is_noted = False
 
     def begin(self, given: Mapping[int, Indices], sharing: bool = True) -> None:
-        """Begins a forward: sets the packed documents of its batch, and drops the values cached for the documents of
-        the last.
+        """Begins a forward: sets the packed documents of its batch, and drops the values cached for the last batch's
+        documents.
 
         Each sequence is sharded at its first use.
 
@@ -141,7 +141,7 @@ class ContextOfSequences(AttendingContext):
         )
 
     def is_plain(self, sets: Sets) -> bool:
-        """Returns True if each sharded dim in ``sets`` is sharded exactly as this batch's sequence of the same length."""
+        """Returns True if each sharded dim in ``sets`` has the sharding of this batch's sequence of the same length."""
         return all(index is None or index == self.found((POSITIONS, index.size)) for index in sets)
 
     def _is_shared(self, index: Index) -> bool:
@@ -165,8 +165,7 @@ class ContextOfSequences(AttendingContext):
         return WorkBalance(tuple(map(sum, zip(*every, strict=True))))
 
     def note_unshared(self) -> None:
-        """Logs a warning if this forward has packed documents and their attention work is not divided evenly over
-        ranks.
+        """Logs a warning that attention work is not divided evenly over ranks, if this forward has packed documents.
 
         Only the first context rank logs it, and only once.
         """

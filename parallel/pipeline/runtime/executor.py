@@ -99,10 +99,10 @@ class StageRunner(Protocol):
         """Computes the weight gradients that the input-gradient action (I) of ``stage`` and ``microbatch`` deferred."""
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context in which the executor runs another action than the deferred weight gradients named here.
+        """Returns a context in which the executor runs another action.
 
-        During collectives in the context, it computes weight gradients that the I action of ``stage`` and
-        ``microbatch`` has deferred; :meth:`weights` later computes the rest.
+        During collectives in the context, weight gradients that the I action of ``stage`` and ``microbatch`` has
+        deferred are computed; :meth:`weights` later computes the rest.
         """
 
 

@@ -72,7 +72,7 @@ class DeferredWeightGrads:
         """Defers the weight gradient of the parameter ``name``, which the callback ``compute`` returns.
 
         ``main``: main gradient of the parameter, a sum of its gradients, to which the W action adds the result. None:
-        the method :meth:`compute` passes the result to its callback.
+        the method :meth:`compute` passes the result to the callback that it gets.
         """
         self._work.append(_Deferred(name, compute, _version(compute), main))
 

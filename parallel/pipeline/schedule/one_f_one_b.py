@@ -186,11 +186,11 @@ def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
 
 
 def long_rounds(ranks: int, microbatches: int) -> list[list[range]]:
-    """Returns a list with the division of ``microbatches`` into :func:`rounds`, if a round has more than ``ranks`` of
-    them.
+    """Returns a list with one division of ``microbatches``, by :func:`rounds`, if a round of it exceeds ``ranks``
+    microbatches.
 
     Otherwise returns an empty list. A schedule with such long rounds has a shorter step than one with
-    :func:`short_rounds` and needs more memory.
+    :func:`short_rounds`, and needs more memory.
     """
     turns = rounds(ranks, microbatches)
     return [turns] if max(map(len, turns)) > ranks else []
