@@ -25,8 +25,8 @@ def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> It
     """Runs the block on every rank; if it fails on any rank, every rank raises.
 
     A failed rank re-raises its own error. Each other rank raises an EngineError that consists of the number of the
-    first failed rank and the text ``failure``. Costs one all-reduce of 8 bytes over the world, label "start". The block
-    itself must not communicate.
+    first failed rank and the text ``failure``. Costs one all-reduce of 8 bytes on ``device`` over the world, label
+    "start". The block itself must not communicate.
     """
     problem: BaseException | None = None
     try:
@@ -46,8 +46,8 @@ def raise_together(
 ) -> Iterator[None]:
     """Runs the block on every rank; if it fails on any rank, all ranks raise one CheckpointError with the same text.
 
-    The text is ``describe(error)`` of the first failed rank, followed by ``advice()`` of rank 0. It travels over
-    ``host``, on which the block itself must not communicate.
+    The text is ``describe(error)`` of the failed rank with the lowest number, followed by ``advice()`` of rank 0. It
+    travels over ``host``, on which the block itself must not communicate.
 
     Raises:
         CheckpointError: a rank has failed, or does not answer.
@@ -84,13 +84,14 @@ def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, patience: float | None = None) -> bytes:
     """Calls ``make()`` on rank 0 alone and returns its bytes on every rank.
 
-    Two all-reduces over the world, label "start": 16 bytes with the length, then the bytes. With ``patience``
-    (seconds), ``make`` may run longer than the timeout of a collective: until ``make`` returns, all ranks all-reduce 16
-    bytes every ``patience`` seconds.
+    Two all-reduces over the world, label "start", move tensors on ``device``: 16 bytes with the length, then the bytes.
+    With ``patience`` (seconds), ``make`` may run longer than the timeout of a collective: until ``make`` returns, all
+    ranks all-reduce 16 bytes every ``patience`` seconds.
 
     Raises:
-        EngineError: ``make`` has raised an EngineError, and every rank raises an equal one. If ``make`` raises any
-            other error, rank 0 re-raises that error, and each other rank raises an EngineError that refers to rank 0.
+        EngineError: ``make`` has raised an EngineError: rank 0 re-raises it, and each other rank raises one of the same
+            public class with the same message. If ``make`` raises any other error, rank 0 re-raises that error, and
+            each other rank raises an EngineError that refers to rank 0.
     """
     made, problem = b"", None
     if comm.grid.rank == 0:
@@ -168,9 +169,10 @@ def _error_of_first(text: str) -> EngineError:
 def gather_from_all(
     values: Tensor, comm: Comm, device: torch.device, label: str = "equal weights", axis: Axis = "world"
 ) -> Tensor:
-    """All-gathers ``values`` [elements] over ``axis``; returns [ranks, elements] on the CPU, on every rank.
+    """All-gathers ``values`` [elements] over ``axis``; returns a tensor [ranks, elements] on the CPU, on every rank.
 
-    ``values`` has the same length and dtype on all ranks; row i of the result is from index i of ``axis``.
+    ``values`` has the same length and dtype on all ranks; row i of the result is from index i of ``axis``. The
+    all-gather moves tensors on ``device``, and ``label`` is its name in counts and errors.
     """
     here = comm.grid.index(axis)
     table = torch.zeros(comm.grid.size(axis), values.numel(), dtype=values.dtype, device=device)
@@ -180,9 +182,11 @@ def gather_from_all(
 
 
 def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int | None:
-    """Returns the lowest rank of the world that passes ``own`` = True, the same on every rank; None if no rank does.
+    """Returns the lowest global rank that passes ``own`` = True, or None if no rank does; every rank gets the same
+    result.
 
-    Communicates one all-reduce of 8 bytes at any number of ranks.
+    Communicates one all-reduce of 8 bytes over the world, for any number of ranks. It moves a tensor on ``device``, and
+    ``label`` is its name in counts and errors.
     """
     size = comm.grid.world_size
     highest = torch.tensor([(size - comm.grid.rank) * own], dtype=torch.int64, device=device)
@@ -194,7 +198,8 @@ def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int |
 def differing(values: Tensor, comm: Comm, device: torch.device, label: str) -> list[bool]:
     """Compares ``values`` (int64) over all ranks; returns one bool per element, True where any two ranks differ.
 
-    Every rank returns the same list. Communicates one all-reduce over the world, of 16 bytes per element.
+    Every rank returns the same list. Communicates one all-reduce over the world, of 16 bytes per element. It moves a
+    tensor on ``device``, and ``label`` is its name in counts and errors.
     """
     both = torch.stack([values, ~values]).to(device)  # the complement reverses the order, and every integer has one
     comm.all_reduce(both, "world", label, "max").wait()
@@ -205,10 +210,10 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Returns a checksum of ``tensor``: its memory read as integers and summed, int64, 0-dim, on the device of
-    ``tensor``.
+    """Returns a checksum of ``tensor``: its memory read as integers and summed, as a 0-dim int64 tensor.
 
-    The sum does not depend on the order of the elements; it is 0 for an empty tensor and for a meta tensor.
+    The checksum is on the device of ``tensor``, or on the CPU for a meta tensor. It does not depend on the order of the
+    elements; it is 0 for an empty tensor and for a meta tensor.
     """
     if tensor.is_meta or not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)

@@ -21,6 +21,7 @@ Flow = Literal["forward", "backward", "state"]
 class Channel(NamedTuple):
     """First-in-first-out sequence of messages of one ``flow`` from pipeline stage ``source`` to stage ``target``.
 
+    ``flow`` is "forward" (activations), "backward" (their gradients) or "state" (training state, between two steps).
     Messages wait only for earlier messages of their own channel: an activation never waits for a gradient, or for
     another pair of stages. For the flow "state", ``source`` and ``target`` are indices of axis pp instead of stages.
     """
@@ -39,15 +40,16 @@ class Link(NamedTuple):
 
 
 def state_link(source: int, target: int) -> Link:
-    """Returns the link that carries training state between steps, from index ``source`` to ``target`` of axis pp."""
+    """Returns the link for training state, sent between two steps from index ``source`` to ``target`` of axis pp."""
     return Link(Channel("state", source, target), source, target)
 
 
 def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
-    """Divides ``links`` into rounds, in each of which no rank is an end of two links.
+    """Divides ``links`` into rounds such that no rank is an end of two links of one round.
 
-    The two-rank process groups of one round can thus be created at once. A chain of stages takes two rounds for each
-    flow, at any length. Links of the flow "state" are left out, because they use the group of the whole axis pp.
+    The two-rank process groups of one round can thus be created at once. A chain of pipeline stages needs two rounds
+    for activations and two for gradients, however long it is. Links of the flow "state" are left out, because they use
+    the group of the whole axis pp.
     """
     rounds: list[list[Link]] = []
     ends: list[set[int]] = []
@@ -65,8 +67,8 @@ def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
 class Backend(Protocol):
     """Interface for communication along the axes of a grid; each method with the result ``Wait`` starts a call.
 
-    The returned function blocks until the call is complete. ``shard`` may be this rank's own slice of ``full``. Methods
-    that prepare groups, and ``close``, do nothing by default.
+    Such a method returns a function that blocks until the call is complete. In collectives, the tensor ``shard`` may be
+    a view of this rank's slice of ``full``. Methods that prepare groups, and ``close``, do nothing by default.
     """
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
@@ -78,56 +80,61 @@ class Backend(Protocol):
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Starts to sum ``full`` over ``axis`` and write this rank's slice to ``shard``; returns a function that waits.
 
-        The call may overwrite ``full``.
+        The slices of ``full`` have equal size, one for each index of ``axis``. The call may overwrite ``full``.
         """
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Starts to concatenate the shards of all ranks along ``axis`` into ``full``; returns a function that waits."""
+        """Starts to copy the ``shard`` of every rank of ``axis`` into ``full``, in order of index.
+
+        Returns a function that waits.
+        """
 
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Creates the group for ``all_to_all`` among the indices ``members`` of the data axis; every rank calls it."""
         return
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Starts to send slice i of ``given`` to rank ``members[i]`` of ``axis``; returns a function that waits.
+        """Starts to send slice i of ``given`` to index ``members[i]`` of ``axis``; returns a function that waits.
 
-        Slice i of ``received`` comes from rank ``members[i]``. ``members`` are all indices of ``axis``, unless it is
-        the data axis.
+        Slice i of ``received`` comes from index ``members[i]``. Both tensors consist of one slice of equal size per
+        member. ``members`` are all indices of ``axis``, unless it is the data axis.
         """
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
         """Starts to send ``gives[i]`` rows of ``given`` to each index i of ``axis``; returns a function that waits.
 
-        ``received`` takes ``gets[i]`` rows from index i, in order of index.
+        ``received`` takes ``gets[i]`` rows from each index i. In both tensors the rows are in order of index.
         """
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates the process groups that ``gather_parameters`` uses; every rank calls it.
+        """Creates the process groups that ``gather_parameters`` uses with the same arguments; every rank calls it.
 
-        Each group has ``within`` neighbouring data ranks, or all ranks of ``axis``. Without either argument, one group
-        has all data ranks.
+        Each group has ``within`` consecutive indices of the data axis, or all ranks of ``axis``. Without either
+        argument, each group has all ranks of a data axis.
         """
         return
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Starts to all-gather each (full, shard) pair, in a process group separate from other collectives.
+        """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``) of ``pairs``.
 
-        The group has all ranks of ``axis``, or ``within`` neighbouring data ranks; without either, all data ranks.
-        Returns a function that waits.
+        It uses the process group of ``open_gathers``, separate from other collectives: ``within`` consecutive indices
+        of the data axis, or all ranks of ``axis``; without either argument, all data ranks. Returns a function that
+        waits.
         """
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data``, of equal length on all ranks, over groups of ``within`` neighbouring data ranks.
+        """All-gathers ``data``, such as a message about parameter gathers, over ``within`` consecutive data ranks.
 
-        Returns the bytes of each rank, in order of index. Only the hosts communicate, so no device synchronizes.
+        ``data`` has the same length on all ranks. Returns the bytes of each rank, in order of index. Only the hosts
+        communicate, so no device synchronizes.
         """
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Starts to send ``tensor`` to index ``to`` of axis pp over ``channel``; returns a function that waits.
 
-        The tensor must not change before the wait ends.
+        ``tensor`` must not change before the wait ends.
         """
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
@@ -148,7 +155,8 @@ class Backend(Protocol):
         """Starts to sum ``tensor`` in place over the indices ``stages`` of axis pp; returns a function that waits."""
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
-        """Allocates ``size`` bytes on each rank of ``axis``, writable by all of its ranks; every rank calls it.
+        """Allocates ``size`` bytes on each rank of ``axis``, which all ranks of ``axis`` can write; every rank calls
+        it.
 
         Returns None on all ranks if the devices cannot share memory.
         """
@@ -162,7 +170,8 @@ class Backend(Protocol):
 class RecordingBackend(Backend):
     """Backend that communicates nothing, so that one process can replay the calls of any rank of a grid.
 
-    Data that other ranks would contribute is zero; a gather writes only this rank's slice.
+    A sum leaves the tensor unchanged, a gather writes only this rank's slice of the full tensor, and data from other
+    ranks is zero.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -178,19 +187,28 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copies ``shard`` to this rank's slice of ``full``; returns a wait that does nothing."""
+        """Copies ``shard`` to this rank's slice of ``full``, and leaves the other slices unchanged.
+
+        Returns a wait that does nothing.
+        """
         self._own(full, axis).copy_(shard)
         return lambda: None
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Copies this rank's own slice of ``given`` to ``received``; sets all other slices of ``received`` to zero."""
+        """Copies this rank's own slice of ``given`` to ``received``; sets all other slices of ``received`` to zero.
+
+        Returns a wait that does nothing.
+        """
         own, slices = members.index(self._grid.index(axis)), received.view(len(members), -1)
         slices.zero_()
         slices[own].copy_(given.view(len(members), -1)[own])
         return lambda: None
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Copies this rank's own rows of ``given`` to ``received`` and sets all other rows of ``received`` to zero."""
+        """Copies this rank's own rows of ``given`` to ``received``; sets all other rows of ``received`` to zero.
+
+        Returns a wait that does nothing.
+        """
         own = self._grid.index(axis)
         received.zero_()
         before = slice(sum(gets[:own]), sum(gets[: own + 1])), slice(sum(gives[:own]), sum(gives[: own + 1]))
@@ -200,7 +218,10 @@ class RecordingBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Copies each shard to this rank's slice of its full tensor."""
+        """Copies ``shard`` to this rank's slice of ``full``, for each pair (``full``, ``shard``) of ``pairs``.
+
+        Leaves the other slices of ``full`` unchanged. Returns a wait that does nothing.
+        """
         line = axis or self._grid.shard_line
         ranks = within or self._grid.size(line)
         for full, shard in pairs:
@@ -208,7 +229,7 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """Returns ``within`` times this rank's ``data``, as if every rank had sent the same."""
+        """Returns a list of ``within`` references to ``data``, as if every rank had sent the same bytes."""
         return [data] * within
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:

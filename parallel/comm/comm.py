@@ -81,7 +81,7 @@ class Pending:
             work()
 
     def drop(self) -> None:
-        """Discards the call without a wait and frees its memory and connection; ``wait`` then does nothing."""
+        """Discards the call without a wait and releases its tensors and connection; a later ``wait`` does nothing."""
         self._wait = self._beside = None
         self._then = []
 
@@ -121,8 +121,7 @@ def _named_failure(
 ) -> EngineError:
     """Returns the error of a rank with failed communication, most often because another rank ended first.
 
-    A launcher ends this process when it notices the other one's end. Waiting for that leaves the traceback of the first
-    failure as the last one of the job; without a launcher there is nothing to wait for.
+    A launcher ends this process when it notices that end. Waiting leaves the first failure's traceback as the last one.
     """
     logger.debug("%s failed", what, exc_info=error)
     launched = "TORCHELASTIC_RUN_ID" in os.environ
@@ -170,7 +169,7 @@ class Comm:
         """True if groups, and frozen parameters of the model, belong to another engine."""
 
     def lend(self) -> "Comm":
-        """Returns a Comm for another engine of these ranks over the same groups; its ``close`` leaves them open."""
+        """Returns a Comm over this one's process groups for another engine; ``close`` of it leaves the groups open."""
         lent = Comm(self.grid, self._backend)
         lent.reports, lent.joint, lent.failures, lent.recorder = self.reports, self.joint, self.failures, self.recorder
         lent._symmetric, lent.borrows = self._symmetric, True
@@ -181,7 +180,7 @@ class Comm:
         return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis, op))
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
-        """Starts to sum ``tensor`` in place over the indices ``stages`` of axis pp; :meth:`connect` comes first."""
+        """Starts to sum ``tensor`` in place over indices ``stages`` of axis pp; needs an earlier :meth:`connect`."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
         name = f"pp stages {','.join(map(str, stages))}"
         route = _Route(len(stages), Stream(EventKind.COLLECTIVE, "pp", name))
@@ -221,14 +220,14 @@ class Comm:
     def failed(self, call: str, error: BaseException, alike: bool = True) -> None:
         """Records that ``call`` has failed on this rank with ``error``, while other ranks may wait for this rank.
 
-        ``alike``: True if every rank that fails in this call has issued the same number of collectives.
+        ``alike``: True if the engine may continue when all ranks fail after the same number of collectives.
         """
         self.failures.note(call, error, f"{call} after {self._sequence} collectives" if alike else None)
 
     def join(self, call: str) -> None:
         """Waits until every rank of the world makes the engine call named ``call``.
 
-        Only the first three calls of a name wait.
+        Only the first three calls with each name wait; later ones return at once.
 
         Raises:
             EngineError: a rank does not make the call in time, has closed its engine, or has ended.
@@ -238,37 +237,37 @@ class Comm:
                 self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the process group of :meth:`sum_over_stages` for ``stages``; all ranks call it in the same order."""
+        """Creates the group of ``sum_over_stages`` for indices ``stages`` of axis pp; all ranks make the same calls."""
         self._backend.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
-        """Creates the process groups for messages over ``links``; every rank of the world passes the same ones."""
+        """Creates the process groups for messages over ``links``; every rank of the world passes the same ``links``."""
         self._backend.link(links)
 
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Starts to send ``tensor``, unchanged until the wait, over ``link``; ``label`` defaults to the link's flow."""
+        """Starts to send ``tensor``, unchanged until the wait, over ``link``; default ``label``: the link's flow."""
         call = partial(self._backend.send, tensor, link.target, link.channel)
         route = self._route(EventKind.SEND, link, link.target)
         return self._issue("send", tensor, "pp", label or link.channel.flow, call, route)
 
     def receive(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Starts to receive the next message of ``link`` into ``tensor``; messages of one channel arrive in order."""
+        """Starts to receive the next message of ``link`` into ``tensor``; messages arrive in the order of the sends."""
         call = partial(self._backend.receive, tensor, link.source, link.channel)
         route = self._route(EventKind.RECEIVE, link, link.source)
         return self._issue("receive", tensor, "pp", label or link.channel.flow, call, route)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
-        """Starts to sum ``full`` [N*s] over ``axis`` into this rank's slice ``shard`` [s]; may overwrite ``full``."""
+        """Starts to sum ``full`` [ranks * s] over ``axis`` into this rank's slice ``shard`` [s]; may write ``full``."""
         return self._issue("reduce_scatter", full, axis, label, lambda: self._backend.reduce_scatter(shard, full, axis))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
-        """Starts to concatenate every rank's ``shard`` [s] along ``axis`` into ``full`` [N*s]."""
+        """Starts to copy the ``shard`` [s] of every rank of ``axis`` into ``full`` [ranks * s], in order of index."""
         return self._issue("all_gather", full, axis, label, lambda: self._backend.all_gather(full, shard, axis))
 
     def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
         """Opens memory that kernels of all ranks of ``axis`` can write; None where unsupported. Every rank calls it.
 
-        ``sizes``: capacity. ``seconds``: timeout of a kernel's wait for data of another rank.
+        ``sizes``: the largest data of one call. ``seconds``: timeout of a kernel's wait for data of another rank.
         """
         if (known := self._symmetric.get((axis, sizes))) is not None:  # of the engine that lends its groups
             return known
@@ -279,25 +278,25 @@ class Comm:
         return buffer
 
     def in_kernel(self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait]) -> Pending:
-        """Names and counts the collective ``op``, which a kernel performs itself; ``call`` launches that kernel.
+        """Names and counts the collective ``op``, which a kernel performs itself.
 
-        ``full``: the full tensor; only its size and dtype are read.
+        ``call`` launches that kernel and returns a function that waits. ``full``: only its size and dtype are read.
         """
         return self._issue(op, full, axis, label, call)
 
     def bring_status(self) -> None:
         """Starts to copy to the host the status words in which communicating kernels report timeouts.
 
-        The next :meth:`check_kernels` reads these copies and waits for no later kernel.
+        The next :meth:`check_kernels` reads these copies, and so need not wait for kernels launched after this call.
         """
         for buffer in self._symmetric.values():
             buffer.bring_status()
 
     def check_kernels(self) -> None:
-        """Checks that no communicating kernel has timed out; on a GPU the step must have ended.
+        """Checks that no communicating kernel has timed out; on a GPU, call it after the end of the step.
 
         Raises:
-            EngineError: a kernel timed out; the message names the rank, the tile and the call that did not arrive.
+            EngineError: a kernel timed out; the message names the rank, tile and call of which no data has arrived.
         """
         try:
             for buffer in self._symmetric.values():
@@ -310,18 +309,16 @@ class Comm:
             ) from error
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the process group of :meth:`all_to_all` among indices ``members`` of the data axis.
-
-        Every rank calls it, in the same order.
+        """Creates the process group of :meth:`all_to_all` among indices ``members`` of the data axis; all ranks call it
+        in the same order.
         """
         self._backend.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str, axis: Axis) -> Pending:
-        """Starts to send slice i of ``given`` to rank ``members[i]`` of ``axis``, and to receive slice i from that
-        rank.
+        """Starts to send slice i of ``given`` to index ``members[i]`` of ``axis``, and to receive slice i from there.
 
-        This rank is a member; its own slice is copied. ``members`` are all indices of ``axis``, unless it is the data
-        axis.
+        Slices have equal size. This rank is a member; its own slice is copied. ``members`` are all indices of ``axis``,
+        unless it is the data axis.
         """
         if len(members) == 1:
             received.copy_(given)
@@ -334,10 +331,10 @@ class Comm:
     def exchange(
         self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis, label: str
     ) -> Pending:
-        """Starts to send ``gives[i]`` rows of ``given`` [sum of gives, ..] to index i of ``axis``, in order of i.
+        """Starts to send ``gives[i]`` rows of ``given`` [sum of gives, ..] to each index i of ``axis``.
 
-        ``received`` [sum of gets, ..] takes ``gets[i]`` rows from index i, in the same order. This rank's own rows are
-        copied, and are not counted as sent.
+        ``received`` [sum of gets, ..] takes ``gets[i]`` rows from index i. Both tensors have their rows in order of
+        index. This rank's own rows are copied, and are not counted as sent.
         """
         size = given.element_size() * (math.prod(given.shape[1:]) if given.dim() > 1 else 1)
         if self.grid.size(axis) == 1:
@@ -349,7 +346,7 @@ class Comm:
         return self._launch(work, axis, label, call, self._axis_route(axis))
 
     def filled(self, pending: Pending) -> Pending:
-        """Makes the wait of ``pending`` first compute work of another microbatch, if there is any; returns it."""
+        """Makes the wait of ``pending`` first compute work of another microbatch, if any; returns ``pending``."""
         return pending if self.fill_wait is None else pending.beside(self._use_wait)
 
     def _use_wait(self) -> None:
@@ -366,9 +363,10 @@ class Comm:
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, within: int | None = None, axis: Axis | None = None
     ) -> Pending:
-        """Starts to all-gather several (full, shard) pairs in one call, in a group separate from other collectives.
+        """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``), as one call.
 
-        The group has ``within`` neighbouring data ranks, by default a whole ZeRO shard group, or all ranks of ``axis``.
+        It uses the group of :meth:`open_gathers`: ``within`` neighbouring data ranks, by default all that share ZeRO
+        shards, or all ranks of ``axis``.
         """
         within = within or self.grid.shard_group if axis is None else None
         elements = sum(full.numel() for full, _ in pairs)
@@ -392,9 +390,9 @@ class Comm:
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
-        """All-gathers ``said`` (equal lengths) over the ranks that share ZeRO shards; returns the bytes by rank.
+        """All-gathers the bytes ``said``, of equal length on all ranks, over the ranks that share ZeRO shards.
 
-        Only the hosts communicate, so no rank synchronizes with a device.
+        Returns the bytes by rank. Only the hosts communicate, so no rank synchronizes with a device.
         """
         size = self.grid.size(self.grid.sharding)
         answers: list[bytes] = [said] if size == 1 else []
@@ -409,7 +407,7 @@ class Comm:
         return answers
 
     def close(self) -> None:
-        """Ends the communication of this engine; the default process group remains.
+        """Ends the communication of this engine; the default process group remains, and so do borrowed groups.
 
         After a failed call it also drops unfinished calls: with gloo, ranks that wait for this rank then fail at once.
         """

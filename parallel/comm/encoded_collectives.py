@@ -43,9 +43,10 @@ Exchange = Callable[[Tensor, Tensor], Pending]
 
 
 def sum_messages(given_Rm: Tensor, out_s: Tensor, codec: Codec, exchange: Exchange) -> Pending:
-    """Starts to send row r of the encoded ``given_Rm`` [ranks, bytes] to rank r by ``exchange``, an all-to-all.
+    """Starts to send row r of the encoded ``given_Rm`` [ranks, bytes] to rank r, by the callback ``exchange``.
 
-    After the wait, ``out_s`` is the sum of the received rows, one from each rank, decoded by ``codec``.
+    ``exchange`` starts an all-to-all. After the wait of the returned handle, ``out_s`` is the sum of the received rows,
+    one from each rank, decoded by ``codec``.
     """
     received_Rm = torch.empty_like(given_Rm)
     return exchange(received_Rm, given_Rm).then(partial(codec.add, received_Rm, out_s))
@@ -64,19 +65,25 @@ class ActivationFormat:
         return self.wire.message_bytes(self.wire.padded(elements))
 
     def shortens(self, dtype: torch.dtype, elements: int) -> bool:
-        """Returns True if ``elements`` numbers of ``dtype`` take fewer bytes when encoded."""
+        """Returns True if ``elements`` numbers of ``dtype`` take fewer bytes when encoded than unencoded.
+
+        Returns False for a dtype that is never encoded: any other than fp32, bf16 and fp16.
+        """
         return dtype in ENCODED_DTYPES and self.message_bytes(elements) < elements * dtype.itemsize
 
     def encodes(self, label: str, dtype: torch.dtype, elements: int, ranks: int) -> bool:
         """Returns True if a collective with this ``label`` over ``ranks`` ranks is encoded.
 
-        ``elements``: numbers in the full tensor. The label must be one of ``labels``, and the message must become
-        shorter.
+        This is so if ``label`` is in the attribute ``labels`` and one rank's share takes fewer bytes encoded than
+        unencoded. ``elements``: numbers of ``dtype`` in the full tensor.
         """
         return label in self.labels and self.shortens(dtype, -(-elements // ranks))
 
     def collectives(self, op: Op, elements: int, ranks: int) -> tuple[tuple[Op, int], ...]:
-        """Returns the collectives that replace ``op`` when encoded, as pairs (collective, bytes of its full tensor)."""
+        """Returns the collectives that replace ``op`` over ``ranks`` ranks when its tensor is encoded.
+
+        These are pairs (collective, bytes of its full tensor). ``elements``: numbers in the full tensor of ``op``.
+        """
         size = ranks * self.message_bytes(-(-elements // ranks))
         if op == "all_reduce":
             return ("all_to_all", size), ("all_gather", size)
@@ -86,8 +93,9 @@ class ActivationFormat:
 class EncodedCollectives:
     """Collectives over one axis that quantize the tensors they send, for contiguous tensors in fp32, bf16 or fp16.
 
-    In shapes, T is the number of ranks and p the elements of one rank's slice. All ranks must wait for their
-    all-reduces in the same order, because the wait of an all-reduce issues its all-gather.
+    In shapes, ``ranks`` is the size of the axis and p the number of elements of one rank's slice. An all-reduce is an
+    all-to-all and an all-gather, which its wait issues; all ranks must therefore wait for their all-reduces in the same
+    order.
     """
 
     def __init__(self, comm: Comm, axis: Axis, form: ActivationFormat, kernels: Kernels) -> None:

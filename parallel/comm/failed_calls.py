@@ -47,7 +47,7 @@ class FailedCalls:
 
     Args:
         store: store of the job, with a prefix of this engine; None: this process is alone.
-        leave: function that ends the communication of this rank.
+        leave: callback that ends the communication of this rank; called if the vote ends the engine.
     """
 
     def __init__(self, store: KeyStore | None, rank: int, size: int, leave: Callable[[], None]) -> None:
@@ -86,8 +86,9 @@ class FailedCalls:
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
-        """Raises if the engine has ended, so that ``call`` does not start; first waits for the result of a running
-        vote.
+        """Raises if the engine has ended, so that ``call`` does not start.
+
+        If a vote is running, first waits for its result.
 
         Raises:
             EngineError: the engine has ended; the same message on every rank.
@@ -100,7 +101,8 @@ class FailedCalls:
     def sentence(self, error: BaseException) -> EngineError | None:
         """Returns an EngineError that names the rank that failed first, according to the vote.
 
-        Returns None if ``error`` is no lost connection to other ranks, or if the vote did not end the engine.
+        Waits at most a few seconds for the result of the vote. Returns None if ``error`` does not report failed
+        communication with other ranks, or if the vote has not ended the engine.
         """
         if not has_lost_ranks(error) or self._store is None:
             return None
@@ -108,7 +110,7 @@ class FailedCalls:
         return EngineError(self._verdict) if self._verdict and _REMEDY in self._verdict else None
 
     def close(self) -> None:
-        """Keeps the thread of a vote from ending this rank's communication later; a second call does nothing."""
+        """Keeps the thread of a vote from later ending this rank's communication; a second call does nothing."""
         self._exits.set()
         atexit.unregister(self._exits.set)
 

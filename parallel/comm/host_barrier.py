@@ -36,7 +36,7 @@ _SETUP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """Sockets and eventfds between this rank and the others of its axis; the keys are their indices on the axis."""
+    """Sockets and eventfds between this rank and the other ranks of its axis; the keys are the other ranks' indices."""
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     """Connected Unix sockets; the system closes them when a rank ends."""
@@ -83,15 +83,15 @@ class HostBarrier:
         return {index: link.fileno() for index, link in self._links.sockets.items()}
 
     def arrive(self) -> None:
-        """Signals that this rank has reached the barrier; ``meet`` must follow.
+        """Signals that this rank has reached the barrier; the caller must call ``meet`` next.
 
         Raises:
-            RuntimeError: this rank has left the barrier.
+            RuntimeError: this rank has closed the barrier.
         """
         self._tell(*self._told[0])
 
     def meet(self) -> None:
-        """Blocks until all ranks have arrived; their earlier writes to shared memory are then visible.
+        """Blocks until all ranks have arrived; writes that they made to shared memory before are then visible.
 
         Raises:
             RuntimeError: a rank has ended or did not arrive in time.
@@ -102,7 +102,10 @@ class HostBarrier:
             self._hear(*heard)
 
     def close(self) -> None:
-        """Leaves the barrier; waiting ranks then raise an error. Garbage collection of this object does the same."""
+        """Closes this rank's sockets and eventfds, so that ranks that wait for this rank raise an error.
+
+        Also releases the shared memory. Garbage collection of this object does the same.
+        """
         self._leave()
         vars(self).pop("memory", None)
 
@@ -150,16 +153,16 @@ def _poll(links: RankLinks, index: int) -> select.poll:
 def open_neighbours(
     index: int, size: int, host: bytes, shared_bytes: int, seconds: float, exchange: Exchange
 ) -> HostBarrier | None:
-    """Opens memory that the ``size`` ranks of an axis share, with a barrier; ``index`` is this rank's place on the
-    axis.
+    """Opens memory that the ``size`` ranks of an axis share, with a barrier; every rank calls it.
 
-    Returns None on all ranks if they run on several hosts or one cannot share memory. Every rank calls it; the ranks
-    communicate through ``exchange`` up to three times.
+    Returns None on all ranks if they run on several hosts, or if one of them cannot share memory.
 
     Args:
+        index: place of this rank on the axis.
         host: identity of this rank's host, from :func:`host_identity`; ``NO_HOST`` keeps all ranks from sharing.
         shared_bytes: size of the memory, the same on all ranks.
-        seconds: timeout of a barrier.
+        seconds: timeout of a rank's wait for another rank in the barrier.
+        exchange: callback that all-gathers bytes of equal length over the axis; called up to three times.
     """
     opening = _Opening(index, size, host, shared_bytes)
     try:

@@ -30,14 +30,16 @@ class HostGroup(Protocol):
     size: int
 
     def send(self, data: memoryview, to: int) -> Wait:
-        """Starts to send ``data``, unchanged until the wait, to rank ``to``; returns a function that waits."""
+        """Starts to send ``data`` to rank ``to``; returns a function that waits. ``data`` must not change before the
+        wait.
+        """
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Starts to receive ``len(target)`` bytes from rank ``source`` to ``target``; returns a function that waits."""
+        """Starts to receive ``len(target)`` bytes from rank ``source`` in ``target``; returns a function that waits."""
 
 
 class TorchHostGroup:
-    """Host group over gloo between processes. Every rank constructs it at the same point of the program.
+    """Group for messages between host memories of processes, over gloo; every rank constructs it at the same point.
 
     Args:
         seconds: time after which a silent rank is considered lost.
@@ -73,7 +75,7 @@ class TorchHostGroup:
         return self._begin(data, to, lambda part: dist.isend(part, to, self._group))
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Starts to receive ``len(target)`` bytes from rank ``source`` to ``target``; returns a function that waits."""
+        """Starts to receive ``len(target)`` bytes from rank ``source`` in ``target``; returns a function that waits."""
         return self._begin(target, source, lambda part: dist.irecv(part, source, self._group))
 
     def close(self) -> None:
@@ -129,7 +131,7 @@ class BroadcastGroup:
         self._group: Any = None
 
     def join(self, seconds: float) -> None:
-        """Waits at most ``seconds`` until all processes have joined.
+        """Waits at most ``seconds`` until all processes of the group have joined it.
 
         Raises:
             EngineError: a process has not joined in time.
@@ -146,7 +148,7 @@ class BroadcastGroup:
                 self._group = dist.ProcessGroupNCCL(store, 0, self._size, options)
 
     def broadcast(self, tensor: torch.Tensor, seconds: float) -> None:
-        """Sends ``tensor`` to all other processes and waits at most ``seconds`` until they have received it.
+        """Sends ``tensor`` to all other processes of the group; waits at most ``seconds`` until they have received it.
 
         Raises:
             EngineError: a process has not received it in time.
@@ -170,9 +172,9 @@ class BroadcastGroup:
 
 @contextmanager
 def noting(lost: list[EngineError]) -> Iterator[None]:
-    """Runs the block, and appends an EngineError of the block to ``lost`` instead of raising it.
+    """Runs the block; if it raises an EngineError, appends the error to ``lost`` instead of raising it.
 
-    The caller can thus serve the other ranks before it raises.
+    The caller can thus serve the other ranks before it raises the error.
     """
     try:
         yield
@@ -181,11 +183,13 @@ def noting(lost: list[EngineError]) -> Iterator[None]:
 
 
 def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
-    """Gathers ``data`` of every rank on rank 0, by host messages; returns the bytes in order of rank, None on other
-    ranks.
+    """Gathers ``data`` of every rank on rank 0, by host messages.
+
+    Returns, on rank 0, the bytes of all ranks in order of rank; None on other ranks.
 
     Raises:
-        EngineError: a rank is lost; the message names the first one, after all other ranks have been received.
+        EngineError: a rank is lost; the message names the first such rank. Rank 0 raises it only after it has received
+            the data of all remaining ranks.
     """
     if host.rank:
         _send_text(host, data, 0)
@@ -206,7 +210,8 @@ def announce(host: HostGroup, data: bytes) -> bytes:
     ignored.
 
     Raises:
-        EngineError: a rank is lost; the message names it, after all other ranks have been sent the bytes.
+        EngineError: a rank is lost; the message names it. Rank 0 raises it only after it has sent the bytes to all
+            remaining ranks.
     """
     if host.rank:
         return _receive_text(host, 0)

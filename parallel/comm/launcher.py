@@ -76,7 +76,10 @@ def find_place(variables: _Variables) -> Place | None:
 
 
 def local_rank(variables: _Variables, rank: int) -> int:
-    """Returns this process's local rank on its node, from environment ``variables``; ``rank`` if none contains it."""
+    """Returns this process's local rank on its node, from the environment ``variables`` of the launcher.
+
+    Returns ``rank``, the global rank, if no variable contains the local rank.
+    """
     task = _find_task(variables)
     return read_count(variables, "LOCAL_RANK", task.local_rank if task is not None else rank)
 
@@ -101,7 +104,7 @@ _DIGITS = 9
 
 
 def check_rank(rank: int, size: int, launcher: str) -> None:
-    """Raises GridError unless ``rank`` < ``size``; ``launcher`` is the name of the launcher for the message."""
+    """Raises GridError unless ``rank`` < ``size``, the number of ranks; the message contains ``launcher``, its name."""
     if rank >= size:
         raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}, since ranks count from 0; let {launcher} set both.")
 
@@ -203,8 +206,8 @@ def _slurm_port(task: _Task, variables: _Variables) -> int | None:
 def end_with_agent(variables: _Variables) -> None:
     """Makes the kernel send SIGTERM to this rank when torchrun's agent, its parent process, ends.
 
-    A rank of a killed agent would otherwise continue without a store and occupy its GPU. On SIGTERM, a rank with
-    checkpoints finishes its step and saves.
+    Does nothing if torchrun did not start this process. A rank of a killed agent would otherwise continue without a
+    store and occupy its GPU. On SIGTERM, a rank with checkpoints finishes its step and saves.
     """
     if "TORCHELASTIC_RUN_ID" in variables:
         with contextlib.suppress(OSError, AttributeError):  # no Linux
@@ -237,7 +240,10 @@ def route_address(target: str) -> str:
 
 
 def loopback_words(place: Place, variables: _Variables) -> str:
-    """Returns cause and remedy, as text, if a multi-node job has a loopback rendezvous address; otherwise ''."""
+    """Returns text for an error message if a multi-node job has a loopback address as rendezvous; otherwise ''.
+
+    The text names the cause and the remedy. ``variables``: environment of the launcher.
+    """
     here = read_count(variables, "LOCAL_WORLD_SIZE", place.size)
     if not 0 < here < place.size:
         return ""

@@ -53,13 +53,13 @@ class KeyStore(Protocol):
         """Returns the value of ``key``, which must exist."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Returns True if all keys exist."""
+        """Returns True if all of ``keys`` exist."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Blocks until all ``keys`` exist; raises after ``timeout``."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Adds ``amount`` to the integer at ``key``, initially 0; returns the sum."""
+        """Adds ``amount`` to the integer at ``key``, which is 0 if ``key`` does not exist; returns the sum."""
 
     def delete_key(self, key: str, /) -> bool:
         """Deletes ``key``; returns True if it existed."""
@@ -67,7 +67,7 @@ class KeyStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """First setting with different values on different ranks."""
+    """First setting with different values on different ranks: its name, and the ranks that have each value."""
 
     key: str
     values: tuple[tuple[tuple[int, ...], str | None], ...]
@@ -104,9 +104,10 @@ class Rendezvous:
     _heard: dict[int, str] = field(default_factory=dict)
 
     def meet(self, given: Mapping[str, str]) -> Difference | None:
-        """Waits for all ranks and compares their settings ``given``.
+        """Waits for all ranks and compares their settings ``given``, texts by name.
 
-        Returns the first setting that differs among ranks, the same on every rank; None if all are equal.
+        Returns the first setting with different values on different ranks; None if all are equal. Every rank gets the
+        same result.
 
         Raises:
             GridError: ranks did not come within ``seconds``; the message names them.
@@ -214,10 +215,12 @@ class Rendezvous:
 
 
 def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[str, str]]) -> Difference | None:
-    """Returns the first key with different values among ``texts``, or None; a missing key counts as a different value.
+    """Returns the first key with different values in the mappings ``texts``, with its values; None if there is none.
+
+    A missing key counts as a different value.
 
     Args:
-        alike: for each of ``texts``, the ranks that have it.
+        alike: for each mapping of ``texts``, the ranks that have this mapping.
     """
     keys = dict.fromkeys(key for text in texts for key in text)
     for key in keys:
@@ -241,7 +244,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 
 class FailureReports:
-    """Reports of failed collectives in the store, from which a rank finds the ranks that did not join one.
+    """Reports of failed collectives in the store, by which a rank finds the ranks that did not join its collective.
 
     Args:
         store: store of the job, with a prefix of this engine.
@@ -251,10 +254,11 @@ class FailureReports:
         self._store, self._rank = store, rank
 
     def absent(self, what: str, peers: Sequence[int]) -> str:
-        """Reports that the collective ``what`` failed on this rank, and reads the reports of the other ``peers``.
+        """Reports that the collective ``what`` failed on this rank, and reads the reports of the other ranks in
+        ``peers``.
 
-        Returns text that names the ``peers`` that did not join, for an error message; empty if unknown. Takes a few
-        seconds at most, even if the process of the store has ended or hangs.
+        Returns text, for an error message, that names the ``peers`` that did not join the collective or were in another
+        one; '' if unknown. Takes a few seconds at most, even if the process of the store has ended or hangs.
         """
         words: list[str] = []
         asking = threading.Thread(target=self._ask, args=(what, peers, words.append), daemon=True)
@@ -287,9 +291,10 @@ class FailureReports:
 class JointCalls:
     """Check that every rank makes the rare collective calls of the engine, such as a save or an evaluation.
 
-    Such a call begins with :meth:`join`, which waits until all ranks have joined. The check finds a call under ``if
-    rank == 0:``, where messages of two different calls would meet in one group and gloo would abort the process.
-    :meth:`leave` records that a rank makes no more calls, so that no rank waits for it.
+    Such a call begins with :meth:`join`, which waits until all ranks have joined. It finds a call that only some ranks
+    make, such as one under ``if rank == 0:``. Unchecked, messages of two different calls would then meet in one process
+    group, and gloo would abort the process. :meth:`leave` records that a rank makes no more calls, so that no rank
+    waits for it.
 
     Only the first three calls of a name are checked, since later ones come from the same code. Training steps are not
     checked: it would cost time, and the collectives of a step notice an ended rank at once.
@@ -327,10 +332,10 @@ class JointCalls:
             self._store.delete_key(f"{call}/{self._made[call] - 2}/{self._rank}")
 
     def join(self, call: str) -> None:
-        """Waits until every rank has made the call named ``call``; only the first three calls of a name wait.
+        """Waits until every rank has made the call named ``call``; only the first three calls with each name wait.
 
         Raises:
-            EngineError: a rank did not make the call in time, or has left.
+            EngineError: a rank did not make the call in time, or has closed its engine.
         """
         if self._made[call] == JOINED_CALLS:
             return

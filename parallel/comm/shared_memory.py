@@ -73,19 +73,22 @@ class SharedMemory:
         return self._start(self._all_reduce(tensor.data, op))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Wait:
-        """Starts to sum ``full`` [R*s] over the axis into this rank's slice ``shard`` [s]; returns a function that
-        waits.
+        """Starts to sum ``full`` [ranks * s] over the axis into this rank's slice ``shard`` [s].
 
-        ``shard`` may share memory with ``full``.
+        Returns a function that waits. ``shard`` may share memory with ``full``.
         """
         return self._start(self._reduce_scatter(shard.data, full.data.view(self.ranks, -1)))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Wait:
-        """Starts to concatenate every rank's ``shard`` [s] into ``full`` [R*s]; returns a function that waits."""
+        """Starts to copy every rank's ``shard`` [s] into ``full`` [ranks * s], in order of index.
+
+        Returns a function that waits.
+        """
         return self._start(self._all_gather(full.data.view(self.ranks, -1), shard.data))
 
     def close(self) -> None:
-        """Leaves the group, in which later calls fail on all ranks, and releases the memory.
+        """Ends this rank's part in the collectives, so that later calls fail on all ranks, and releases the shared
+        memory.
 
         A second call does nothing.
         """
@@ -213,7 +216,8 @@ class HostMessages:
         return [memory[start : start + len(own)] for start in starts]
 
     def close(self) -> None:
-        """Leaves the group, in which later calls fail on all ranks, and releases the memory.
+        """Ends this rank's part in the all-gathers, so that later calls fail on all ranks, and releases the shared
+        memory.
 
         A second call does nothing.
         """
@@ -223,13 +227,13 @@ class HostMessages:
 def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> HostMessages | None:
     """Opens :class:`HostMessages` among the ``ranks`` ranks of a group, if all of them run on one host.
 
-    Returns None on all ranks if a rank passes ``wanted`` = False or is on another host. Every rank of the group calls
-    it.
+    Returns None on all ranks if any rank passes ``wanted`` = False, or if the ranks run on several hosts. Every rank of
+    the group calls it.
 
     Args:
         index: place of this rank in the group.
         seconds: timeout of a wait for another rank.
-        exchange: all-gathers bytes of equal length over the group.
+        exchange: callback that all-gathers bytes of equal length over the group.
     """
     host = host_identity() if wanted else NO_HOST
     barrier = open_neighbours(index, ranks, host, 2 * ranks * MESSAGE_BYTES, seconds, exchange)
@@ -239,13 +243,13 @@ def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exc
 def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> SharedMemory | None:
     """Opens :class:`SharedMemory` among the ``ranks`` ranks of an axis, if all of them run on one host.
 
-    Returns None on all ranks if a rank passes ``wanted`` = False or is on another host. Every rank of the axis calls
-    it.
+    Returns None on all ranks if any rank passes ``wanted`` = False, or if the ranks run on several hosts. Every rank of
+    the axis calls it.
 
     Args:
         index: place of this rank on the axis.
         seconds: timeout of a wait for another rank.
-        exchange: all-gathers bytes of equal length over the axis.
+        exchange: callback that all-gathers bytes of equal length over the axis.
     """
     host = host_identity() if wanted else NO_HOST
     barrier = open_neighbours(index, ranks, host, shared_bytes(ranks), seconds, exchange)
@@ -253,14 +257,15 @@ def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exc
 
 
 def open_shared_bytes(index: int, ranks: int, size: int, seconds: float, exchange: Exchange) -> SharedBytes | None:
-    """Allocates ``size`` bytes of host memory for each of ``ranks`` ranks; every rank of the axis maps all of them.
+    """Allocates ``size`` bytes of host memory for each of the ``ranks`` ranks of an axis.
 
-    Returns None on all ranks if they run on several hosts. Every rank of the axis calls it.
+    Every rank of the axis calls it, and can read and write the memory of all ranks. Returns None on all ranks if they
+    run on several hosts or cannot share memory.
 
     Args:
         index: place of this rank on the axis.
         seconds: timeout of a wait for another rank.
-        exchange: all-gathers bytes of equal length over the axis.
+        exchange: callback that all-gathers bytes of equal length over the axis.
     """
     barrier = open_neighbours(index, ranks, host_identity(), ranks * size, seconds, exchange)
     if barrier is None:

@@ -21,7 +21,7 @@ from engine.parallel.grid import Axis, Grid
 def open_backend(grid: Grid, device: torch.device) -> Backend:
     """Opens this process's backend, for tensors on ``device``; the default process group must exist.
 
-    Where torch's collectives cannot move tensors of ``device``, they travel through host memory.
+    If torch's collectives cannot move tensors of ``device``, the backend copies the tensors to and from host memory.
     """
     if carries_tensors_of(device):
         return TorchBackend(grid, device)
@@ -31,24 +31,33 @@ def open_backend(grid: Grid, device: torch.device) -> Backend:
 class StagedBackend(Backend):
     """Backend for a device without collectives: it copies tensors to host memory and calls ``inner``, a CPU backend.
 
-    Each call synchronizes the device, and each wait blocks the host. ``share_bytes`` returns None.
+    Each call synchronizes the device, and each returned wait blocks the host. ``share_bytes`` returns None.
     """
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Starts to reduce a host copy of ``tensor``; the wait copies the result back."""
+        """Starts to reduce a host copy of ``tensor`` over ``axis``, by a sum or with ``op`` "max" by a maximum.
+
+        Returns a function that waits and then copies the result to ``tensor``.
+        """
         host = _on_host(tensor)
         return _brought(self._inner.all_reduce(host, axis, op), (tensor, host))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Starts to reduce-scatter host copies; the wait copies the result to ``shard``."""
+        """Starts to sum a host copy of ``full`` over ``axis``, each rank for its own slice.
+
+        Returns a function that waits and then copies this rank's slice of the sum to ``shard``.
+        """
         host = host_memory_like(shard)
         return _brought(self._inner.reduce_scatter(host, _on_host(full), axis), (shard, host))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Starts to all-gather host copies; the wait copies the result to ``full``."""
+        """Starts to all-gather host copies of the ``shard`` of every rank of ``axis``.
+
+        Returns a function that waits and then copies the result to ``full``.
+        """
         host = host_memory_like(full)
         return _brought(self._inner.all_gather(host, _on_host(shard), axis), (full, host))
 
@@ -57,12 +66,18 @@ class StagedBackend(Backend):
         self._inner.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Starts to exchange host copies of slices; the wait copies the result to ``received``."""
+        """Starts to send slice i of a host copy of ``given`` to index ``members[i]`` of ``axis``.
+
+        Returns a function that waits and then copies the received slices to ``received``, in order of ``members``.
+        """
         host = host_memory_like(received)
         return _brought(self._inner.all_to_all(host, _on_host(given), members, axis), (received, host))
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Starts to exchange host copies of rows; the wait copies the result to ``received``."""
+        """Starts to send ``gives[i]`` rows of a host copy of ``given`` to each index i of ``axis``.
+
+        Returns a function that waits and then copies the received rows, ``gets[i]`` from each index i, to ``received``.
+        """
         host = host_memory_like(received)
         return _brought(self._inner.exchange(host, _on_host(given), gets, gives, axis), (received, host))
 
@@ -73,21 +88,31 @@ class StagedBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Starts to all-gather a host copy of each (full, shard) pair; the wait copies the results back."""
+        """Starts to all-gather a host copy of ``shard`` for each pair (``full``, ``shard``) of ``pairs``.
+
+        Uses the group that ``open_gathers`` created for ``within`` and ``axis``. Returns a function that waits and then
+        copies each result to its ``full``.
+        """
         hosts = [(host_memory_like(full), _on_host(shard)) for full, shard in pairs]
         filled = [(full, host) for (full, _), (host, _) in zip(pairs, hosts, strict=True)]
         return _brought(self._inner.gather_parameters(hosts, within, axis), *filled)
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data`` among each ``within`` neighbouring data ranks; returns the bytes in order of index."""
+        """All-gathers ``data``, such as a message about parameter gathers, over ``within`` consecutive data ranks.
+
+        ``data`` has the same length on all ranks. Returns the bytes of each rank, in order of index.
+        """
         return self._inner.exchange_gathers(data, within)
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Starts to send a host copy of ``tensor``; returns a function that waits."""
+        """Starts to send a host copy of ``tensor`` to index ``to`` of axis pp; returns a function that waits."""
         return self._inner.send(_on_host(tensor), to, channel)
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Starts to receive into host memory; the wait copies the message to ``tensor``."""
+        """Starts to receive the next message of ``channel`` from index ``source`` of axis pp into host memory.
+
+        Returns a function that waits and then copies the message to ``tensor``.
+        """
         host = host_memory_like(tensor)
         return _brought(self._inner.receive(host, source, channel), (tensor, host))
 
@@ -100,7 +125,10 @@ class StagedBackend(Backend):
         self._inner.link(links)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Starts to sum a host copy over the indices ``stages`` of axis pp; the wait copies the sum back."""
+        """Starts to sum a host copy of ``tensor`` over the indices ``stages`` of axis pp.
+
+        Returns a function that waits and then copies the sum to ``tensor``.
+        """
         host = _on_host(tensor)
         return _brought(self._inner.sum_over_stages(host, stages), (tensor, host))
 

@@ -51,8 +51,8 @@ class PeerWatch:
     Args:
         links: file descriptor of a socket to each watched rank, by its index on the axis; no other process has the
             other end.
-        ended: int32 [W] of zeros in host memory, one element per index; when a rank ends or closes its socket, its
-            element becomes 1, 2, ... in order of the ends.
+        ended: int32 [ranks of the axis] of zeros in host memory; when a rank ends or closes its socket, the element at
+            its index becomes 1, 2, ... in order of the ends.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
@@ -147,7 +147,9 @@ class SlotSizes:
 
     @property
     def slots(self) -> int:
-        """Bytes of all slots in one rank's memory: one slot per sending rank for each of two successive calls."""
+        """Bytes of all slots in one rank's memory: for each of two successive calls, one slot per rank that sends to
+        it.
+        """
         return 2 * self.ranks * padded_bytes(self.capacity)
 
     @property
@@ -157,7 +159,10 @@ class SlotSizes:
 
     @property
     def arrivals(self) -> int:
-        """Bytes of the arrival words in one rank's memory: an int32 per tile, by which the sender reports the tile."""
+        """Bytes of the arrival words in one rank's memory: one int32 for each tile, a part of a slot's data.
+
+        The rank that writes a tile reports its arrival in the tile's word.
+        """
         return padded_bytes(2 * _WORD * self.ranks * self.most)
 
 
@@ -204,10 +209,10 @@ class SymmetricBuffer:
 
     @cached_property
     def copies(self) -> SideStream:
-        """Stream of copies to other ranks that overlap with computation.
+        """Stream for copies to other ranks that overlap with computation.
 
-        Each rank that is a thread of one process has its own, because ranks that share a stream would wait for each
-        other.
+        If several ranks are threads of one process, each rank has a stream of its own, because ranks with one common
+        stream would wait for each other.
         """
         return SideStream(self._memory.own.device)
 
@@ -216,7 +221,7 @@ class SymmetricBuffer:
         return size <= self.sizes.capacity and tiles <= self.sizes.most
 
     def say_once(self, sentence: str) -> None:
-        """Logs ``sentence``, the reason for a call without this memory; logs each sentence only once."""
+        """Logs ``sentence``, the reason why a collective does not use this memory; logs each sentence only once."""
         if sentence not in self._said:
             self._said.add(sentence)
             logger.info("overlap: %s", sentence)
@@ -227,21 +232,25 @@ class SymmetricBuffer:
         return self._epoch
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view of the data that index ``writer`` of the axis sent to this rank in the call ``epoch``.
+        """Returns a view, with this ``shape`` and ``dtype``, of the data that this rank receives in the call ``epoch``.
 
-        The view is valid until the call ``epoch`` + 2 reuses the slot.
+        ``writer``: index on the axis of the rank that sends the data. The view is valid until the call ``epoch`` + 2
+        reuses its memory.
         """
         return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
 
     def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view of the slot on index ``owner`` of the axis into which this rank writes in call ``epoch``."""
+        """Returns a view of the slot on index ``owner`` of the axis into which this rank writes in call ``epoch``.
+
+        The view has this ``shape`` and ``dtype``.
+        """
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:
-        """Returns a view of the words, int32 [most tiles], by which this rank reports its tiles to index ``owner`` of
-        the axis.
+        """Returns a view of the int32 words by which this rank reports its data to index ``owner`` of the axis.
 
-        When tile i of its data for the call ``epoch`` has arrived on ``owner``, this rank writes ``epoch`` to word i.
+        The view has one word for each tile that a slot can have. When tile i of this rank's data for the call ``epoch``
+        has arrived on ``owner``, this rank writes ``epoch`` to word i.
         """
         most = self.sizes.most
         words = self._memory.parts[owner][self.sizes.slots :].view(torch.int32)
@@ -255,10 +264,10 @@ class SymmetricBuffer:
         return (epoch % 2) * self.sizes.ranks + writer
 
     def bring_status(self) -> None:
-        """Starts to copy to the host the status word in which kernels report timeouts; the next ``check`` reads the
-        copy.
+        """Starts to copy to the host the status word in which kernels report timeouts.
 
-        The caller waits for the device before that check; ``check`` then waits for no later kernel.
+        The next ``check`` reads this copy, so it need not wait for kernels launched after this call. The caller must
+        wait for the device before that ``check``.
         """
         self._brought = self.mailbox.status.to("cpu", non_blocking=True, copy=True)
 

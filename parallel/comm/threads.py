@@ -80,7 +80,7 @@ class Turns:
 
         Raises:
             DeadlockError: all ranks that have not ended wait for each other.
-            Exception: first error of a rank; the other ranks end in a wait that cannot complete.
+            Exception: first error of a rank; each other rank ends at its next wait that cannot complete.
         """
         process = _ProcessState.take(self._generators)
         grad = torch.is_grad_enabled()
@@ -127,7 +127,7 @@ class Turns:
     def wait(self, index: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Blocks rank ``index`` and runs the threads of other ranks until ``ready()`` is True.
 
-        Only the thread of rank ``index`` calls it. ``what`` returns a description of the wait for errors.
+        Only the thread of rank ``index`` calls it. ``what`` is a callback that describes the wait, for error messages.
 
         Raises:
             DeadlockError: no rank can continue.
@@ -356,7 +356,9 @@ class ThreadBackend(Backend):
         return self._meet(f"all_reduce ({op})", group, tensor, place)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Starts to sum ``full`` over ``axis`` into this rank's slice ``shard``; returns a function that waits."""
+        """Starts to sum ``full`` over ``axis`` into ``shard``, this rank's slice of the sum; returns a function that
+        waits.
+        """
         index, ranks = self._grid.index(axis), self._grid.size(axis)
 
         def place(parts: list[Tensor]) -> None:
@@ -366,13 +368,16 @@ class ThreadBackend(Backend):
         return self._meet("reduce_scatter", (axis, self._grid.peers(axis)), full, place)
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Starts to concatenate every rank's ``shard`` along ``axis`` into ``full``; returns a function that waits."""
+        """Starts to copy the ``shard`` of every rank of ``axis`` into ``full``, in order of index.
+
+        Returns a function that waits.
+        """
         return self._gather(full, shard, (axis, self._grid.peers(axis)))
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Starts to send slice i of ``given`` to rank ``members[i]`` of ``axis``; returns a function that waits.
+        """Starts to send slice i of ``given`` to index ``members[i]`` of ``axis``; returns a function that waits.
 
-        Slice i of ``received`` comes from rank ``members[i]``.
+        Slice i of ``received`` comes from index ``members[i]``. Slices have equal size.
         """
         line, own = self._grid.peers(axis), members.index(self._grid.index(axis))
 
@@ -383,9 +388,9 @@ class ThreadBackend(Backend):
         return self._meet("all_to_all", (f"{axis} slices", tuple(line[index] for index in members)), given, place)
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Starts to exchange rows over ``axis``: ``gives[i]`` rows to index i, ``gets[i]`` rows from it.
+        """Starts to send ``gives[i]`` rows of ``given`` to each index i of ``axis``; returns a function that waits.
 
-        Each rank publishes its counts, then all of its rows. Returns a function that waits.
+        ``received`` takes ``gets[i]`` rows from each index i, in order of index.
         """
         own, group = self._grid.index(axis), (f"{axis} rows", self._grid.peers(axis))
         counts: list[Tensor] = []
@@ -407,7 +412,7 @@ class ThreadBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Starts to all-gather each (full, shard) pair, apart from other collectives; returns a function that waits.
+        """Starts to all-gather ``shard`` into ``full`` for each pair of ``pairs``; returns a function that waits.
 
         The group has all ranks of ``axis``, or ``within`` neighbouring data ranks; without either, all data ranks.
         """
@@ -424,7 +429,7 @@ class ThreadBackend(Backend):
         return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data`` over groups of ``within`` neighbouring data ranks; returns their bytes by index."""
+        """All-gathers ``data`` over ``within`` neighbouring data ranks; returns the bytes of each rank, by index."""
         line = self._grid.shard_line
         first = self._grid.index(line) // within * within
         group = ("agreement", tuple(self._grid.peers(line)[first : first + within]))
@@ -461,7 +466,10 @@ class ThreadBackend(Backend):
         return finish
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Starts to send ``tensor`` over ``channel``; the wait ends when the receiver has called ``receive``."""
+        """Starts to send ``tensor`` to index ``to`` of axis pp over ``channel``; returns a function that waits.
+
+        The wait ends when the receiver has called ``receive`` for this message.
+        """
         target = self._grid.peers("pp")[to]
         box = self._post.boxes[channel, self._grid.rank, target]
         number, box.sent = box.sent, box.sent + 1
@@ -470,7 +478,10 @@ class ThreadBackend(Backend):
         return lambda: self._turns.wait(self._grid.rank, lambda: number < box.asked, lambda: what)
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Starts to receive the next message of ``channel`` into ``tensor``; returns a function that waits."""
+        """Starts to receive the next message of ``channel`` from index ``source`` of axis pp into ``tensor``.
+
+        Returns a function that waits.
+        """
         sender = self._grid.peers("pp")[source]
         box = self._post.boxes[channel, sender, self._grid.rank]
         number, box.asked = box.asked, box.asked + 1

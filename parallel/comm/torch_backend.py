@@ -63,12 +63,13 @@ class TorchBackend:
     ``close`` ends all connections of this engine, and none of another one.
 
     NCCL runs all messages of a group on one stream in the order of issue, and each message blocks the stream until its
-    other end is ready. Pipeline ranks issue their messages in different orders. So with NCCL (``linked``) every channel
-    of activations and gradients has a group of its own, and the two ends of a channel agree on the order. gloo
-    separates channels by tags.
+    other end is ready. Pipeline ranks issue their messages in different orders. So with NCCL (or ``linked`` = True)
+    every channel of activations and gradients has a group of its own, and the two ends of a channel agree on the order.
+    gloo separates channels by tags.
 
     On CPUs, tensor ranks of one host use shared memory, because they communicate most. On every device, data ranks of
-    one host agree on gathers through shared memory: a round costs a tenth of gloo's.
+    one host also exchange their messages about parameter gathers through shared memory, in a tenth of the time that
+    gloo takes.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -123,7 +124,8 @@ class TorchBackend:
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
         """Allocates ``size`` bytes per rank of ``axis``: shared host memory on CPUs, torch's symmetric memory on GPUs.
 
-        Returns None on all ranks if they run on several hosts or if a GPU cannot reach another.
+        Returns None on all ranks if CPU ranks run on several hosts or may not share memory, or if a GPU cannot reach
+        another.
         """
         group = self._groups[axis]
         assert group is not None
@@ -134,9 +136,10 @@ class TorchBackend:
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates one group of the indices ``members`` of the data axis for each coordinate of the other axes.
+        """Creates the groups for ``all_to_all``: the indices ``members`` of the data axis, for each coordinate of other
+        axes.
 
-        Does nothing for all data ranks, which have a group already, or for a single one.
+        Does nothing if ``members`` are all data ranks, which have a group already, or a single one.
         """
         if len(members) in (1, self._grid.size(self._grid.shard_line)) or _DataMembers(members) in self._groups:
             return
@@ -147,9 +150,9 @@ class TorchBackend:
         self._groups[_DataMembers(members)] = self._open(groups, own)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Starts to send slice i of ``given`` to rank ``members[i]`` of ``axis``; returns a function that waits.
+        """Starts to send slice i of ``given`` to index ``members[i]`` of ``axis``; returns a function that waits.
 
-        Slice i of ``received`` comes from rank ``members[i]``.
+        Slice i of ``received`` comes from index ``members[i]``. Slices have equal size.
         """
         group = self._groups[axis if len(members) == self._grid.size(axis) else _DataMembers(members)]
         return _all_to_all(received, given, group)
@@ -157,7 +160,7 @@ class TorchBackend:
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
         """Starts to send ``gives[i]`` rows of ``given`` to each index i of ``axis``; returns a function that waits.
 
-        ``received`` takes ``gets[i]`` rows from index i. Runs ``all_to_all_single``.
+        ``received`` takes ``gets[i]`` rows from each index i, in order of index. Runs torch's ``all_to_all_single``.
         """
         group = self._groups[axis]
         return _finisher(dist.all_to_all_single(received, given, list(gets), list(gives), group=group, async_op=True))
@@ -188,9 +191,9 @@ class TorchBackend:
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Starts to all-gather each (full, shard) pair in the group that ``open_gathers`` created with these arguments.
+        """Starts to all-gather ``shard`` into ``full`` for each pair of ``pairs``; returns a function that waits.
 
-        Returns a function that waits.
+        It uses the group that ``open_gathers`` created for the same ``within`` and ``axis``.
         """
         line = _DataGathers("gathers", within or self._grid.size(self._grid.shard_line))
         group = self._groups[line if axis is None else _AxisGathers(axis)]
@@ -203,7 +206,7 @@ class TorchBackend:
         return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data`` between hosts, over groups of ``within`` neighbouring data ranks.
+        """All-gathers ``data``, of equal length on all ranks, between hosts over ``within`` neighbouring data ranks.
 
         Returns the bytes of each rank, in order of index.
         """
@@ -212,7 +215,9 @@ class TorchBackend:
         return _exchange(group, data) if self._agreement is None else self._agreement.exchange(data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates one group of the indices ``stages`` of axis pp for each coordinate of the other axes."""
+        """Creates the groups for ``sum_over_stages``: the indices ``stages`` of axis pp, for each coordinate of other
+        axes.
+        """
         if stages not in self._groups:
             self._groups[stages] = self._among(stages)
 
@@ -284,7 +289,7 @@ class TorchBackend:
         return group, int(other > self._here) if paired else other, tag
 
     def close(self) -> None:
-        """Destroys the groups and leaves the shared memory. A second call does nothing."""
+        """Destroys the process groups and releases the shared memory. A second call does nothing."""
         atexit.unregister(self._groups.clear)
         self._groups.clear()
         for shared in (*self._shared.values(), *([self._agreement] if self._agreement is not None else ())):
@@ -304,7 +309,8 @@ class TorchBackend:
         return _finisher(dist.all_reduce(tensor, reduction, self._groups[axis], async_op=True))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Starts to sum ``full`` over ``axis`` into this rank's slice ``shard``; returns a function that waits.
+        """Starts to sum ``full`` over ``axis`` into ``shard``, this rank's slice of the sum; returns a function that
+        waits.
 
         With gloo, ranks exchange slices and add them in rank order.
         """
@@ -316,7 +322,10 @@ class TorchBackend:
         return _finisher(_REDUCE_SCATTER(shard, full, group=group, async_op=True))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Starts to concatenate every rank's ``shard`` along ``axis`` into ``full``; returns a function that waits."""
+        """Starts to copy the ``shard`` of every rank of ``axis`` into ``full``, in order of index.
+
+        Returns a function that waits.
+        """
         if axis in self._shared:
             return self._shared[axis].all_gather(full, shard)
         return _all_gather(full, shard, self._groups[axis])

@@ -29,10 +29,10 @@ def megabytes(count: int) -> str:
 
 
 def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
-    """Returns the bytes that one rank sends in ``op``, with the ring algorithm for collectives.
+    """Returns the bytes that one rank sends in ``op``; collectives are counted as ring algorithms.
 
-    ``payload_bytes``: size of the message, or of the full tensor of a collective over ``ranks`` ranks; for "exchange",
-    the bytes that this rank has for others.
+    ``payload_bytes``: for "send", the size of the message; for "exchange", the bytes that this rank has for other
+    ranks; otherwise the size of the full tensor of a collective over ``ranks`` ranks. A "receive" counts 0.
     """
     if op in ("send", "exchange"):
         return payload_bytes
@@ -69,7 +69,7 @@ class Record(NamedTuple):
 
 
 class Tally:
-    """Totals of calls and sent bytes by axis and label, as :class:`Traffic`."""
+    """Totals of calls and sent bytes of one rank, by axis and label; a row is a :class:`Traffic`."""
 
     def __init__(self, entries: Iterable[Traffic] = ()) -> None:
         self._rows: dict[tuple[Axis, str], tuple[int, int]] = {}
@@ -99,7 +99,7 @@ class Tally:
         return Tally(Traffic(row.axis, row.label, row.calls * count, row.bytes * count) for row in self.rows())
 
     def since(self, earlier: "Tally") -> "Tally":
-        """Returns the traffic that was added since ``earlier``, a :meth:`copy` of this tally."""
+        """Returns the traffic that was added to this tally since ``earlier``, a :meth:`copy` of it made before."""
         before = {(row.axis, row.label): row for row in earlier.rows()}
         return Tally(
             Traffic(row.axis, row.label, row.calls - old.calls, row.bytes - old.bytes) if old else row

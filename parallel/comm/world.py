@@ -218,7 +218,7 @@ _BACKLOG = 4096
 
 
 def open_world(world: World, store: Store | None = None) -> None:
-    """Starts torch's default process group for ``world``, unless it exists; it ends when the interpreter exits.
+    """Starts torch's default process group for ``world``, unless the group exists; it is destroyed at interpreter exit.
 
     :func:`timeout_seconds` is the timeout of the rendezvous and of every collective.
 
@@ -263,10 +263,11 @@ def prefixed(store: Store, prefix: str) -> Store:
 
 @contextmanager
 def connected_when_needed(ranks: int) -> Iterator[None]:
-    """Makes gloo connect ranks lazily, at their first message, if a group of many ``ranks`` is created in the block.
+    """Makes gloo connect ranks at their first message if a group of many ``ranks`` is created in the block.
 
-    gloo otherwise connects all pairs at creation: with 16,384 ranks, a rank would open as many connections and read 2
-    GB of addresses from the store. Collectives connect a rank with few others.
+    Many is more than ``ALL_WITH_ALL`` (64). gloo otherwise connects all pairs at creation: with 16,384 ranks, a rank
+    would open as many connections and read 2 GB of addresses from the store. Collectives connect a rank with few
+    others.
     """
     if ranks <= ALL_WITH_ALL or _LAZILY in os.environ:
         yield
@@ -303,13 +304,12 @@ class OwnedGroups:
     def open(
         self, ranks: Sequence[int] | None, backend: str | None = None, timeout: timedelta | None = None
     ) -> dist.ProcessGroup | None:
-        """Creates the process group of ``ranks``, which include this rank; with None, this rank joins no group in this
-        call.
+        """Creates and returns the process group of ``ranks``, which include this rank.
 
-        Every rank of the world calls it at the same point, with groups that are equal or disjoint. Only members of a
-        group wait for each other, at the store; with torch's ``new_group``, all ranks would take part in each of
-        thousands of groups. With NCCL, one call is one split of the world's communicator, and each group is a color
-        (see :func:`split_color`).
+        With ``ranks`` None, this rank joins no group in this call and gets None. Every rank of the world makes the call
+        at the same point; the groups of two ranks are equal or disjoint. Only members of a group wait for each other,
+        at the store; with torch's ``new_group``, all ranks would take part in each of thousands of groups. With NCCL,
+        one call is one split of the world's communicator, and each group is a color (see :func:`split_color`).
 
         The default ``timeout`` is :func:`group_timeout`; torch's own default is half an hour.
 
@@ -369,10 +369,11 @@ def _members_meet(ranks: Sequence[int] | None, backend: str | None, wait: timede
 def color_rounds(
     groups: Iterable[tuple[int, ...]], color: Callable[[Sequence[int]], int] | None = None
 ) -> list[frozenset[tuple[int, ...]]]:
-    """Divides disjoint ``groups`` of ranks into rounds in which no two have the same color; almost always one round.
+    """Divides disjoint ``groups`` of ranks into rounds, sets in which no two groups have the same color.
 
-    NCCL splits a communicator by colors, for which torch takes a hash of the ranks: two groups of one color in one
-    round would become one group. ``color`` computes a group's color, by default torch's hash.
+    There is almost always one round. NCCL splits a communicator by colors, for which torch takes a hash of the ranks:
+    two groups of one color in one round would become one group. ``color`` computes a group's color, by default torch's
+    hash.
     """
     rounds: list[dict[int, tuple[int, ...]]] = []
     for group in groups:
@@ -415,18 +416,21 @@ def timeout_seconds(configured: int = 600) -> int:
 
 
 def watchdog_seconds(configured: int = 600) -> float:
-    """Returns the seconds of waiting after which the watchdog reports: ``TRINE_WATCHDOG_SECONDS``, else half the
+    """Returns the seconds that a rank waits before the watchdog reports: ``TRINE_WATCHDOG_SECONDS``, or half the
     timeout.
 
-    The watchdog thus reports the slow rank before a collective times out. ``configured`` is the timeout unless
-    ``TRINE_TIMEOUT_SECONDS`` is set.
+    The watchdog thus reports the slow rank before a collective times out. The timeout is ``TRINE_TIMEOUT_SECONDS`` if
+    set, otherwise ``configured``.
     """
     given = read_count(os.environ, "TRINE_WATCHDOG_SECONDS", 0)
     return float(given) if given else timeout_seconds(configured) / 2
 
 
 def group_timeout() -> timedelta:
-    """Returns the timeout of the engine's groups: ``TRINE_TIMEOUT_SECONDS``, else the default process group's."""
+    """Returns the timeout of the engine's process groups.
+
+    It is ``TRINE_TIMEOUT_SECONDS`` if that is set, otherwise the timeout of the default process group.
+    """
     world = dist.group.WORLD
     if world is None or "TRINE_TIMEOUT_SECONDS" in os.environ:
         return timedelta(seconds=timeout_seconds())
@@ -435,7 +439,10 @@ def group_timeout() -> timedelta:
 
 
 def patience_seconds() -> float:
-    """Returns the seconds between keep-alive messages of a rank that others wait for; several fit in a timeout."""
+    """Returns the seconds between the keep-alive messages that a busy rank sends to the ranks that wait for it.
+
+    At least four such messages fit in the timeout of a collective.
+    """
     return min(_PATIENCE_SECONDS, group_timeout().total_seconds() / 4)
 
 

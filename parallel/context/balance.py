@@ -47,15 +47,15 @@ class WorkBalance(NamedTuple):
 def causal_balance(length: int, ranks: int, unit: int = 1) -> WorkBalance:
     """Returns the attention work of each context rank for ``length`` positions under a causal mask.
 
-    The sharding is zig-zag, in chunks with sizes that are multiples of ``unit``.
+    The positions are sharded zig-zag over ``ranks`` ranks, in chunks with sizes that are multiples of ``unit``.
     """
     return runs_balance(zigzag(length, ranks, unit))
 
 
 def runs_balance(index: Index) -> WorkBalance:
-    """Returns the attention work of each context rank under a causal mask.
+    """Returns the attention work of each context rank under a causal mask, for the sharding ``index`` of positions.
 
-    Rank r stores the positions ``index.runs[r]``.
+    Rank r stores the runs of positions ``index.runs[r]``.
     """
     return WorkBalance(
         tuple(int(((runs[:, 1] - runs[:, 0]) * (runs[:, 0] + runs[:, 1] + 1) // 2).sum()) for runs in index.runs)
@@ -63,9 +63,10 @@ def runs_balance(index: Index) -> WorkBalance:
 
 
 def work_balance(work: Indices, index: Index) -> WorkBalance:
-    """Returns the attention work of each context rank; rank r stores the positions ``index.runs[r]``.
+    """Returns the attention work of each context rank for the sharding ``index`` of S positions.
 
-    ``work`` [S]: number of (query, key) pairs of the query at each position.
+    ``work`` [S]: for each position, the number of (query, key) pairs of its query. Rank r stores the runs of positions
+    ``index.runs[r]``.
     """
     before = np.append(0, np.cumsum(work))
     return WorkBalance(tuple(int((before[runs[:, 1]] - before[runs[:, 0]]).sum()) for runs in index.runs))
@@ -74,9 +75,10 @@ def work_balance(work: Indices, index: Index) -> WorkBalance:
 def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
     """Returns a sharding of positions over ``ranks`` context ranks by which all ranks have nearly equal attention work.
 
-    ``work`` [S]: number of (query, key) pairs of the query at each position. Each rank has as many positions as under
-    the zig-zag sharding, which is returned if it is even enough. Otherwise ranks have 2, 4, 8, .. chunks, of at least
-    ``LEAST_CHUNK`` positions, and exchange parts of them, until the work is even.
+    ``work`` [S]: for each of S positions, the number of (query, key) pairs of its query. Each rank has as many
+    positions as under the zig-zag sharding, which is returned if its work is even enough (``EVEN``). Otherwise ranks
+    have 2, 4, 8, .. chunks, of at least ``LEAST_CHUNK`` positions, and exchange parts of them, until the work is even.
+    Chunks have sizes that are multiples of ``unit``.
     """
     plain = zigzag(len(work), ranks, unit)
     best, found = work_balance(work, plain).most_over_mean, plain
@@ -163,10 +165,10 @@ def _ends(
 def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indices]:
     """Returns the attention work at each position of packed documents: [S], summed over rows, keyed by the length S.
 
-    The work is the number of keys that the position's query sees: earlier keys of its document and its own. Lengths
-    without a row of several documents are left out.
+    The work is the number of keys that the position's query sees: earlier keys of its document and its own. A length is
+    left out if no row of this length contains several documents.
 
-    ``batch``: pairs (name, tensor). The host waits for tensors that have the name of position ids or document numbers.
+    ``batch``: pairs (name, tensor). The host waits for tensors with a name for position ids or document numbers.
     """
     found: dict[int, Indices] = {}
     for name, tensor in batch:

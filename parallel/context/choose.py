@@ -21,7 +21,7 @@ GAIN = 0.9
 
 
 class AttentionRates(NamedTuple):
-    """Speed of a GPU's attention and of the links between context ranks, equal on all ranks."""
+    """Speed of a GPU's attention and of the links between context ranks; all ranks use equal rates."""
 
     flops: float
     """FLOP/s of attention."""
@@ -44,7 +44,7 @@ class AskedMethod(NamedTuple):
 
 
 class AttentionSizes(NamedTuple):
-    """Sizes of one attention call, equal on all ranks, from which the cost of each method follows."""
+    """Sizes of one attention call, the same on all ranks, from which the cost of each method follows."""
 
     ranks: int
     rows: int
@@ -70,18 +70,21 @@ class AttentionSizes(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Forward FLOPs of attention on one rank, with evenly divided work."""
+        """Forward FLOPs of attention on one rank, if the work is divided evenly over the ranks."""
         pairs = self.queries * self.keys / (2 if self.causal else 1)
         return 2 * self.rows * self.heads * self.width * pairs / self.ranks
 
     @property
     def served(self) -> int:
-        """Number of key heads that one rank needs for an equal share of the query heads; at least 1."""
+        """Number of key heads that one rank needs if the query heads are divided evenly over the ranks; at least 1."""
         return max(1, self.key_heads // self.ranks)
 
 
 class MethodCost(NamedTuple):
-    """Cost of one attention method in one forward on one rank: sent bytes, exposed seconds, bytes of keys."""
+    """Cost of one attention method in one forward on one rank.
+
+    It has the sent bytes, the exposed seconds (not hidden by computation), and the bytes of keys and values in memory.
+    """
 
     bytes: int
     exposed: float
@@ -90,9 +93,10 @@ class MethodCost(NamedTuple):
 
 
 def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[Method, MethodCost]:
-    """Returns the cost of each attention method that can run with the sizes ``form``, by method.
+    """Returns the cost of each method of attention that can run with the sizes ``form``, keyed by method.
 
-    "heads" needs a number of heads that the ranks divide evenly, and "need" a known set of needed keys.
+    All methods move keys and values between context ranks. "heads" can run if the ranks divide the heads evenly, and
+    "need" if the keys that each rank needs are known; "gather" and "ring" always can.
     """
     away, whole = form.ranks - 1, form.key_bytes
     gathered = whole * away // form.ranks
@@ -118,8 +122,8 @@ def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[M
 def choose_method(form: AttentionSizes, limit: int | None, rates: AttentionRates = ASSUMED) -> tuple[Method, str]:
     """Returns the method (gather, need, heads or ring) with the least exposed time, and the reason as text.
 
-    The method needs at most ``limit`` bytes of memory; None: no limit. gather is replaced only for a clear gain, and
-    ring is chosen if no method fits.
+    The method needs at most ``limit`` bytes of memory; None: no limit. Another method than gather is returned only if
+    it has at most 90 % of gather's exposed time, or if gather does not fit; ring is returned if no method fits.
     """
     costs = costs_of(form, rates)
     fits = {name: cost for name, cost in costs.items() if limit is None or cost.memory <= limit} or {

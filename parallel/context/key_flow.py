@@ -41,8 +41,9 @@ class KeyFlow(NamedTuple):
     axis: TensorAxis
 
     def bring(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Receives the parcels in order; yields (number of the parcel, its keys joined with values [.., K, D + E]).
+        """Receives the parcels in order; yields pairs (number of the parcel, its keys joined with their values).
 
+        The second element is a tensor [.., K, D + E] of K keys; D and E are the sizes of a key and of a value.
         ``local``: keys and values of this rank, which it sends. The next parcel is in flight while the caller computes.
         """
         coming = self._start(0, local)
@@ -71,10 +72,11 @@ class KeyFlow(NamedTuple):
         return made, place
 
     def take_home(self, number: int, grad: Tensor) -> tuple[Tensor, Wait]:
-        """Starts to send ``grad``, the gradient of the keys in parcel ``number``, to the ranks that own these keys.
+        """Starts to send ``grad``, the gradient of the keys and values in parcel ``number``, to the ranks that own
+        these keys.
 
-        Returns a tensor and a function that waits; after the wait the tensor is the summed gradient of this rank's own
-        keys.
+        Returns a tensor and a function that waits; after the wait the tensor is the gradient of this rank's own keys
+        and values, summed over all ranks that received them in this parcel.
         """
         parcel = self.parcels[number]
         if parcel.boxes is None:
@@ -87,9 +89,10 @@ class KeyFlow(NamedTuple):
         return made, pending.wait
 
     def expect_backward(self, local: Tensor, made: Tensor) -> None:
-        """Reports the collectives in the backward of ``made``, the attention's output, if the axis is in a dry run.
+        """Reports the collectives that the backward of ``made``, the attention's output, will call; only in a dry run.
 
-        A dry run communicates nothing; see ``TensorAxis``. ``local``: keys and values of this rank.
+        In a dry run the axis communicates nothing and reports each call to a listener. ``local``: keys and values of
+        this rank.
         """
         for parcel in self.parcels if self.axis.dry else ():
             if parcel.boxes is None:
@@ -108,14 +111,17 @@ def _nothing() -> None:
 
 
 def own_keys(length: int, axis: TensorAxis) -> KeyFlow:
-    """Returns the key flow without communication, for ranks that store the keys of all ``length`` positions."""
+    """Returns the key flow without communication, for ranks that store the keys of all ``length`` positions of their
+    heads.
+    """
     return KeyFlow((Parcel(one_run(0, length)),), axis)
 
 
 def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
     """Returns the key flow that gathers all keys and values on every rank, in one parcel.
 
-    ``shape``: full shape of the keys joined with values, [.., S, D + E]. ``have``: their sharding.
+    ``shape``: full shape of the keys joined with values, [.., S, D + E], for S positions, with D and E the sizes of a
+    key and of a value. ``have``: sharding of this joined tensor.
     """
     boxes = boxes_of(shape, have, (None,) * len(have), axis.index, axis.size)
     index = have[-2]
@@ -126,17 +132,18 @@ def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow
 def needed_flow(shape: Sequence[int], have: Sets, wanted: Index, axis: TensorAxis) -> KeyFlow:
     """Returns the key flow that sends the keys at positions ``wanted.ranks[r]`` to each rank r, in one exchange.
 
-    ``shape``: full shape of the keys joined with values, [.., S, D + E]. ``have``: their sharding.
+    ``shape``: full shape of the keys joined with values, [.., S, D + E], for S positions, with D and E the sizes of a
+    key and of a value. ``have``: sharding of this joined tensor.
     """
     boxes = boxes_of(shape, have, replaced(have, len(have) - 2, wanted), axis.index, axis.size)
     return KeyFlow((Parcel(wanted.runs[axis.index], boxes),), axis)
 
 
 def ring_of_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
-    """Returns the key flow of ring attention: rank i first uses its own keys, then the keys of rank i - 1, i - 2, and
-    so on.
+    """Returns the key flow of ring attention: rank i first uses its own keys, then the keys of rank i - 1, i - 2, ...
 
-    ``shape``: full shape of the keys joined with values, [.., S, D + E]. ``have``: their sharding.
+    ``shape``: full shape of the keys joined with values, [.., S, D + E], for S positions, with D and E the sizes of a
+    key and of a value. ``have``: sharding of this joined tensor.
     """
     index = have[-2]
     assert index is not None, "the keys of a ring are sharded"

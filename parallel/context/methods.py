@@ -48,7 +48,8 @@ _MEMORY_SHARE = 16
 class AttentionMethods:
     """Record of the method by which each attention of a model runs, with counts for the startup banner.
 
-    It also caches masks and plans of one forward. ``asked``: configured method; "auto" chooses one per call.
+    A method moves keys between context ranks: gather, need, heads or ring. ``asked``: configured method; "auto" chooses
+    one for each call. The object also caches masks and plans of one forward.
     """
 
     def __init__(self, asked: Method | Literal["auto"] = "auto", rates: AttentionRates = ASSUMED) -> None:
@@ -87,9 +88,10 @@ class AttendingContext(GlobalTensorContext):
         self.attention = AttentionMethods(method, rates)
 
     def uneven(self, own: Index, causal: bool) -> float:
-        """Returns the largest attention work of a rank, divided by the mean over ranks; 1 if it is unknown.
+        """Returns the largest attention work of a rank, divided by the mean work of all ranks; 1 if the work is
+        unknown.
 
-        ``own``: positions of the queries of each rank. ``causal``: the mask is causal.
+        ``own``: positions of the queries of each rank. ``causal``: True if the mask is causal.
         """
         raise NotImplementedError
 
@@ -146,12 +148,14 @@ class _Call(NamedTuple):
 
 
 def context_attention(context: "AttendingContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``F.scaled_dot_product_attention`` [.., heads, S, D] with queries and keys sharded along S over axis cp.
+    """Computes ``F.scaled_dot_product_attention`` on [.., heads, S, D] with queries and keys sharded along S over axis
+    cp.
 
-    The configured or chosen method of the context moves the keys; if it cannot compute a call, keys are gathered.
+    S is the dim of positions. The method of ``context``, configured or chosen by cost, moves keys and values between
+    ranks; if it cannot compute a call, keys and values are gathered.
 
     Raises:
-        NoRuleError: the head size is sharded, or keys and values are sharded differently.
+        NoRuleError: heads or another dim than S are sharded, or keys and values are sharded differently.
     """
     query, key, value, mask, options = attention_arguments(args, options)
     own, theirs = layout_of(query).sets, layout_of(key).sets
@@ -176,8 +180,9 @@ def context_attention(context: "AttendingContext", func: Function, *args: Any, *
 
 
 def context_flex(context: "AttendingContext", func: Function, q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
-    """Computes flex attention [B, heads, S, D] with queries and keys sharded along S over axis cp; gathers keys and
-    values.
+    """Computes flex attention on [B, heads, S, D] with queries and keys sharded along S, the positions, over axis cp.
+
+    Gathers keys and values on every rank.
 
     Raises:
         NoRuleError: another dim is sharded, or keys and values are sharded differently.

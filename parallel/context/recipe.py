@@ -67,8 +67,8 @@ _FOLLOWED = _BY_ELEMENT | {_INDEXED} | _functions("unsqueeze expand view diff cu
 class TensorRecipe(Tensor):
     """Tensor without memory, such as a long mask, that computes its elements only when code reads them.
 
-    ``part(wanted)`` computes the elements at given indices of each dim. ``made``: the whole tensor, once code has read
-    it.
+    The callback ``part(wanted)`` computes the elements at given indices of each dim. ``made``: the whole tensor, once
+    code has read it; None before.
     """
 
     part: Callable[[Sequence[Part]], Tensor]
@@ -83,7 +83,7 @@ class TensorRecipe(Tensor):
         return recipe
 
     def box(self, wanted: Sequence[Part]) -> Tensor:
-        """Returns the elements at the indices ``wanted`` of each dim.
+        """Returns the elements at the indices ``wanted``: for each dim a tensor of indices, a slice, or None for all.
 
         It computes only these elements, unless the whole tensor exists already.
         """
@@ -131,9 +131,9 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
-    """Returns a recipe, a tensor that is computed in parts when read, for ``func(*args, **kwargs)``.
+    """Returns the result of ``func(*args, **kwargs)`` as a recipe, a tensor that is computed in parts when read.
 
-    Returns None if the result must be computed now.
+    Returns None if the result is small or ``func`` has no recipe, so that it must be computed now.
     """
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_tensor) if isinstance(leaf, Tensor)]
     if not tensors or any(type(leaf) not in (Tensor, TensorRecipe) or leaf.requires_grad for leaf in tensors):
@@ -329,7 +329,10 @@ class SeenLines(NamedTuple):
 
 
 def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
-    """Computes the rows ``lines`` and columns ``keys`` of the mask ``recipe``; a dim of size one stays whole."""
+    """Computes the rows ``lines`` and columns ``keys`` of the mask ``recipe`` [.., rows or 1, columns or 1].
+
+    A dim of size one is not divided. ``keys`` None: all columns.
+    """
     wanted = (lines if recipe.shape[-2] != 1 else None, keys if recipe.shape[-1] != 1 else None)
     return recipe.box([*(None,) * (recipe.ndim - 2), *wanted])
 
@@ -337,9 +340,10 @@ def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
 def seen_lines(
     recipe: TensorRecipe, runs: Sequence[int], places: Tensor | None = None, key: Hashable = None
 ) -> list[SeenLines]:
-    """Divides the rows of a mask into blocks and returns each block with the range of keys that its rows see.
+    """Divides the rows of the mask ``recipe`` into blocks; returns each block with the range of keys that its rows see.
 
-    The result is cached for all layers; the host waits once for the device. In an additive mask all rows see all keys.
+    The result is cached for all layers; the host waits once for the device. In an additive mask all rows count as
+    seeing all keys.
 
     ``runs``: number of rows in each run of neighbouring queries; a block has rows of one run. ``places``: indices of
     the keys to consider, with ``key`` as their name in the cache; None: all keys.
@@ -371,8 +375,8 @@ class HostTwins:
     """Host copies of short integer tensors that a forward has on a device, so that reading values needs no wait.
 
     The first copies come from ``torch.arange`` and from a batch in host memory; the host then repeats each operation on
-    its copies. transformers, for example, tests position ids in each forward for several documents. Without a copy, the
-    host would wait until the device has finished all earlier work.
+    its copies. For example, transformers reads position ids in each forward to see if rows contain several documents.
+    Without a copy, the host would wait until the device has finished all earlier work.
     """
 
     def __init__(self) -> None:
@@ -380,7 +384,11 @@ class HostTwins:
         """(tensor, its version, the copy) by the tensor's id; the tensor is held, so that its id stays its own."""
 
     def follow(self, func: Function, args: Any, kwargs: Any, made: Any) -> None:
-        """Computes the host copy of ``made``, the result of ``func``, if all tensors in the arguments have one."""
+        """Computes and registers the host copy of ``made``, the result of ``func``, by a call of ``func`` on host
+        copies.
+
+        Does nothing unless all tensors in the arguments have host copies and ``made`` is a short tensor of integers.
+        """
         if func is not torch.arange and not any(id(each) in self._known for each in args):
             return
         if type(made) is not Tensor or made.numel() > _TWIN or made.is_floating_point() or made.is_inference():
@@ -418,7 +426,8 @@ def _on_host(leaf: Any) -> Any:
 class RecipeMode(QuietMode):
     """Function mode in which a large elementwise result of small tensors becomes a :class:`TensorRecipe`.
 
-    ``twins``: host copies of short tensors, from which conditions are answered without a wait for the device.
+    A recipe computes its elements only when code reads them. ``twins``: host copies of short tensors, from which
+    ``bool``, ``int`` and ``item`` are answered without a wait for the device; None: no copies.
     """
 
     def __init__(self, twins: HostTwins | None = None) -> None:
@@ -447,12 +456,12 @@ _STARTS, _ANSWERS = (torch.arange,), (Tensor.__bool__, Tensor.item, Tensor.__int
 
 @contextmanager
 def masks_by_recipe(batch: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Opens a context for one forward, in which large masks become recipes and the host has copies of short integer
-    tensors.
+    """Opens a context for one forward, in which large masks become recipes, computed in parts when read.
 
-    Does nothing if another function mode is active, or if the batch is short and in host memory.
+    If the batch is on a device, the host also gets copies of short integer tensors. Does nothing if another function
+    mode is active, or if the batch is short and in host memory.
 
-    ``batch``: each tensor on the device, and the tensor that it was copied from.
+    ``batch``: pairs of a tensor on the device and the tensor that it was copied from.
     """
     pairs = [pair for pair in batch if pair[0].ndim > 1]
     given = [tensor for tensor, _ in pairs]

@@ -28,10 +28,10 @@ Places = tuple[Runs | None, ...]
 
 
 class Boxes(NamedTuple):
-    """Plan of a resharding on one rank: the slices that it sends to each rank, and the places of the slices it
-    receives.
+    """Plan of a resharding on one rank.
 
-    The slice for this rank itself is copied.
+    It lists the slices of the local tensor that this rank sends to each rank, and the places in the result of the
+    slices that it receives. The slice for this rank itself is copied.
     """
 
     gives: tuple[Places, ...]
@@ -55,7 +55,7 @@ class Boxes(NamedTuple):
         return Boxes(self.gets, self.gives, self.get_sizes, self.give_sizes, self.made, self.given, ways)
 
     def sent(self, x: Tensor, ranks: int) -> list[int]:
-        """Returns the bytes that each of ``ranks`` ranks sends to others, for the dtype of ``x``."""
+        """Returns, for each of ``ranks`` ranks, the bytes that it sends to other ranks, for the dtype of ``x``."""
         return [count * x.element_size() for count in sent_elements(*self.ways, ranks)]
 
 
@@ -63,10 +63,10 @@ def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int
     """Returns the plan by which rank ``rank`` of ``ranks`` reshards a tensor of full ``shape`` from ``have`` to
     ``want``.
 
-    Communicates nothing.
+    A sharding has one entry per dim: the indices on each rank, or None if the dim is not sharded. Communicates nothing.
 
     Raises:
-        NoRuleError: several ranks store an element of ``have``.
+        NoRuleError: several ranks store an element under ``have``.
     """
     if not held_once(have):
         raise NoRuleError("elements that several ranks store have no single sender.")
@@ -81,9 +81,10 @@ def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int
 
 
 def sent_elements(shape: Sequence[int], have: Sets, want: Sets, ranks: int) -> tuple[int, ...]:
-    """Returns the number of elements that each rank sends to others when a tensor of ``shape`` is resharded.
+    """Returns, for each of ``ranks`` ranks, the number of elements that it sends when a tensor is resharded.
 
-    ``have`` and ``want``: sharding before and after.
+    ``shape``: full shape of the tensor. ``have`` and ``want``: its sharding before and after. Elements that a rank
+    already stores are not sent.
     """
 
     def met(rank: int, other: int) -> int:
@@ -129,7 +130,7 @@ def _common(a: Runs | None, b: Runs | None) -> Runs | None:
 
 
 def take(x: Tensor, box: Places) -> Tensor:
-    """Returns the elements of ``x`` at the places ``box`` of each dim; a view if these are contiguous."""
+    """Returns the elements of ``x`` at ``box``, the places along each dim; a view if the places are contiguous."""
     for dim, runs in enumerate(box):
         if runs is None:
             continue
@@ -142,7 +143,10 @@ def take(x: Tensor, box: Places) -> Tensor:
 
 
 def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
-    """Writes ``piece`` to the places ``box`` of each dim of ``into``; adds it to them if ``add``."""
+    """Writes ``piece`` to the elements of ``into`` at ``box``, which lists the places along each dim.
+
+    ``add``: adds ``piece`` to these elements instead.
+    """
     split = next((dim for dim, runs in enumerate(box) if runs is not None), None)
     if split is None:
         _ = into.add_(piece) if add else into.copy_(piece)
@@ -161,7 +165,7 @@ def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
 
 
 def read(x: Tensor, box: Places, into: Tensor) -> None:
-    """Copies the elements of ``x`` at the places ``box`` of each dim to ``into``.
+    """Copies the elements of ``x`` at ``box``, which lists the places along each dim, to the tensor ``into``.
 
     Each element is copied once, unless the places of a dim form many runs.
     """
@@ -184,8 +188,8 @@ def read(x: Tensor, box: Places, into: Tensor) -> None:
 class Way(NamedTuple):
     """Plan of one tensor's resharding in an exchange.
 
-    ``add``: True if several ranks, or none, send some element of the result, so that received values are added to
-    zeros.
+    ``add``: True if received values are added to zeros, because several ranks, or none, send some element of the
+    result; False if they overwrite uninitialized memory.
     """
 
     boxes: Boxes
@@ -193,10 +197,10 @@ class Way(NamedTuple):
 
 
 def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tensor, Wait]:
-    """Starts to reshard ``x`` by the plan ``way`` over ``axis``.
+    """Starts to reshard the local tensor ``x`` by the plan ``way`` over ``axis``.
 
-    Returns the new shard, and a function that waits until the shard is complete. ``label`` names the exchange in
-    counts.
+    Returns this rank's new shard, and a function that waits until the shard is complete. ``label`` names the exchange
+    in counts.
     """
     (made,), wait = start_together((x,), (way,), axis, label)
     return made, wait
@@ -205,9 +209,11 @@ def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tenso
 def start_together(
     given: Sequence[Tensor], ways: Sequence[Way], axis: TensorAxis, label: str
 ) -> tuple[list[Tensor], Wait]:
-    """Starts to reshard the tensors ``given``, all of one dtype, by the plans ``ways``, in one exchange over ``axis``.
+    """Starts to reshard the local tensors ``given``, all of one dtype, by the plans ``ways``, in one exchange over
+    ``axis``.
 
-    Returns the new shards, and a function that waits until they are complete. ``label`` names the exchange in counts.
+    Returns this rank's new shards, one per tensor, and a function that waits until they are complete. ``label`` names
+    the exchange in counts.
     """
     own, others = axis.index, [rank for rank in range(axis.size) if rank != axis.index]
     expect(given, [way.boxes for way in ways], axis, label)
@@ -262,7 +268,8 @@ def expect(
 ) -> None:
     """Reports the bytes that each rank would send in one exchange, if ``axis`` is in a dry run; otherwise does nothing.
 
-    ``made``: tensor with a backward that makes the exchange; see ``TensorAxis.expect_rows``.
+    The exchange reshards the tensors ``given`` by the plans ``boxes``. ``made``: tensor with a backward that makes the
+    exchange; None: it belongs to the forward.
     """
     if axis.dry:
         sizes = (each.sent(x, axis.size) for x, each in zip(given, boxes, strict=True))
@@ -270,12 +277,13 @@ def expect(
 
 
 def recut(given: Sequence[GlobalTensor], wanted: Sequence[Sets], label: str) -> list[GlobalTensor]:
-    """Reshards global tensors of one context and dtype to the shardings ``wanted``, in one exchange over their axis.
+    """Reshards the global tensors ``given`` to the shardings ``wanted``, in one exchange over their axis.
 
-    In ``wanted``, several ranks may store an element. Backward sends gradients back.
+    The tensors have one context and one dtype; the result has a tensor for each of them, in order. In ``wanted``,
+    several ranks may store an element. Backward sends gradients back.
 
     Raises:
-        NoRuleError: several ranks store an element of a tensor.
+        NoRuleError: several ranks store an element of a tensor in ``given``.
     """
     context, axis = given[0].views, given[0].views.axis
 

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 
 def attend_gathered(context: "GlobalTensorContext", func: Function, given: "GivenAttention") -> GlobalTensor:
-    """Computes torch's attention ``func`` for this rank's queries over keys and values gathered from all ranks.
+    """Computes the attention ``func`` of torch for this rank's queries over keys and values gathered from all ranks.
 
-    Autograd stores the gathered keys and values for backward.
+    Returns the output as a global tensor, sharded as the queries. Autograd stores the gathered keys and values for
+    backward.
     """
     query, (keys, values) = given.query, gathered_pair(given.key, given.value)
     shape, options = (*query.full[:-1], given.value.shape[-1]), dict(given.options)
@@ -47,7 +48,10 @@ def attend_gathered(context: "GlobalTensorContext", func: Function, given: "Give
 
 
 class GivenAttention(NamedTuple):
-    """Arguments of one attention call; ``query`` [.., G, S, D] is a global tensor."""
+    """Arguments of one attention call.
+
+    ``query`` [.., G, S, D] is a global tensor, with G heads, S positions and D elements per head.
+    """
 
     query: GlobalTensor
     key: Tensor
@@ -61,7 +65,8 @@ class GivenAttention(NamedTuple):
 def gathered_pair(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Gathers keys and values over axis cp and returns both as plain tensors.
 
-    Tensors of equal shape share one all-gather.
+    Uses one all-gather if ``key`` and ``value`` have equal shapes, otherwise two. If one of them is not a global
+    tensor, returns both unchanged.
     """
     if type(key) is not GlobalTensor or type(value) is not GlobalTensor:
         return key, value
@@ -86,9 +91,9 @@ def _causal(func: Function, query: Tensor, keys: Tensor, values: Tensor, held: R
 
 
 def mask_rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) -> Tensor:
-    """Returns the rows of ``mask`` [.., S or 1, keys] for this rank's queries, with all keys.
+    """Returns the rows of ``mask`` [.., S or 1, keys] for this rank's queries, each with all keys.
 
-    ``positions``: positions of the queries of each rank.
+    ``positions``: positions of the queries of each rank. A mask with a single row is returned with that row.
     """
     wanted: list[Index | None] = [None] * mask.ndim
     if mask.shape[-2] != 1:
@@ -104,10 +109,10 @@ def mask_rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) ->
 
 
 def context_cross_entropy(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Computes ``F.cross_entropy`` on logits [N, V] or [N, V, ..] that are sharded along rows.
+    """Computes ``F.cross_entropy`` on logits [N, V] or [N, V, ..] that are sharded along rows: N rows, V classes.
 
-    All-reduces two numbers over axis cp, the sum of losses and the number of rows, so that a mean is over the rows of
-    all ranks.
+    A mean or a sum is over the rows of all ranks. The mean all-reduces two numbers over axis cp, the sum of losses and
+    the number of rows that count.
 
     Raises:
         NoRuleError: classes are sharded or weighted, or the target is a distribution.

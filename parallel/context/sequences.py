@@ -67,7 +67,8 @@ CONTEXT_RULES = Rules(
 class ContextOfSequences(AttendingContext):
     """Context of the global tensors that are sharded along positions over axis cp.
 
-    It has their rules, and the positions that each rank stores in the present forward.
+    It has the rules by which torch functions compute on these tensors, and the positions that each rank stores in the
+    present forward.
     """
 
     plain = PlainGradient.PARTIAL
@@ -95,13 +96,13 @@ class ContextOfSequences(AttendingContext):
         self._is_noted = False
 
     def begin(self, given: Mapping[int, Indices], sharing: bool = True) -> None:
-        """Begins a forward: sets the packed documents of its batch and drops cached values of the last batch's
+        """Begins a forward: sets the packed documents of its batch, and drops the values cached for the last batch's
         documents.
 
         Each sequence is sharded at its first use.
 
-        ``given``: number of (query, key) pairs of the query at each position, keyed by the length of sequences with
-        packed documents. ``sharing``: True gives the ranks positions with nearly equal numbers of pairs.
+        ``given``: for each length of sequences with packed documents, the number of (query, key) pairs of the query at
+        each position. ``sharing``: True gives the ranks positions with nearly equal numbers of pairs.
         """
         self.work = given
         work = given if sharing else {}
@@ -130,7 +131,8 @@ class ContextOfSequences(AttendingContext):
     def current(self, sets: Sets) -> Sets:
         """Returns the sharding ``sets``, recorded in a trace without packed documents, as it is in this forward.
 
-        Dims of packed documents get the positions that ranks have in this forward.
+        A dim with the length of packed documents gets the positions that ranks have in this forward; other dims are
+        unchanged.
         """
         if not self.running:
             return sets
@@ -139,14 +141,15 @@ class ContextOfSequences(AttendingContext):
         )
 
     def is_plain(self, sets: Sets) -> bool:
-        """Returns True if each sharded dim in ``sets`` is sharded exactly as the batch's sequence of its length."""
+        """Returns True if each sharded dim in ``sets`` has the sharding of this batch's sequence of the same length."""
         return all(index is None or index == self.found((POSITIONS, index.size)) for index in sets)
 
     def _is_shared(self, index: Index) -> bool:
         return index.size in self.shared and index == self._plain(index.size)
 
     def uneven(self, own: Index, causal: bool) -> float:
-        """Returns the largest attention work of a rank, divided by the mean over ranks; 1 if it is unknown.
+        """Returns the largest attention work of a rank, divided by the mean work of all ranks; 1 if the work is
+        unknown.
 
         ``own``: positions of the queries of each rank. The work is known for packed documents and for a causal mask.
         """
@@ -162,8 +165,9 @@ class ContextOfSequences(AttendingContext):
         return WorkBalance(tuple(map(sum, zip(*every, strict=True))))
 
     def note_unshared(self) -> None:
-        """Logs a warning once, on the first context rank, if this forward has packed documents with work not shared
-        evenly.
+        """Logs a warning that attention work is not divided evenly over ranks, if this forward has packed documents.
+
+        Only the first context rank logs it, and only once.
         """
         if self.work and not self._is_noted and not self.axis.index:
             logger.warning(
@@ -173,12 +177,14 @@ class ContextOfSequences(AttendingContext):
             self._is_noted = True
 
     def next_age(self) -> int:
-        """Counts one more slice that a single rank stores; returns its number."""
+        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the number so far."""
         self._age += 1
         return self._age
 
     def clear(self) -> None:
-        """Drops everything cached for one forward, at its end, also the order of its messages."""
+        """Drops everything cached for one forward, at its end, and the order of the messages between ranks in that
+        forward.
+        """
         super().clear()
         self.relay.clear()
 
@@ -188,13 +194,13 @@ def _begins_with(key: Hashable, word: str) -> bool:
 
 
 class SequenceEntry(QuietMode):
-    """Function mode of a model's forward that shards batch tensors along positions where embeddings and products read
-    them.
+    """Function mode of a model's forward that shards batch tensors where an embedding or a matrix product reads them.
 
     Token ids [.., S] of an embedding are sharded along the last dim. Embeddings [B, S, H] and rows [.., S, H] of a
-    product are sharded along the dim before the last one. All other uses read the full batch tensors.
+    product are sharded along the dim before the last one. B: rows of the batch, S: positions, H: hidden size. All other
+    functions read the full batch tensors.
 
-    A table of learned positions returns the rows of this rank alone.
+    A table of learned positions returns the rows of this rank's positions alone.
     """
 
     def __init__(self, context: ContextOfSequences, batch: Iterable[Tensor]) -> None:

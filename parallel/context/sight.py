@@ -33,9 +33,10 @@ class SeenBlock(NamedTuple):
 
 
 def causal_blocks(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
-    """Yields the blocks of visible keys under a causal mask.
+    """Yields the blocks of queries and keys that a rank computes under a causal mask; blocks without visible keys are
+    left out.
 
-    ``queries``: positions of this rank's queries. ``keys``: positions of the keys that it has.
+    ``queries``: positions of this rank's queries. ``keys``: positions of the keys that this rank has.
     """
     at_query = 0
     for first, last in queries.tolist():
@@ -69,11 +70,11 @@ def all_keys(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
 
 
 def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) -> Index | None:
-    """Returns, for each rank, the keys that at least one of its queries sees; the same on all ranks.
+    """Returns, for each rank, the keys that at least one of its queries sees; every rank returns the same.
 
     Returns None if the values of the mask are not available. ``queries``: positions of the queries of each rank.
-    ``keys``: number of keys. ``causal``: queries see keys up to their own position. ``mask``: plain [.., queries or 1,
-    keys or 1], bool or added to scores; the host waits for its values.
+    ``keys``: number of keys. ``causal``: queries see keys up to their own position. ``mask``: plain tensor [.., queries
+    or 1, keys or 1], bool or added to scores; the host waits for its values.
     """
     if causal:
         ends = (int(runs[-1, 1]) if len(runs) else 0 for runs in queries.runs)
@@ -88,12 +89,15 @@ def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) ->
 
 
 def hidden_below(dtype: torch.dtype) -> float:
-    """Returns the largest value by which an additive mask of ``dtype`` hides a key: half of its lowest number."""
+    """Returns the threshold of an additive mask of ``dtype``: a key is hidden if its value is at most this number.
+
+    It is half of the lowest finite number of ``dtype``.
+    """
     return torch.finfo(dtype).min / 2
 
 
 def unseeing_queries(rows: Tensor) -> Tensor | None:
-    """Returns a bool tensor [.., Q, 1], True where the additive mask ``rows`` [.., Q, K] hides all keys of a query.
+    """Returns a bool tensor [.., Q, 1], True where the additive mask ``rows`` [.., Q, K] hides all K keys of a query.
 
     Returns None for a bool mask.
     """

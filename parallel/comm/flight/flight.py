@@ -19,7 +19,7 @@ _NEWEST = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One recorded collective, message or computation; times are ``time.monotonic_ns`` of the rank's host."""
+    """Recorded collective, message or computation; ``begun`` and ``ended`` are ``time.monotonic_ns`` of its host."""
 
     sequence: int
     kind: EventKind
@@ -48,7 +48,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Totals of one rank since its start: number of steps, and nanoseconds in steps and in waits."""
+    """Totals of one rank since its start: steps (outermost engine calls), and nanoseconds in steps and in waits."""
 
     steps: int = 0
     in_steps: int = 0
@@ -72,7 +72,10 @@ class StreamWaits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """State of one rank at one moment, as read from its flight file: phase, step, present wait and total times."""
+    """State of one rank at one moment, as read from its flight file (its log of recent communication).
+
+    It has the rank's phase, step, the event that the rank waits for, and total times.
+    """
 
     rank: int
     size: int
@@ -126,7 +129,7 @@ class FlightFile:
         self._map.close()
 
     def read(self) -> Flight:
-        """Returns the current content of the file: the rank's phase, step, present wait and total times.
+        """Returns the current content of the file: the rank's phase and step, its current wait, and total times.
 
         Raises:
             ValueError: this is no flight file, or its header is not yet written.
@@ -167,8 +170,8 @@ class FlightFile:
     def events(self, written: int | None = None, most: int = layout.EVENTS) -> list[Event]:
         """Returns at most ``most`` of the newest events in the file, oldest first.
 
-        ``written``: number of events written so far, by default read from the file. Events that the rank is overwriting
-        are left out.
+        ``written``: number of events that the rank has written so far, by default read from the file. Events that the
+        rank is overwriting at present are left out.
         """
         if written is None:
             (written,) = layout.SEQUENCE.unpack_from(self._map, layout.COUNT_AT)
@@ -237,7 +240,10 @@ def _text(data: bytes) -> str:
 
 
 def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Compresses ``ranks`` to arithmetic runs (first, step, count); the ranks of an axis give few runs at any size."""
+    """Compresses ``ranks`` to a list of runs (first rank, step, number of ranks), each an arithmetic progression.
+
+    The ranks of an axis give few runs, for any number of ranks.
+    """
     runs: list[tuple[int, int, int]] = []
     for rank in ranks:
         if runs:
@@ -250,5 +256,5 @@ def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns the ranks that :func:`rank_runs` compressed to ``runs``."""
+    """Returns the ranks in ``runs``, each (first rank, step, number of ranks); the inverse of :func:`rank_runs`."""
     return tuple(first + step * number for first, step, count in runs for number in range(count))

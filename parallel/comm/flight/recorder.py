@@ -76,7 +76,8 @@ class FlightRecorder:
         """Records the start of an event of ``stream``; returns its sequence number, from 1.
 
         Args:
-            load: bytes and dtype of the full tensor.
+            label: name of the call.
+            load: (bytes, dtype) of the full tensor.
         """
         self._sequence = sequence = self._sequence + 1
         self._counts[stream.name] += 1
@@ -92,20 +93,22 @@ class FlightRecorder:
         return sequence
 
     def ended(self, sequence: int) -> None:
-        """Records the end of the event ``sequence``."""
+        """Records the end of the event with the sequence number ``sequence``."""
         self._end(sequence, now())
 
     def wait(self, sequence: int) -> int:
-        """Records that this rank starts to wait for the event ``sequence``; returns the present time in nanoseconds."""
+        """Records that this rank starts to wait for the event ``sequence``, a sequence number.
+
+        Returns the present time in nanoseconds, for :meth:`waited`.
+        """
         began = now()
         layout.NOW.pack_into(self._map, layout.WAIT_AT, sequence, began)
         return began
 
     def waited(self, sequence: int, stream: Stream, began: int, size: int = 0) -> None:
-        """Records that the event ``sequence`` and the wait for it have ended; adds the wait to the totals of
-        ``stream``.
+        """Records that the event with the sequence number ``sequence``, and the wait for it, have ended.
 
-        ``began``: result of :meth:`wait`. ``size``: bytes of the call.
+        Adds the wait to the totals of ``stream``. ``began``: result of :meth:`wait`. ``size``: bytes of the call.
         """
         ended = now()
         layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)
@@ -125,7 +128,7 @@ class FlightRecorder:
         )  # fmt: skip
 
     def act(self, what: str, stage: int, microbatch: int) -> int:
-        """Records the start of a pipeline action of ``stage``; returns its sequence number.
+        """Records the start of a pipeline action of ``stage`` for ``microbatch``; returns its sequence number.
 
         ``what``: name of the action, such as "forward".
         """
@@ -135,7 +138,7 @@ class FlightRecorder:
         return sequence
 
     def acted(self, sequence: int) -> None:
-        """Records the end of the pipeline action that :meth:`act` numbered ``sequence``."""
+        """Records the end of a pipeline action; ``sequence`` is the number that :meth:`act` returned."""
         layout.SEQUENCE.pack_into(self._map, layout.ACTION_AT, 0)
         self.ended(sequence)
 
@@ -147,7 +150,7 @@ class FlightRecorder:
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.STEP, self._entered)
 
     def leave(self, step: int) -> None:
-        """Records that the call of the engine ends, after ``step`` completed steps; the pair of :meth:`enter`."""
+        """Records that the call of the engine ends, after ``step`` completed steps; counterpart of :meth:`enter`."""
         self._depth -= 1
         if self._depth == 0:
             ended = now()
@@ -157,7 +160,7 @@ class FlightRecorder:
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.USER, ended)
 
     def say(self, words: str) -> None:
-        """Writes ``words``, the message of the error that ends this rank; the first message remains."""
+        """Writes ``words``, the message of the error that ends this rank, unless a message is already written."""
         if self._map[layout.WORDS_AT] == 0:
             text = words.encode(errors="replace")[: layout.WORDS_BYTES - 1]
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text
@@ -168,7 +171,7 @@ class FlightRecorder:
         self._map[layout.NOTE_AT : layout.NOTE_AT + layout.NOTE_BYTES] = data
 
     def close(self) -> None:
-        """Records that this rank closed its engine normally, unless an error is recorded; then closes the file."""
+        """Closes the file; unless an error message is written, first records that this rank ended normally."""
         if self._map[layout.WORDS_AT] == 0:
             step = layout.STATE.unpack_from(self._map, layout.STATE_AT)[0] >> 8
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.ENDED, now())

@@ -17,7 +17,7 @@ from engine.parallel.tensor.global_tensor.redistribute import full
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Module that gets gathered, full sequences, because its code refuses sharded ones."""
+    """Module that gets gathered, full sequences, because its code raises an error on sharded ones."""
 
     module: str
     place: str
@@ -26,7 +26,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """Decisions about how a model runs over sequences sharded along positions, equal on all ranks."""
+    """Decisions about how a model runs over sequences sharded along positions; all ranks have the same decisions."""
 
     gathered: tuple[Gathered, ...] = ()
     """Modules that run on full sequences."""
@@ -41,9 +41,10 @@ class ContextPlan:
 
 
 def follow_sequences(model: nn.Module, plan: ContextPlan, patches: ForwardPatches) -> None:
-    """Patches ``model`` as ``plan`` decides.
+    """Patches the modules of ``model`` so that it runs over sharded sequences as ``plan`` decides.
 
-    Scans pass their state from rank to rank, and the modules in ``plan.gathered`` get full sequences.
+    Scans, functions that carry a state along positions, pass their state from rank to rank. The modules in
+    ``plan.gathered`` get full sequences.
     """
     relay_scans(model, patches)
     for one in plan.gathered:
@@ -66,7 +67,8 @@ def _on_full(forward: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 def with_refusal(model: nn.Module, plan: ContextPlan, problem: BaseException) -> ContextPlan | None:
-    """Returns ``plan`` with one more gathered module: the one in which ``problem``, the error of a forward, was raised.
+    """Returns ``plan`` with one more module that gets full sequences: the one that raised ``problem``, a forward's
+    error.
 
     Returns None if no module refused a sharded sequence, or if ``plan`` contains the module already.
     """

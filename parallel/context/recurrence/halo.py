@@ -39,9 +39,9 @@ _Rows = Callable[[], Indices]
 def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: _Rows) -> Index:
     """Returns the sharding of a result that has ``size`` rows and is computed from rows sharded as ``have``.
 
-    The sharding is ``have`` if the size is equal, otherwise the sharding of the batch's sequence of this length. If
-    there is no such sequence, each row is on the rank of its source row; ``near`` returns the source rows. ``key``
-    identifies them in the cache.
+    The sharding is ``have`` if ``have`` has ``size`` rows too, otherwise the sharding of the batch's sequence of this
+    length. If there is no such sequence, each row is on the rank of its source row. The callback ``near`` returns the
+    source row of each row, and ``key`` identifies these rows in the cache.
     """
     if size == have.size:
         return have
@@ -84,9 +84,13 @@ def pad_positions(
     mode: str = "constant",
     value: float | None = None,
 ) -> Any:
-    """Computes ``F.pad`` with a constant, also along the sharded dim; ``pad`` lists pairs of widths from the last dim.
+    """Computes ``F.pad`` with a constant ``value``, also along a sharded dim.
 
-    Along the sharded dim, ranks exchange the rows that move to another rank.
+    Along the sharded dim, ranks exchange the rows that move to another rank. ``pad``: pairs of widths (before, after),
+    from the last dim to the first.
+
+    Raises:
+        NoRuleError: ``mode`` is not "constant", or ``input`` is no global tensor.
     """
     if mode != "constant" or type(input) is not GlobalTensor:
         raise NoRuleError("padding along a sharded dim has a rule for constants.")
@@ -135,7 +139,9 @@ def convolve_positions(
     *options: Any,
     **named: Any,
 ) -> Any:
-    """Computes ``F.conv1d`` on [.., C, S] with S sharded; ranks exchange the rows at their borders that windows read.
+    """Computes ``F.conv1d`` on [.., C, S], C channels and S positions, with S sharded.
+
+    Each rank receives the rows before and after its own that its windows read.
 
     Raises:
         NoRuleError: the stride is not one, or another dim is sharded.
@@ -192,10 +198,10 @@ def _windows(held: Runs, reach: int, before: int, length: int) -> Indices:
 
 
 def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, **kwargs: Any) -> Any:
-    """Computes ``cumsum`` or ``cumprod`` along the sharded dim.
+    """Computes ``cumsum`` or ``cumprod`` along ``dim``, also if this dim is sharded.
 
-    Each rank scans its runs of neighbouring rows. The totals of all runs are all-gathered, and each run adds, or
-    multiplies by, the totals of earlier runs.
+    Each rank then scans its runs of neighbouring rows alone. The totals of all runs are all-gathered, and each run
+    adds, or multiplies by, the totals of earlier runs.
     """
     dim = positive_dim(dim, input.ndim)
     if type(input) is not GlobalTensor or input.sets[dim] is None:
@@ -234,7 +240,11 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 
 
 def with_aligned_rows(rule: "TensorRule") -> "TensorRule":
-    """Returns a rule that runs ``rule`` and, if it refuses operands sharded differently, reshards them and retries."""
+    """Returns a rule that runs ``rule`` and, if ``rule`` raises NoRuleError, retries with operands sharded equally.
+
+    For the retry, it moves rows of the operands between ranks. If the operands are sharded equally already, or cannot
+    be, the error remains.
+    """
 
     def run(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
         try:

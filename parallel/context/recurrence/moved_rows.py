@@ -30,7 +30,7 @@ HALO = "halo"
 
 
 class RowRun(NamedTuple):
-    """Run of neighbouring rows, from ``start`` to before ``stop``, within one source."""
+    """Run of neighbouring rows, from ``start`` to before ``stop``, of own rows, of received rows or of constants."""
 
     source: int
     """0: rows of this rank; 1: received rows; -1: constants."""
@@ -41,8 +41,8 @@ class RowRun(NamedTuple):
 class RowMoves:
     """Plan of an exchange of rows along a dim sharded as ``have``, after which each rank r has the rows ``wanted[r]``.
 
-    A rank copies the rows that it stores, and receives each other row from the first rank that stores it. Row -1 is
-    filled with a constant.
+    A rank copies the rows that it stores, and receives each other row from the first rank that stores it. The index -1
+    in ``wanted`` denotes a row of a constant. ``rank``: this rank.
     """
 
     def __init__(self, have: Index, wanted: Sequence[Indices], rank: int) -> None:
@@ -113,7 +113,8 @@ def moved_local(
 ) -> Tensor:
     """Exchanges rows of ``x`` along ``dim`` and returns this rank's new rows, ``wanted()[rank]``, as a local tensor.
 
-    ``key`` names the exchange in the cache, so that ``wanted`` is called once. ``fill``: value of the rows -1.
+    The callback ``wanted`` returns the row indices of each rank; it is called once, since the plan is cached under
+    ``key``. ``fill``: value of the rows with index -1.
 
     Raises:
         NoRuleError: another dim is sharded too, also over tensor ranks.

@@ -42,7 +42,7 @@ _CONTENT = frozenset((
 
 
 class SequenceState(Protocol):
-    """Interface of the context of tensors sharded along positions, as far as the rules of single positions use it."""
+    """Interface of the context of tensors sharded along positions, for rules of tensors that one rank stores."""
 
     relay: Relay
     placed: Mapping[Any, Any]
@@ -50,11 +50,11 @@ class SequenceState(Protocol):
     written: Any
 
     def next_age(self) -> int:
-        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns its number."""
+        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the number so far."""
 
 
 class PlacedTensor(GlobalTensor):
-    """Tensor that only rank ``rank`` of the axis stores; on all other ranks ``local`` is a meta tensor of its shape."""
+    """Tensor that only rank ``rank`` of the axis stores; other ranks store its shape, as a meta tensor ``local``."""
 
     rank: int
     age: int
@@ -76,10 +76,10 @@ class PlacedTensor(GlobalTensor):
         device: torch.device,
         carried: bool = False,
     ) -> "PlacedTensor":
-        """Wraps ``local`` as a tensor that a single rank stores.
+        """Wraps ``local`` as a tensor that a single rank stores; on other ranks ``local`` is a meta tensor.
 
         ``home``: (rank that stores it, number of the slice that decided the rank). ``carried``: True for a result of
-        several slices, such as the state of a loop. ``device``: device of the tensor on its rank.
+        several slices, such as the state of a loop. ``device``: device of the tensor on the rank that stores it.
         """
         x: PlacedTensor = Tensor._make_wrapper_subclass(
             PlacedTensor,
@@ -123,9 +123,10 @@ class PlacedTensor(GlobalTensor):
         return self.views.axis.index == self.rank
 
     def on(self, rank: int) -> "PlacedTensor":
-        """Returns the same tensor as stored on ``rank``; sends it unless ``rank`` has a copy newer than the last write.
+        """Returns this tensor as stored on rank ``rank``; all ranks call it.
 
-        All ranks call it.
+        Sends the tensor, unless ``rank`` stores it or has received a copy since the last write in place to such a
+        tensor.
         """
         if rank == self.rank:
             return self
@@ -140,9 +141,9 @@ class PlacedTensor(GlobalTensor):
         return done
 
     def everywhere(self, reason: str) -> Tensor:
-        """Broadcasts the tensor from its rank and returns it as a plain tensor on every rank.
+        """Broadcasts the tensor from its rank and returns it as a plain tensor on every rank; all ranks call it.
 
-        The plan's notes count this gather under ``reason``.
+        ``reason``: text under which the context counts this gather.
         """
         context = self.views
         context.note_gather(reason)
@@ -175,13 +176,13 @@ def state_of(x: GlobalTensor) -> SequenceState:
 
 
 def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTensor:
-    """Returns the rows from ``start`` to before ``stop`` of the sharded ``dim``, as a tensor on the rank that stores
-    them.
+    """Returns the rows from ``start`` to before ``stop`` of the sharded ``dim`` of ``x``.
 
-    Communicates nothing.
+    The result is a tensor on the rank that stores these rows. Communicates nothing.
 
     Raises:
-        NoRuleError: the rows are on several ranks, or autocast chooses dtypes that meta tensors do not show.
+        NoRuleError: the rows are on several ranks, another dim is sharded too, or autocast is enabled, because it
+            chooses dtypes that meta tensors do not show.
     """
     context, index = x.views, x.sets[dim]
     nested = type(x.local) is GlobalTensor  # over tensor ranks
@@ -204,12 +205,12 @@ def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTen
 
 
 def home_of(context: "GlobalTensorContext", index: Index, start: int, stop: int) -> tuple[int, int]:
-    """Returns the rank that stores the rows from ``start`` to before ``stop`` under the sharding ``index``.
+    """Returns (rank, offset) for the rows from ``start`` to before ``stop`` under the sharding ``index``.
 
-    The second number is the place of the first row in that rank's shard.
+    The rank stores all of these rows, and the offset is the place of the first row in its shard.
 
     Raises:
-        NoRuleError: the rows are on several ranks, or several ranks have them.
+        NoRuleError: the rows are on several ranks, or several ranks store each of them.
     """
     owner, place = context.find(("homes", index), lambda: _homes(index))
     rank, first = int(owner[start]), int(place[start])
@@ -240,10 +241,10 @@ def _leaves(values: Any) -> list[Any]:
 
 
 def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> Any:
-    """Runs ``func`` on a single rank, the rank of the newest slice among its arguments; other arguments are sent there.
+    """Runs ``func`` on a single rank: the one that stores the argument with the newest slice, or the written argument.
 
-    A function that reads values on the host, writes into a plain tensor, or reads a sharded one, runs on all ranks
-    after a broadcast.
+    Arguments that other ranks store are sent to this rank. A function that reads values on the host, writes into a
+    plain tensor, or also has a sharded argument, runs on all ranks after a broadcast.
     """
     name = function_name(func)
     leaves = _leaves((args, kwargs))
@@ -310,9 +311,10 @@ def _on_meta(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def with_gradient(local: Tensor, graded: bool) -> Tensor:
-    """Returns ``local``, or with ``graded`` a tensor that requires a gradient.
+    """Returns ``local``, or if ``graded``, a tensor with its values that requires a gradient.
 
-    A floating-point tensor without gradient then becomes a new leaf, so that ``requires_grad`` is equal on all ranks.
+    If ``graded`` and ``local`` is a floating-point tensor that requires none, the result is a new leaf, so that
+    ``requires_grad`` is the same on all ranks.
     """
     if not graded or local.requires_grad or not (local.is_floating_point() or local.is_complex()):
         return local

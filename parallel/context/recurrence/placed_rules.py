@@ -36,7 +36,7 @@ _USES_ALONE = 2
 
 
 class WrittenTensors:
-    """Records of sharded results of ``zeros_like`` and similar functions into which a model writes single positions."""
+    """Records of sharded results of ``zeros_like`` and similar functions, into which a model may write positions."""
 
     def __init__(self) -> None:
         self.blank: Any = WeakIdKeyDictionary()
@@ -46,7 +46,9 @@ class WrittenTensors:
 
 
 def select_position(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """Computes ``select``; along the sharded dim, the result is a tensor on the rank that stores the position."""
+    """Computes ``select``; along the sharded dim, the result is a tensor on the rank that stores the position
+    ``index``.
+    """
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         place = positive_dim(int(index), input.full[dim])
@@ -56,7 +58,9 @@ def select_position(context: "GlobalTensorContext", func: Function, input: Any, 
 
 
 def get_positions(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Computes ``input[index]``; a single position of the sharded dim stays on the rank that stores it."""
+    """Computes ``input[index]``; a single position of the sharded dim gives a tensor on the rank that stores the
+    position.
+    """
     found = _position(input, index)
     if found is None:
         return slicing.getitem(context, func, input, index)
@@ -93,7 +97,7 @@ def _position(x: Any, index: Any) -> tuple[list[Any], int, int, int] | None:
 
 
 def unbind_positions(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
-    """Computes ``unbind``; along the sharded dim, each position stays on the rank that stores it."""
+    """Computes ``unbind``; along the sharded dim, each result is a tensor on the rank that stores its position."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is None:
         return slicing.unbind(context, func, input, dim)
@@ -101,7 +105,7 @@ def unbind_positions(context: "GlobalTensorContext", func: Function, input: Any,
 
 
 def split_positions(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Computes ``split``; along the sharded dim, pieces of one position stay on the ranks that store them."""
+    """Computes ``split``; along the sharded dim, pieces of one position are tensors on the ranks that store them."""
     x, sizes, dim = slicing._split_arguments(*args, **kwargs)
     if type(x) is not GlobalTensor or x.sets[dim] is None or sizes != 1:
         return slicing.split(context, func, *args, **kwargs)
@@ -111,7 +115,7 @@ def split_positions(context: "GlobalTensorContext", func: Function, *args: Any, 
 def narrow_positions(
     context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int
 ) -> Any:
-    """Computes ``narrow``; a single position of the sharded dim stays on the rank that stores it."""
+    """Computes ``narrow``; a single position of the sharded dim gives a tensor on the rank that stores the position."""
     at = positive_dim(dim, input.ndim)
     if type(input) is GlobalTensor and input.sets[at] is not None and length == 1 and type(start) is int:
         first = positive_dim(start, input.full[at])
@@ -121,7 +125,11 @@ def narrow_positions(
 
 
 def blank_sequence(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Computes ``zeros_like`` and similar functions; the result is sharded as ``input``, until code needs it full."""
+    """Computes ``zeros_like`` and similar functions; the result is sharded as ``input``.
+
+    If a function without a rule for sharded tensors is the first to write into the result, the result becomes a full
+    tensor.
+    """
     if type(input) is not GlobalTensor or not any(input.sets):
         return metadata.blank(context, func, input, *args, **kwargs)
     local = func(input.local.detach(), *args, **kwargs)
@@ -137,17 +145,20 @@ def blank_sequence(context: "GlobalTensorContext", func: Function, input: Any, *
 
 
 def blank_of_placed(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Computes ``zeros_like`` and similar functions for a tensor on a single rank; every rank gets the result."""
+    """Computes ``zeros_like`` and similar functions for ``input``, a tensor that a single rank stores.
+
+    The result is a plain tensor on every rank.
+    """
     if type(input) is not PlacedTensor:
         raise NoRuleError("the result copies the shape of another tensor.")
     return func(torch.empty(1, dtype=input.dtype, device=input.device).expand(input.full), *args, **kwargs)
 
 
 def gathered_or_blank(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Computes a function without a rule: gathers its sharded arguments and runs it on every rank.
+    """Computes a function that has no rule: gathers its sharded arguments and runs it on every rank.
 
-    If the function writes in place into an untouched result of ``zeros_like``, that result is made in full instead of
-    gathered.
+    If the function writes in place into a result of ``zeros_like`` that nothing has written to, it gets a newly made
+    full tensor instead of a gathered one.
     """
     name, target = function_name(func), args[0] if args else None
     if type(target) is not GlobalTensor or not writes_in_place(name):
@@ -173,9 +184,10 @@ def _has_views(x: GlobalTensor) -> bool:
 
 
 def gathered_value(value: Any, name: str) -> Any:
-    """Returns ``value`` as a plain tensor on every rank if it is sharded or on a single rank; otherwise as it is.
+    """Returns ``value`` as a plain tensor on every rank if it is sharded or on a single rank; otherwise returns it
+    unchanged.
 
-    Items of a tuple are converted one by one. ``name``: function under which the plan's notes count the gather.
+    Items of a tuple are converted one by one. ``name``: function under which the context counts the gather.
     """
     if type(value) is PlacedTensor:
         return value.everywhere(name)
@@ -187,8 +199,8 @@ def gathered_value(value: Any, name: str) -> Any:
 def set_position(context: "GlobalTensorContext", func: Function, target: Any, index: Any, value: Any) -> Any:
     """Computes ``target[index] = value`` for a sharded ``target``.
 
-    A single position of the sharded dim is written by the rank that stores it. A write along full dims runs on every
-    rank.
+    A single position of the sharded dim is written by the rank that stores it. A write to all positions of the sharded
+    dim runs on every rank.
     """
     if type(target) is not GlobalTensor or not any(target.sets):
         raise NoRuleError("the target is not sharded.")
@@ -239,17 +251,17 @@ def _tie(target: GlobalTensor, graded: bool) -> None:
 
 
 def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Computes ``stack`` of tensors on single ranks.
+    """Computes ``stack`` of tensors that single ranks store.
 
-    Many tensors on several ranks become one tensor that is sharded along the new dim, without communication. Otherwise
-    one rank gets all of them.
+    If they are on several ranks, and are at least twice as many as the ranks of the axis, the result is sharded along
+    the new dim, and nothing is communicated. Otherwise one rank gets all of them.
     """
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return _joined(context, func, list(tensors), dim, [1] * len(tensors))
 
 
 def cat_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Computes ``cat`` of tensors on single ranks, also together with sharded ones."""
+    """Computes ``cat`` of tensors that single ranks store, also together with sharded tensors."""
     tensors = list(tensors)
     dim = positive_dim(dim, tensors[0].ndim)
     if any(type(one) is GlobalTensor and any(one.sets) for one in tensors):
@@ -284,9 +296,9 @@ def _joined(context: "GlobalTensorContext", func: Function, tensors: list[Any], 
 
 
 def join_pieces(pieces: list[PlacedTensor], dim: int) -> GlobalTensor:
-    """Concatenates ``pieces`` along ``dim`` to a tensor that is sharded along ``dim``: each piece stays on its rank.
+    """Concatenates ``pieces``, each stored by a single rank, to a tensor that is sharded along ``dim``.
 
-    Communicates nothing.
+    Each piece stays on its rank; nothing is communicated.
     """
     context, first = pieces[0].views, pieces[0]
     ranks, sizes = [one.rank for one in pieces], [one.shape[dim] for one in pieces]

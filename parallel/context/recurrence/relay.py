@@ -18,9 +18,9 @@ RECURRENT_STATE = "state"
 
 
 class Relay:
-    """Sender of tensors between the ranks of ``axis`` in one forward.
+    """Sender of tensors, such as the state of a recurrence, between the ranks of ``axis`` in one forward.
 
-    Backward sends the gradients back in the reversed order.
+    Backward sends the gradients back, in the reversed order of the messages.
     """
 
     def __init__(self, axis: TensorAxis) -> None:
@@ -31,14 +31,15 @@ class Relay:
         """Number of writes in place into tensors on one rank; a copy of such a tensor is valid until the next one."""
 
     def clear(self) -> None:
-        """Forgets the messages of a forward at its end, so that the next forward starts a new order of messages."""
+        """Forgets the messages of a forward at its end; the order of messages of the next forward begins anew."""
         self.token = None
 
     def send(self, local: Tensor, source: int, targets: tuple[int, ...], label: str, device: torch.device) -> Tensor:
-        """Sends ``local`` from rank ``source`` to the ranks ``targets``; returns it on them and on ``source``.
+        """Sends ``local`` from rank ``source`` to the ranks ``targets``; returns a tensor with its values on ``source``
+        and targets.
 
-        Other ranks get a tensor without elements. All ranks call it, with equal shape, dtype and ``requires_grad``;
-        only ``source`` reads the values.
+        Other ranks get a tensor without elements. All ranks call it, with ``local`` of equal shape, dtype and
+        ``requires_grad``; only ``source`` reads the values.
         """
         axis = self._axis
         size = local.numel() * local.element_size()
@@ -58,11 +59,10 @@ class Relay:
         return made
 
     def tie(self, local: Tensor, graded: bool, in_place: bool = False) -> Tensor:
-        """Returns ``local`` with an autograd graph that contains all messages so far, so that every rank runs their
-        backward.
+        """Returns ``local`` with an autograd graph that contains all messages so far.
 
-        ``graded``: True if every rank needs a graph, also without a message. ``in_place``: ties ``local`` itself and
-        returns it.
+        A backward through the result thus reaches each message on every rank. ``graded``: True if every rank needs a
+        graph, also without a message. ``in_place``: changes the graph of ``local`` itself and returns it.
         """
         if not torch.is_grad_enabled() or not (graded or self.token is not None):
             return local

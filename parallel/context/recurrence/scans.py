@@ -37,7 +37,11 @@ _LENGTH, _PART = 37, 21
 
 
 class Carry(NamedTuple):
-    """Names of the arguments by which a scan takes and returns its state, and the dim of positions in its result."""
+    """Names of the arguments of a scan for its state, and the dim of positions in its result.
+
+    ``state`` is the argument that takes the initial state; ``flag`` is the argument that makes the scan return its last
+    state.
+    """
 
     state: str
     flag: str
@@ -48,8 +52,8 @@ def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
     """Patches methods of ``model`` so that scan functions they call run on each rank's own positions.
 
     A scan is a function outside the model that can take and return a state; ranks pass the state on in order of
-    position. A trial must first prove that the result is equal. Custom autograd functions also run on each rank's own
-    positions, if a trial permits it.
+    position. A trial must first prove that the result equals that of a run on the whole sequence. Custom autograd
+    functions also run on each rank's own positions, if a trial permits it.
     """
     relayed: dict[Any, Any] = {}
 
@@ -208,7 +212,8 @@ def recurrent_layer(
 ) -> Any:
     """Computes torch's own recurrences (``nn.GRU``, ``nn.LSTM``, ``nn.RNN``) over a sharded sequence.
 
-    Ranks run their positions one after the other, in order of position, and pass the state on.
+    Ranks run their positions one after the other, in order of position, and send the state to the next rank. Returns
+    the output, sharded along positions, and the last state.
 
     Raises:
         NoRuleError: the recurrence runs in both directions, or draws dropout between its layers.

@@ -35,10 +35,9 @@ class SeenCall:
 
 
 class LeafForm(NamedTuple):
-    """Condition for one argument: a tensor with ``dims`` dims and positions along ``dim``, or a value equal to
-    ``value``.
+    """Condition for one argument of a call: a tensor with ``dims`` dims, or a value equal to ``value``.
 
-    ``dim`` None: the tensor has no positions.
+    ``dim``: dim along which the tensor has positions; None: it has none. ``dims`` None: the argument is not a tensor.
     """
 
     dims: int | None
@@ -48,7 +47,7 @@ class LeafForm(NamedTuple):
 
 @dataclass(frozen=True)
 class CallForm:
-    """Conditions for all arguments of a call: their pytree structure, and a form for each leaf."""
+    """Conditions for all arguments of a call: their pytree structure, and a :class:`LeafForm` for each leaf."""
 
     spec: pytree.TreeSpec
     leaves: tuple[LeafForm, ...]
@@ -68,7 +67,7 @@ class CallForm:
         return bool(self.spec == flatten_leaves(((None,) * len(self.leaves), {}))[1])
 
     def call(self, function: Callable[..., Any], leaves: Iterable[Any]) -> Any:
-        """Calls ``function`` with the flat list ``leaves`` as arguments, nested as in :meth:`match`."""
+        """Calls ``function`` with the flat list ``leaves``, as :meth:`match` returns it, nested again as arguments."""
         if self.positional:
             return function(*leaves)
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
@@ -90,7 +89,7 @@ class CallRecorder:
     """Recorder of the calls of all modules of a model.
 
     Attributes:
-        calls: distinct calls by module name.
+        calls: the calls of each module, by module name; equal calls are recorded once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -123,15 +122,18 @@ class SequenceSize(NamedTuple):
     length: int
 
     def dim_of(self, shape: Sequence[int]) -> int | None:
-        """Returns the dim along which a tensor of ``shape`` has positions, 0 or 1; None if it has none."""
+        """Returns the dim along which a tensor of ``shape`` has positions: 1 for [rows or 1, positions, ..].
+
+        Returns 0 for [rows * positions, ..], and None for any other shape.
+        """
         if len(shape) > 1 and shape[0] in (self.rows, 1) and shape[1] == self.length:
             return 1
         return 0 if len(shape) > 0 and shape[0] == self.rows * self.length else None
 
     def form_of(self, call: SeenCall) -> CallForm | None:
-        """Returns the conditions that calls with arguments like ``call`` satisfy.
+        """Returns the conditions for calls with arguments of the same forms as in the recorded ``call``.
 
-        Returns None if no floating argument has positions.
+        Returns None if no floating-point argument has positions.
         """
         forms = [
             LeafForm(len(leaf.shape), self.dim_of(leaf.shape))
@@ -147,9 +149,10 @@ class SequenceSize(NamedTuple):
 
 
 def sequences_of(batch: Iterable[Tensor], calls: Iterable[Sequence[SeenCall]]) -> tuple["SequenceSize", ...]:
-    """Returns the sizes of all sequences in a forward, the longest first.
+    """Returns the sizes (rows, positions) of all sequences in a forward, the longest first.
 
-    These are the sizes of batch tensors, and of recorded floating arguments [B, S, H] with as many rows as the batch.
+    These are the first two sizes of batch tensors, and of recorded floating-point arguments [B, S, H] with as many rows
+    B as a batch tensor; S: positions, H: hidden size. Sequences of fewer than four positions are left out.
     """
     given = [tuple(tensor.shape) for tensor in batch if tensor.ndim]
     rows = {shape[0] for shape in given}

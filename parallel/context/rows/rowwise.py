@@ -38,7 +38,7 @@ def find_rowwise(
 ) -> tuple[RowwiseModule, ...]:
     """Finds the outermost modules of ``model`` that compute each position independently, by trial.
 
-    Modules are tried from inside to outside; a module that contains one that mixes positions is not tried.
+    Inner modules are tried first. A module is not tried if it contains a module that mixes positions.
 
     Args:
         batch: the batch tensors of the forward in which calls were recorded.
@@ -97,7 +97,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Returns True if user code has registered hooks on modules inside ``module``, which receive its values."""
+    """Returns True if user code has registered hooks on submodules of ``module``, so that it sees inner values."""
     return bool(module._modules) and any(
         not _is_own(hook)
         for each in module.modules()
@@ -113,7 +113,10 @@ def _is_own(hook: Any) -> bool:
 
 
 def run_rowwise(model: nn.Module, found: Iterable[RowwiseModule], patches: ForwardPatches) -> None:
-    """Patches the modules ``found``: a call with sharded positions runs on this rank's positions, as plain tensors."""
+    """Patches the modules ``found``: a call with arguments sharded along positions runs on this rank's positions alone.
+
+    The module gets plain tensors. Its result is sharded along positions.
+    """
     known = {each.name: each.forms for each in found}
     modules = {name: model.get_submodule(name) for name in known}
 
@@ -134,7 +137,7 @@ def run_rowwise(model: nn.Module, found: Iterable[RowwiseModule], patches: Forwa
 
 @contextmanager
 def running_rowwise(model: nn.Module, found: Iterable[RowwiseModule]) -> Iterator[None]:
-    """Patches the modules ``found`` as :func:`run_rowwise`, in the block only; for a trace."""
+    """Patches the modules ``found`` as :func:`run_rowwise` does, for the block only, in which the forward is traced."""
     patches = ForwardPatches()
     run_rowwise(model, found, patches)
     try:
@@ -156,9 +159,10 @@ class LocalCall(NamedTuple):
 
     @staticmethod
     def of(form: ProvenForm, context: GlobalTensorContext, args: Any, kwargs: Any) -> "LocalCall | None":
-        """Returns the call with this rank's positions of ``args`` and ``kwargs``.
+        """Returns the call of a module with this rank's positions of ``args`` and ``kwargs``.
 
-        Returns None if the arguments do not satisfy the conditions of ``form``, or are sharded along other dims.
+        Returns None if the arguments do not satisfy the conditions of ``form``, or are sharded along other dims than
+        positions.
         """
         leaves = form.call.match(args, kwargs)
         if leaves is None:

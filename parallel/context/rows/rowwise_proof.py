@@ -41,7 +41,7 @@ _DROPOUT = (functional.dropout, torch.dropout, functional.alpha_dropout)
 class ProvenForm(NamedTuple):
     """Conditions for a call under which a module is proven to compute each position independently.
 
-    It also describes the result of such a call.
+    It also describes the result of such a call and the memory that it needs.
     """
 
     call: CallForm
@@ -61,7 +61,7 @@ class ProvenForm(NamedTuple):
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Hides the block, a trial that is made only once, from traces and from recomputation of the outer forward."""
+    """Runs the block, a trial made only once, hidden from traces and from recomputation of the outer forward."""
 
     def same(saved: Tensor) -> Tensor:
         return saved
@@ -71,7 +71,7 @@ def apart() -> Iterator[None]:
 
 
 def prove_rowwise(module: nn.Module, call: SeenCall, size: SequenceSize) -> ProvenForm | None:
-    """Tries ``module`` on random arguments like the recorded ``call``, for sequences of ``size``.
+    """Tries ``module`` on random arguments with the form of the recorded ``call``, for sequences of ``size``.
 
     Returns the form of the call if the module computes each position independently, in values and gradients; otherwise
     None.
@@ -239,7 +239,10 @@ class _Trial:
 
 
 def random_twin(module: nn.Module, dtype: torch.dtype, draw: torch.Generator) -> tuple[nn.Module, list[Tensor]]:
-    """Returns a copy of ``module`` with random parameters of ``dtype``, and the leaf tensors they are made of."""
+    """Returns a copy of ``module`` with random parameters of ``dtype``, and the leaf tensors of these parameters.
+
+    A very large parameter is an expanded view of a leaf with one row. ``draw``: generator of the random numbers.
+    """
     leaves, fresh = list[Tensor](), dict[int, Any]()
     for each in module.parameters():
         shape = list(each.shape)

@@ -63,7 +63,7 @@ class MicrobatchCost:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Conditions of the simulation: pipeline ranks, microbatches, transfer time and memory limit."""
+    """Conditions of the simulation: numbers of pipeline ranks and microbatches, transfer time and memory limit."""
 
     ranks: int
     """Number of ranks of the pipeline axis."""
@@ -90,7 +90,7 @@ class Tried:
 
     @property
     def name(self) -> str:
-        """Kind and stages on each rank, such as ``interleaved x 2``."""
+        """Kind of schedule, with the number of stages on each rank if above one, such as ``interleaved x 2``."""
         return self.kind + f" x {self.virtual_stages}" * (self.virtual_stages > 1)
 
 
@@ -110,7 +110,11 @@ class ScheduleDecision:
         return self.ranking[0]
 
     def lines(self) -> tuple[str, ...]:
-        """Formats ``ranking`` as lines of text: the choice, each kind that fits, then each reason of a rejection."""
+        """Formats ``ranking`` as lines of text.
+
+        The first line is the choice. A line for each of the (at most six) fastest kinds within the memory limit
+        follows, then a line for each reason of a rejection with the rejected kinds.
+        """
         fit = [tried for tried in self.ranking if not tried.refused]
         lines = [
             f"auto: {self.chosen.name}, best of {len(fit)} within {self.limit_bytes / 2**20:.1f} MiB of activations"
@@ -130,13 +134,14 @@ class ScheduleDecision:
 def choose(
     cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleDecision:
-    """Simulates all ``kinds`` of schedule and returns the one with the fastest step within the memory limit.
+    """Simulates all ``kinds`` of schedule and chooses the one with the fastest step within the memory limit.
 
-    A gain of at most 1 % does not justify more stages or a less simple kind. Every rank computes the same result,
-    without communication.
+    Returns the chosen schedule with the figures of all kinds. A gain of at most 1 % does not justify more stages or a
+    less simple kind. Every rank computes the same result, without communication.
 
     Args:
         cuts: for each number of stages per rank, the cost of every stage, or the reason why the model has no such cut.
+        machine: numbers of ranks and microbatches, transfer time, and memory limit.
         kinds: names of the kinds to try, the simplest first.
 
     Raises:
@@ -161,7 +166,7 @@ def choose(
 
 
 def cost_of_stages(stages: Sequence[MicrobatchCost], transfer_seconds: float) -> Cost:
-    """Converts the costs of ``stages``, and the seconds of one transfer, to the input of schedulers and simulation."""
+    """Converts the costs of ``stages``, and the seconds of one transfer, to a :class:`Cost` for the simulation."""
     times = tuple(StageTimes(s.forward_seconds, s.input_seconds, s.weight_seconds) for s in stages)
     return Cost(transfer=transfer_seconds, times=times)
 

@@ -26,12 +26,15 @@ def flops_of_calls(trace: ModelTrace) -> list[int]:
 
 
 def glue_flops(trace: ModelTrace) -> dict[int, int]:
-    """Returns the FLOPs of operations between module calls, keyed by the index of the call before them."""
+    """Returns the FLOPs of the operations between module calls, summed by the module call before them.
+
+    The keys are indices of calls in ``trace``; operations before the first call count for call 0.
+    """
     return by_call(trace, [glue.flops for glue in trace.glue])
 
 
 def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """Adds up numbers of the operations between module calls, by the preceding call.
+    """Sums numbers of the operations between module calls, by the module call before each operation.
 
     ``of_glue`` contains one number for each such operation of ``trace``. Returns the sums, keyed by the index of the
     call; operations before the first call count for call 0.
@@ -46,7 +49,7 @@ def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
 def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
     """Estimates the cost of each module call from shapes alone, without a measurement.
 
-    Seconds are replaced by FLOPs; bytes are the inputs and outputs of the call.
+    The fields in seconds contain FLOPs instead. The saved bytes are the bytes of the inputs and outputs of the call.
     """
     made: dict[int, int] = {}
     for value in trace.values:

@@ -65,9 +65,9 @@ Split = Literal["auto"] | Sequence[str]
 
 
 def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None:
-    """Returns the modules to record in a trace, so that the trace has a call of each module named in ``split``.
+    """Returns the modules that a trace must record, so that it has a call of each module named in ``split``.
 
-    Returns None if the usual modules suffice: for ``split`` "auto" or one stage.
+    Returns None if a trace records enough by default: for ``split`` "auto" or one stage.
     """
     if split == "auto" or stages == 1:
         return None
@@ -97,9 +97,10 @@ def make_cut(
 def repartition(
     trace: ModelTrace, boundaries: Sequence[tuple[str, int]], held: Sequence[Collection[str]] = ()
 ) -> Partition:
-    """Cuts the trace of another input signature at the same module calls as an earlier partition.
+    """Cuts a trace for inputs of other shapes at the same module calls as an earlier partition of the model.
 
     Args:
+        trace: forward recorded with the other shapes.
         boundaries: ``Partition.boundaries`` of the earlier partition.
         held: names of the parameters stored on each stage; empty: no restriction.
 
@@ -229,10 +230,11 @@ def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int
 
 
 def balance(cost: Sequence[float], edges: Sequence[int], stages: int) -> list[int]:
-    """Divides a sequence of costs into ``stages`` runs so that the largest sum of a run is minimal.
+    """Divides the sequence ``cost`` into ``stages`` runs so that the largest sum of a run is minimal.
 
-    Returns the start indices of runs 1 to ``stages`` - 1, all from ``edges``. ``edges`` ascend, exclude 0 and number at
-    least ``stages`` - 1. Among equally good divisions the earliest is returned.
+    Returns the start indices of runs 1 to ``stages`` - 1, all from ``edges``, the indices at which a run may start.
+    ``edges`` ascend, exclude 0 and number at least ``stages`` - 1. Among equally good divisions, returns the one with
+    the earliest starts.
     """
     before = [0, *accumulate(cost)]
     ends = [0, *edges, len(cost)]

@@ -33,7 +33,11 @@ _REUSE = 8
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of one pipeline stage for one trace: module calls to run, values to receive and send, parameters."""
+    """Plan of one pipeline stage for one trace, the recorded forward of the model.
+
+    It lists the module calls to run, the values (tensors of the trace) to receive and send, and the parameters to
+    store.
+    """
 
     stage: int
     last: bool
@@ -265,7 +269,10 @@ _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 
 class VertexCut:
-    """Graph with a weight for each vertex, for a minimum vertex cut between a source and the vertices ``wanted``."""
+    """Graph with a weight for each vertex, in which :meth:`solve` finds a minimum vertex cut.
+
+    The cut separates a source from the vertices ``wanted``.
+    """
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self._room: dict[_Node, dict[_Node, float]] = defaultdict(lambda: defaultdict(float))

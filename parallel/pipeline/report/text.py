@@ -49,7 +49,7 @@ class Summary:
 
 
 def summarize(timeline: StepTimeline) -> Summary:
-    """Computes the figures of ``timeline``, a simulated or measured step."""
+    """Computes the figures of ``timeline``, a simulated or measured step: idle share, duration, memory and messages."""
     schedule = timeline.schedule
     rank_of = schedule.rank_of_stage
     sends = Counter(rank_of[action.stage] for row in schedule.per_rank for action in row if schedule.sends(action))
@@ -85,7 +85,11 @@ class Panel:
     """True if times are measured seconds; otherwise they have any unit."""
 
     def headline(self) -> str:
-        """Returns one line with the schedule's name, ``title``, sizes, idle share, peak memory and duration."""
+        """Returns one line of text about the timeline.
+
+        It has the schedule's name, ``title``, the numbers of ranks, stages and microbatches, the idle share, the peak
+        of live activations and, if times are seconds, the duration.
+        """
         schedule, figures = self.timeline.schedule, summarize(self.timeline)
         ranks, each = len(schedule.per_rank), schedule.stages / len(schedule.per_rank)
         size = f"{_count(ranks, 'rank')}{f' x {each:g} stages' if each != 1 else ''}"
@@ -104,12 +108,15 @@ class Panel:
 
 
 def end_of(panel: Panel, panels: Sequence[Panel]) -> float:
-    """Returns the end of the longest of ``panels`` with the same unit of time as ``panel``; they share one scale."""
+    """Returns the latest end of the timelines in ``panels`` with the same unit of time as ``panel``.
+
+    Timelines with the same unit are drawn in one scale, which this time determines.
+    """
     return max(other.timeline.makespan for other in panels if other.seconds == panel.seconds)
 
 
 def slices(count: Fraction) -> str:
-    """Formats a number of slices, such as ``4 slices`` or ``2.5 slices``."""
+    """Formats a number of slices, such as ``4 slices``; a slice is one rank's share of an evenly divided model."""
     return f"{number(count)} slice{'s' * (count != 1)}"
 
 
@@ -132,7 +139,8 @@ Label = Callable[[Action], str]
 def draw(timeline: StepTimeline, width: int = 120) -> str:
     """Draws a timeline as text, without a final newline: one row per rank, time from left to right.
 
-    Rows have at most ``width`` columns if the names of ranks leave room. A cell is as long as the shortest action.
+    A row consists of cells, each as long as the shortest action; in a small ``width``, one letter shows several cells.
+    Rows have at most ``width`` columns, unless the names of ranks leave no room.
     """
     return draw_panels((Panel(timeline),), width)
 
@@ -141,8 +149,8 @@ def draw_panels(panels: Sequence[Panel], width: int = 120) -> str:
     """Draws several timelines as text, one above the other, with at most ``width`` columns.
 
     Timelines in the same unit of time have the same scale, and the longest fills all columns. Timelines in different
-    units, such as a prediction and a measured step in seconds, are comparable by shape. The shortest action of the
-    first panel determines the length of a cell.
+    units, such as a prediction and a measured step in seconds, are comparable by shape. A row consists of cells, each
+    as long as the shortest action of the first panel.
     """
     names = [f"rank {rank}" for rank in range(max(len(panel.timeline.spans) for panel in panels))]
     margin = max(map(len, names))

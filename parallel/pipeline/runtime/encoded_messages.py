@@ -37,7 +37,9 @@ class MessageEncoder:
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:
-        """Rounding errors of the last sent gradients: fp32, one tensor per value and pair of stages."""
+        """Rounding errors of the last sent gradients, for error feedback: fp32, one tensor per value and pair of
+        stages.
+        """
         return tuple(self._residuals.values())
 
     def encodes(self, dtype: torch.dtype, elements: int) -> bool:
@@ -45,7 +47,7 @@ class MessageEncoder:
         return self._form.shortens(dtype, elements)
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the bytes of an encoded message of ``elements`` numbers."""
+        """Returns the bytes of the encoded message of a tensor with ``elements`` numbers."""
         return self._form.message_bytes(elements)
 
     @torch.no_grad()

@@ -33,7 +33,10 @@ from engine.parallel.trace.model_trace import Value
 
 
 class RankSchedule(NamedTuple):
-    """Actions (F, B, I, W) of one pipeline rank in order, with the points at which memory of earlier sends is freed."""
+    """Actions of one pipeline rank in order, with the points at which memory of earlier sends is freed.
+
+    F is a forward, B a whole backward, I the input gradient and W the weight gradients of a split backward.
+    """
 
     actions: tuple[Action, ...]
     passes: tuple[Action, ...]
@@ -45,13 +48,17 @@ class RankSchedule(NamedTuple):
 
 
 def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
-    """Returns the actions of pipeline rank ``rank`` in ``schedule``, with the points at which it frees sent tensors."""
+    """Returns the actions of pipeline rank ``rank`` in ``schedule``, in order.
+
+    The result also says when the rank frees sent tensors, and which weight gradients may run during collectives of
+    other actions.
+    """
     waits = releases(schedule)[rank]
     return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), waits, schedule.weights_beside(rank))
 
 
 class StageMicrobatch(NamedTuple):
-    """Plan of one stage for one microbatch, with the description of all values of the trace."""
+    """Plan of one stage for one microbatch, with the descriptions of all values (tensors of the recorded forward)."""
 
     plan: StagePlan
     values: Sequence[Value]
@@ -71,28 +78,31 @@ class StageRunner(Protocol):
     """Interface by which the executor computes: forward, backward and weight gradients of this rank's stages."""
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the plan of ``stage`` for ``microbatch``, with the values of the trace."""
+        """Returns the plan of ``stage`` for ``microbatch``, with the descriptions of all values of the recorded
+        forward.
+        """
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Computes the forward of ``stage`` for ``microbatch`` and returns the values to send.
+        """Computes the forward of ``stage`` for ``microbatch``.
 
-        ``received``: tensors of earlier stages by value number, leaves of the autograd graph.
+        Returns the tensors to send to other stages and, on the last stage, the loss. ``received``: tensors of earlier
+        stages by value number, leaves of the autograd graph.
         """
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns a context in which the executor runs the backward of ``action`` and parameter gradients are
-        accumulated.
+        """Returns a context in which the executor runs the backward of ``action``; it accumulates parameter gradients.
 
-        For an input-gradient action (I), weight gradients are deferred to :meth:`weights`.
+        For an input-gradient action (I), it defers weight gradients until :meth:`weights` is called.
         """
 
     def weights(self, stage: int, microbatch: int) -> None:
         """Computes the weight gradients that the input-gradient action (I) of ``stage`` and ``microbatch`` deferred."""
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context for another action; during the collectives in it, weight gradients are computed ahead.
+        """Returns a context in which the executor runs another action.
 
-        ``stage`` and ``microbatch`` name the deferred weight gradients; :meth:`weights` later computes the rest.
+        During collectives in the context, weight gradients that the I action of ``stage`` and ``microbatch`` has
+        deferred are computed; :meth:`weights` later computes the rest.
         """
 
 
@@ -106,9 +116,10 @@ class _Live:
 
 
 class Executor:
-    """Runner of the pipeline actions (F, B, I, W) of one rank in schedule order, with their sends and receives.
+    """Runner of the pipeline actions of one rank in schedule order, with their sends and receives.
 
-    It stores a microbatch of a stage in these states:
+    F is a forward, B a whole backward, I the input gradient and W the weight gradients of a split backward. The
+    executor stores a microbatch of a stage in these states:
 
     state     from .. to                          content
     posted    receives posted .. F, B or I        buffers of the receives
@@ -138,13 +149,13 @@ class Executor:
         return len(self._live) + len(self._split)
 
     def apart(self) -> "Executor":
-        """Returns a second executor over the same transport, so that two sets of microbatches can be live at once."""
+        """Returns a second executor over the same transport; each of the two stores its own live microbatches."""
         return Executor(self._transport, self._recorder)
 
     def run(self, row: RankSchedule, runner: StageRunner) -> None:
         """Runs all actions of ``row``, this rank's schedule; ``runner`` computes them.
 
-        If an action raises, all microbatches of this rank are dropped.
+        No stored microbatch remains afterwards, also if an action raises.
         """
         try:
             self._play(row, runner, range(len(row.actions)))
@@ -152,10 +163,11 @@ class Executor:
             self._forget()
 
     def run_part(self, row: RankSchedule, runner: StageRunner, part: range) -> None:
-        """Runs the actions of ``row`` at the positions ``part``, and retains microbatches that are live at the end.
+        """Runs the actions of ``row`` at the positions ``part``; ``runner`` computes them.
 
-        These actions must exchange no messages with other actions of the row. If an action raises, all microbatches of
-        this rank are dropped.
+        Microbatches that are live after the last of these actions remain stored for a later call. The actions must
+        exchange no messages with other actions of ``row``. If an action raises, all microbatches of this rank are
+        dropped.
         """
         try:
             self._play(row, runner, part)
@@ -196,10 +208,9 @@ class Executor:
         self._posted[action] = part, arrivals
 
     def do(self, action: Action, runner: StageRunner, beside: Action | None = None) -> None:
-        """Runs ``action``: waits for its receives, computes, and sends the results.
+        """Runs ``action``: waits for its receives, computes by ``runner``, and sends the results.
 
-        During collectives of the action, ``runner`` computes deferred weight gradients of the W action ``beside``, if
-        given.
+        ``beside``: a W action; during collectives of ``action``, ``runner`` computes its deferred weight gradients.
         """
         self.post(action, runner)
         part, arrivals = self._posted.pop(action)

@@ -30,10 +30,11 @@ class Carrier:
 def bring_outputs(
     results: Sequence[Any], traces: Sequence[ModelTrace], model: nn.Module, carrier: Carrier
 ) -> list[Any]:
-    """Returns the outputs of all microbatches on the destination ranks of ``carrier``; an empty list on other ranks.
+    """Sends the model's outputs of all microbatches from the last stage to the destination ranks of ``carrier``.
 
-    The last stage sends tensors only, over axis pp, label "outputs". The receivers take the structure of the results
-    from ``traces`` and the shapes of parameters from ``model``.
+    Returns, on these ranks, a list with one entry per microbatch, structured as the entries of ``results``; an empty
+    list on other ranks. The last stage sends tensors only, over axis pp, label "outputs". The receivers take the
+    structure of the results from ``traces`` and the shapes of parameters from ``model``.
 
     Args:
         results: on the rank with the last stage, (output, sum of the loss, weight of the loss) of each microbatch, or

@@ -69,25 +69,28 @@ class DeferredWeightGrads:
         """Gradients that were computed ahead."""
 
     def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
-        """Defers the weight gradient of the parameter ``name``, which ``compute()`` returns.
+        """Defers the weight gradient of the parameter ``name``, which the callback ``compute`` returns.
 
-        ``main``: main gradient to which the W action adds the result; None: :meth:`compute` passes the result to
-        ``take``.
+        ``main``: main gradient of the parameter, a sum of its gradients, to which the W action adds the result. None:
+        the method :meth:`compute` passes the result to the callback that it gets.
         """
         self._work.append(_Deferred(name, compute, _version(compute), main))
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated for the saved tensors and the gradients computed ahead; shared storage counts once."""
+        """Bytes allocated for the tensors saved for deferred gradients and for the gradients that were computed ahead.
+
+        Storage that several of these tensors share counts once.
+        """
         kept = [arg.untyped_storage() for work in self._work for arg in work.compute.args if isinstance(arg, Tensor)]
         kept += [grad.untyped_storage() for _, grad in self._done]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def ahead(self) -> None:
-        """Computes and stores the next deferred gradient, if there is one, ahead of the W action.
+        """Computes and stores the next deferred gradient, if there is one, before the W action asks for it.
 
-        The call runs inside the forward or backward of another microbatch. Autograd and function modes of that pass are
-        therefore disabled during the call.
+        The call runs inside the forward or backward of another microbatch. Autograd and the function modes of that pass
+        are therefore disabled during the call.
         """
         if self._work:
             with _plain(self._work[0].compute):
@@ -96,12 +99,13 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
-        """Computes all remaining weight gradients and frees their inputs; calls ``take(name, gradient)`` for each.
+        """Computes all remaining weight gradients, frees their inputs, and calls ``take(name, gradient)`` for each.
 
-        Gradients that were added to a main gradient are not passed to ``take``.
+        Also passes the gradients that were computed ahead to ``take``, but no gradient that was added to a main
+        gradient.
 
         Raises:
-            EngineError: the model has written to a saved tensor in place.
+            EngineError: the model has written in place to a tensor that was saved for a gradient.
         """
         while self._done or self._work:
             name, grad = self._done.popleft() if self._done else self._rest(self._next())
@@ -126,7 +130,8 @@ class DeferredWeightGrads:
 class SplitBackward:
     """Patch of the linear layers of ``model``: their backward can defer weight gradients.
 
-    Install it after the tensor plan, because it also patches sharded layers (``parallel.tensor``).
+    Construct it after tensor parallelism has sharded the layers (``parallel.tensor``), because it also patches sharded
+    layers.
     """
 
     def __init__(self, model: nn.Module, patches: ForwardPatches, kernels: Kernels = REFERENCE) -> None:
@@ -155,7 +160,7 @@ class SplitBackward:
 
     @property
     def open(self) -> DeferredWeightGrads | None:
-        """Queue for the weight gradients of the running backward; None outside an input-gradient action (I)."""
+        """Queue to which the running backward defers weight gradients; None outside an input-gradient action (I)."""
         return self._open
 
 

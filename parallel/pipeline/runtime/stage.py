@@ -44,9 +44,10 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
 class GlueForward(StageForward, TorchFunctionMode):
-    """Forward of one stage that runs or skips each module call and each operation between calls, as the trace has them.
+    """Forward of one stage that compares module calls, and operations between them, with the recorded forward (trace).
 
-    The plan's ``tier`` 2 selects it; :class:`StageForward` handles module calls only.
+    It runs, skips or replaces each of them as the stage's plan requires. Plans with ``tier`` 2 use this class;
+    :class:`StageForward`, for ``tier`` 1, handles module calls only.
     """
 
     def _prepare(self) -> None:
@@ -214,7 +215,7 @@ class StageResult:
 class Stage:
     """Model with a forward that runs only one pipeline stage.
 
-    Module calls of other stages return received values or NaN.
+    Module calls of other stages do not run; they return tensors received from other stages, or tensors of NaN.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
@@ -233,6 +234,7 @@ class Stage:
         """Runs ``program``, the user's forward recorded in ``trace``, up to the last event that ``plan`` needs.
 
         Args:
+            trace: recorded forward, with numbered values (tensors) and events (module calls and operations).
             received: a leaf tensor for each value of ``plan.receives``; in training it requires a gradient if the
                 value's ``grad`` is set.
 
@@ -298,11 +300,13 @@ class Stage:
 
 
 class AbsentParameters:
-    """Guard of the parameters of ``model`` that this pipeline rank does not store: an outside read raises EngineError.
+    """Guard of the parameters of ``model`` that this pipeline rank does not store.
+
+    A read of such a parameter by code outside the engine raises EngineError.
 
     Args:
         present: names of the stored parameters; all names of a tied parameter count as one.
-        stages: the pipeline ranks that store each parameter, by name.
+        stages: for each parameter name, the pipeline ranks that store the parameter.
         rank: this pipeline rank.
     """
 

@@ -56,9 +56,10 @@ class StopForward(BaseException):
 
 
 class StageForward:
-    """Forward of one stage for one microbatch: module calls run on their stage only, and all other operations run.
+    """Forward of one stage for one microbatch.
 
-    The plan's ``tier`` 1 selects it.
+    Module calls run on their stage only; all operations between module calls run on every stage. Plans with ``tier`` 1
+    use this class.
     """
 
     def __init__(
@@ -88,11 +89,11 @@ class StageForward:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Does nothing in the block: this class does not observe operations between module calls."""
+        """Runs the block without a change: this class does not observe operations between module calls."""
         yield
 
     def takes(self, unit: str) -> bool:
-        """Returns True if a call of the module ``unit`` is recorded in the trace and not nested in another unit."""
+        """Returns True if the trace has calls of the module ``unit`` and no other unit, a recorded module, runs now."""
         return not self.inside and unit in self.trace.unit_names
 
     def skips_next(self) -> bool:
@@ -100,9 +101,10 @@ class StageForward:
         return self._calls not in self.plan.calls
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handles one module call of the trace: runs it if it belongs to this stage; otherwise returns received values.
+        """Handles one module call of the trace.
 
-        ``forward`` is the unpatched forward of the module ``unit``.
+        Runs the call and returns its result if it belongs to this stage; otherwise returns tensors received from other
+        stages, or NaN. ``forward`` is the unpatched forward of the module ``unit``.
         """
         index = self._calls
         call = self.trace.calls[index] if index < len(self.trace.calls) else None
@@ -121,10 +123,11 @@ class StageForward:
         return self.keep(call.output, call.writes, leaves, out)
 
     def finish(self) -> None:
-        """Checks that the forward has made every value that this stage sends.
+        """Checks, after the forward, that it has made every value that this stage sends.
 
         Raises:
-            EngineError: the program ended early, or hooked a sent tensor without a hook in the trace.
+            EngineError: the forward ended early, or user code has put a hook on a sent tensor that has none in the
+                trace.
         """
         for number, tensor in self.sent.items():
             if number not in self._apart and _has_hook(tensor):
@@ -150,11 +153,11 @@ class StageForward:
             raise StopForward(self)
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
-        """Returns the result of a call or operation that another stage runs: received values, and NaN for all other
-        tensors.
+        """Returns the result of a call or operation that this stage does not run.
 
-        ``output``: structure of the result. ``writes``: (position in ``arguments``, value number) of tensors written in
-        place.
+        The result consists of received values, and of NaN for all other tensors. ``output``: structure of the result.
+        ``writes``: (position in ``arguments``, value number) of tensors that the call writes in place; received values
+        of them are written too.
         """
         for position, number in writes:
             if number in self._received:
@@ -163,11 +166,14 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Stores the tensors of a call or operation that other stages receive; returns ``out`` for the user's code.
+        """Stores the tensors in the result ``out`` of a call or operation that other stages receive; returns ``out``.
 
-        A hook on a sent tensor also exists on the received tensor, and runs there. To run it only once, the code gets
-        an alias of the sent tensor, and the backward of this stage begins at the tensor itself. Without a hook the code
-        gets the tensor itself, so that gradients are summed in the order of one process.
+        ``output``: structure of ``out``. ``writes``: (position in ``arguments``, value number) of tensors written in
+        place.
+
+        A hook on a sent tensor also exists on the received tensor, and runs there. To run it only once, the user's code
+        gets an alias of the sent tensor, and the backward of this stage begins at the tensor itself. Without a hook the
+        code gets the tensor itself, so that gradients are summed in the order of one process.
         """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):

@@ -25,7 +25,10 @@ from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 
 
 class Message(NamedTuple):
-    """Key of a message between stages: a value of the trace (``flow`` "forward") or its gradient ("backward")."""
+    """Key of a message between stages: a value (tensor of the recorded forward) or its gradient, of one microbatch.
+
+    ``flow`` is "forward" for a value and "backward" for a gradient; ``value`` is the number of the value.
+    """
 
     flow: Flow
     value: int
@@ -44,7 +47,7 @@ class Transport(Protocol):
     """Interface by which the executor sends values and gradients between stages; no send waits for its receiver."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Starts to send ``tensor``, which must not change until the send completes.
+        """Starts to send ``tensor`` as ``message``; ``tensor`` must not change until the send completes.
 
         ``exact`` = False allows an encoding with fewer bits.
         """
@@ -52,20 +55,23 @@ class Transport(Protocol):
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Starts to receive ``message``; returns a function that waits for it and returns its tensor.
 
-        ``exact`` equals the sender's. Between two stages, receives are posted in the order of the sends.
+        ``exact`` must be as in the sender's call of :meth:`send`. Between two stages, receives are posted in the order
+        of the sends.
         """
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Waits until the sends from ``stage`` to its neighbours have completed, for one ``flow`` and ``microbatch``.
+        """Waits until the sends from ``stage`` to its neighbouring stages have completed, for one flow and microbatch.
 
-        Call it when the neighbours have posted the receives.
+        Call it when the neighbouring stages have posted the receives.
         """
 
     def delivered(self, message: Message) -> None:
-        """Frees the sent tensor of ``message``; call it when a later message proves the arrival."""
+        """Frees the sent tensor of ``message``; call it when another message proves that ``message`` has arrived."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """Gives the memory of a received ``tensor`` back for later receives; call it after the last use."""
+        """Makes the memory of a received ``tensor`` available to later receives; call it after the last use of
+        ``tensor``.
+        """
 
     def finish(self) -> None:
         """Waits until all sends have completed."""
@@ -116,9 +122,9 @@ class _Sent(NamedTuple):
 class CommTransport:
     """Transport between pipeline ranks over ``comm``; two stages of one rank exchange tensors directly.
 
-    A sent tensor stays allocated until its send completes. For a neighbouring stage, the schedule contains a point at
-    which this wait costs no time (``releases``). Other sent tensors stay until their gradient returns, or until the end
-    of the step.
+    A sent tensor stays allocated until its send completes. For a tensor sent to a neighbouring stage, the schedule
+    contains a point at which this wait costs no time. Other sent tensors stay allocated until their gradient returns,
+    or until the end of the step.
 
     Args:
         rank_of_stage: index on axis pp of the rank of each stage.
@@ -142,9 +148,10 @@ class CommTransport:
         """Sends past a neighbouring stage."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Starts to send ``tensor`` over axis pp to the rank of the target stage.
+        """Starts to send ``tensor`` over axis pp to the rank of the target stage of ``message``.
 
-        The tensor is encoded with fewer bits unless ``exact``.
+        ``exact`` = False: the tensor is encoded with fewer bits, if this transport has an encoder that makes it
+        shorter.
         """
         link = self._link(message)
         if link.source == link.target:
@@ -164,7 +171,7 @@ class CommTransport:
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Starts to receive ``message`` into a reused buffer; returns a function that waits and returns the tensor.
 
-        ``exact`` equals the sender's.
+        ``exact`` must be as in the sender's call of :meth:`send`.
         """
         link = self._link(message)
         if link.source == link.target:
@@ -197,10 +204,10 @@ class CommTransport:
         return arrive
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Waits until the sends from ``stage`` to its neighbours have completed, and frees the sent tensors.
+        """Waits until the sends from ``stage`` to its neighbouring stages have completed, and frees the sent tensors.
 
-        Only sends of this ``flow`` and ``microbatch`` count. Their receives are posted, so the wait takes at most the
-        time of a transfer.
+        Waits only for sends of this ``flow`` and ``microbatch``. Their receives are posted already, so the wait takes
+        at most the time of a transfer.
         """
         for sent in self._near.pop((flow, stage, microbatch), ()):
             sent.pending.wait()
@@ -211,11 +218,11 @@ class CommTransport:
             self._far.pop(message).pending.wait()
 
     def recycle(self, tensor: Tensor) -> None:
-        """Gives the memory of the received ``tensor`` back, for the next message of equal shape and dtype."""
+        """Makes the memory of the received ``tensor`` available to the next message of its shape and dtype."""
         self._buffers.give(tensor)
 
     def finish(self) -> None:
-        """Waits until all sends have completed, and drops the buffers that are still in use."""
+        """Waits until all sends have completed; buffers of received tensors that are still in use are not reused."""
         for sent in (*chain.from_iterable(self._near.values()), *self._far.values()):
             sent.pending.wait()
         self._near.clear()
@@ -238,7 +245,7 @@ class ReceiveBuffers:
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a contiguous buffer with arbitrary content, reused or new.
+        """Returns a contiguous buffer of ``shape`` and ``dtype`` with arbitrary content, reused or new.
 
         Callers pass on aliases (``detach``) of the buffer, never the buffer itself.
         """
@@ -249,13 +256,16 @@ class ReceiveBuffers:
         return tensor
 
     def lent(self, tensor: Tensor) -> bool:
-        """Returns True if ``tensor`` shares memory with a buffer in use."""
+        """Returns True if ``tensor`` shares memory with a buffer that :meth:`take` has returned and that is still in
+        use.
+        """
         return tensor.untyped_storage()._cdata in self._lent
 
     def give(self, tensor: Tensor) -> bool:
-        """Gives the buffer of which ``tensor`` is an alias to the pool if no other alias is alive.
+        """Returns the buffer that shares memory with ``tensor`` to the pool, if no other tensor shares this memory.
 
-        Returns True if the buffer will be reused; False if it has other aliases or ``tensor`` is no buffer.
+        Returns True if the buffer will be reused; False if other tensors share its memory, or if no buffer in use
+        shares memory with ``tensor``.
         """
         own = self._lent.pop(tensor.untyped_storage()._cdata, None)
         # the user's code may have stored an alias: the next message must not overwrite it

@@ -33,7 +33,11 @@ from engine.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """Type of a pipeline action; the value is its letter in a token such as ``2F5``."""
+    """Type of a pipeline action: forward F, whole backward B, or the halves of a split backward, I and W.
+
+    I is the gradient of the input and W the gradient of the weights. The value is the letter in a token such as
+    ``2F5``.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -121,15 +125,17 @@ class Schedule:
         return tuple(rank for _, rank in pairs)
 
     def passes(self, rank: int) -> tuple[Action, ...]:
-        """Returns the actions of pipeline rank ``rank`` that run modules of a stage: all but weight gradients (W)."""
+        """Returns the actions of pipeline rank ``rank`` that run modules of a stage: all except weight-gradient actions
+        (W).
+        """
         return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
 
     def weights_beside(self, rank: int) -> dict[Action, Action]:
         """Returns the weight-gradient actions (W) that pipeline rank ``rank`` can compute during collectives of other
         actions.
 
-        Each key is an F, B or I action of the rank; its value is the next W action of the rank, if its inputs are ready
-        then.
+        Each key is an F, B or I action of the rank; its value is the rank's next W action after it. The key is absent
+        unless the I action that the W action belongs to comes before it.
 
         For example:
 
@@ -153,7 +159,7 @@ class Schedule:
 
     @property
     def splits(self) -> bool:
-        """True if a backward of the schedule is split into an input-gradient (I) and a weight-gradient (W) action."""
+        """True if at least one backward is split into an input-gradient (I) and a weight-gradient (W) action."""
         return bool(self._split)
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
@@ -172,9 +178,11 @@ class Schedule:
         return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
 
     def feeds(self, action: Action) -> Action | None:
-        """Returns the action that uses the result of ``action``; inverse of :meth:`needs` for neighbouring stages.
+        """Returns the action that uses the result of ``action``: the forward of the next stage or the backward of the
+        previous.
 
-        This is the forward of the next stage, or the backward of the previous one; None if there is no such stage.
+        Returns None if there is no such stage, or for a weight-gradient action. It is the inverse of :meth:`needs`
+        between neighbouring stages.
         """
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
@@ -221,8 +229,8 @@ def v_shape(ranks: int) -> Placement:
 def rounds(ranks: int, microbatches: int) -> list[range]:
     """Divides ``microbatches`` into consecutive rounds; each round passes all stages of a loop before the next starts.
 
-    With p ranks, a round of fewer than p microbatches leaves ranks idle, and each microbatch above p costs memory.
-    There are m // p rounds of nearly equal sizes, each at least p if m >= p, and one round if m < p.
+    For m microbatches on p ranks there are m // p rounds of nearly equal sizes, each at least p if m >= p, and one
+    round if m < p. A round of fewer than p microbatches leaves ranks idle, and each microbatch above p costs memory.
     """
     count = max(1, microbatches // ranks)
     starts = [-(-microbatches * index // count) for index in range(count + 1)]

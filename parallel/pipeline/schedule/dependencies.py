@@ -73,10 +73,11 @@ class DependencyGraph:
         ]
 
     def with_rendezvous(self, receives_ahead: int) -> Columns:
-        """Returns the data dependencies and one more rule, for sends that block until the receive is posted.
+        """Returns the dependencies between actions if a send blocks until its receive is posted.
 
-        By this rule a rank's next action starts only after the receiver has posted the receive. A rank posts the
-        receives of ``receives_ahead`` actions after its current one.
+        These are the data dependencies and one more rule: after a send, a rank's next action starts only once the
+        receiver has posted the receive. A rank posts the receives of ``receives_ahead`` actions after its current one.
+        Each rule is a column: entry i is the number of the action that must precede action i, or -1.
         """
         column = [-1] * len(self.actions)
         for source, taker in self.sends():
@@ -89,6 +90,8 @@ class DependencyGraph:
     def order(self, rules: Columns) -> list[int]:
         """Returns the numbers of all actions in an order that satisfies every rank's order and all ``rules``, in linear
         time.
+
+        Each rule is a column: entry i is the number of the action that must precede action i, or -1.
 
         Raises:
             ScheduleError: there is no such order.

@@ -215,7 +215,7 @@ SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind f
 
 
 def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
-    """Returns the reason why :func:`make_schedule` rejects these sizes, as text; None if it accepts them."""
+    """Returns the reason why :func:`make_schedule` rejects these arguments, as text; None if it accepts them."""
     if kind not in SCHEDULE_KINDS:
         *names, last = SCHEDULE_KINDS
         return f"schedule {kind!r} does not exist; choose {', '.join(names)} or {last}."
@@ -249,11 +249,12 @@ def make_schedule(
 ) -> Schedule:
     """Makes a training schedule of ``kind``, with ``virtual_stages`` stages on each of ``ranks`` ranks.
 
-    A kind with exactly two stages on a rank ignores the configuration's default of 1. The order of zb-h1 and zb-v
-    depends on ``cost``, if given; the placement of stages does not.
+    A kind that has exactly two stages on each rank also accepts ``virtual_stages`` = 1, the configuration's default,
+    and then uses 2. The order of actions in zb-h1 and zb-v depends on ``cost``, if given; the placement of stages does
+    not.
 
     Raises:
-        ScheduleError: there is no such kind, or it does not allow these sizes.
+        ScheduleError: there is no such kind, or it does not allow these numbers of ranks, microbatches and stages.
     """
     reason = why_unfit(kind, ranks, microbatches, virtual_stages)
     if reason is not None:
@@ -269,13 +270,15 @@ def _held(kind: ScheduleKind, virtual_stages: int) -> int:
 def training_schedule(
     kind: str, ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None
 ) -> Schedule:
-    """Returns the training schedule that ``kind``, the value of ``parallel.schedule``, names, after :func:`check`.
+    """Returns the training schedule that ``kind``, the value of ``parallel.schedule``, names; it has passed
+    :func:`check`.
 
     ``kind`` is a kind of schedule, or the path of a schedule file. "auto" is 1f1b here, because the choice needs the
-    costs of a model. zb-h1 and zb-v are ordered for ``cost``, the times of a rank's whole share of the model.
+    costs of a model. The actions of zb-h1 and zb-v are ordered for ``cost``, the times of a rank's whole share of the
+    model.
 
     Raises:
-        ScheduleError: the schedule is unknown, would deadlock, or has other stages or microbatches than the run.
+        ScheduleError: the schedule is unknown, would deadlock, or does not have the stages and microbatches of the run.
     """
     kind = "1f1b" if kind == "auto" else kind
     if not kind.endswith(ENDINGS):

@@ -35,9 +35,9 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 #    rank 1   . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2  . B3 B3  .  .
 #    rank 2   .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .  .  .
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Makes the 1F1B schedule (Narayanan et al. 2019, PipeDream, with flush).
+    """Makes the 1F1B schedule (Narayanan et al. 2019, PipeDream, with flush), with one stage on each rank.
 
-    With m microbatches on p ranks, min(m, p - r) microbatches are live on rank r.
+    With m microbatches on p ranks, the activations of at most min(m, p - r) microbatches are live on rank r.
     """
     rows = []
     for stage in range(ranks):
@@ -52,12 +52,11 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 #    rank 0  0F0 0F1 2F0 2F1 0F2   . 2B0 2B0 0F3 2B1 2B1 2F2 0B0 0B0 2F3 0B1 0B1   . 2B2 2B2   . 2B3 2B3 0B2 0B2 0B3 0B3
 #    rank 1    . 1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1F3 1B1 1B1 3F2 3B2 3B2 3F3 3B3 3B3 1B2 1B2 1B3 1B3   .   .
 def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """Makes the interleaved 1F1B schedule (Narayanan et al. 2021, Megatron-LM, section 2.2) for any number of
-    microbatches.
+    """Makes the interleaved 1F1B schedule (Narayanan et al. 2021, Megatron-LM, section 2.2).
 
-    With m microbatches on p ranks of v stages, the bubble is (p-1)/(vm+p-1) for m >= p. This holds also if p does not
-    divide m: ``rounds`` are then a little larger than p. Rank r has at most (v-1)n + 2(p-r) - 1 live activations of a
-    stage, with n microbatches in the largest round.
+    It allows any number of microbatches. With m microbatches on p ranks of v stages, the bubble is (p-1)/(vm+p-1) for m
+    >= p, also if p does not divide m: the microbatches are then divided into :func:`rounds` of slightly more than p.
+    Rank r has at most (v-1)n + 2(p-r) - 1 live activations of a stage, with n microbatches in the largest round.
     """
     turns = rounds(ranks, microbatches)
     most = max(map(len, turns))
@@ -78,9 +77,11 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
 #    rank 0  0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3   .   .   . 2B0 2B0 2B1 2B1 2B2 2B2 2B3 2B3 0B0 0B0 0B1 0B1 0B2 0B2 0B3 0B3
 #    rank 1    . 1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3B0 3B1 3B1 3B2 3B2 3B3 3B3 1B0 1B0 1B1 1B1 1B2 1B2 1B3 1B3   .   .
 def looped_bfs(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """Makes the breadth-first schedule (Lamy-Poirier 2022), in which all activations are live on every rank.
+    """Makes the breadth-first schedule (Lamy-Poirier 2022): each stage runs all microbatches before the rank's next
+    stage.
 
-    Backwards run in ascending order of microbatches, so that gradients are summed in the order of one process.
+    The activations of all microbatches are live on every rank. Backwards run in ascending order of microbatches, so
+    that gradients are summed in the order of one process.
     """
     return _breadth_first("looped-bfs", ranks, microbatches, virtual_stages)
 
@@ -115,8 +116,9 @@ def _schedule(name: str, microbatches: int, placement: Placement, rows: Sequence
 def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
     """Makes a schedule of forwards alone, for evaluation; ``placement`` may be the number of ranks with one stage each.
 
-    With m >= p microbatches on p ranks, a loop is idle for p-1 clocks, the minimum. A V is idle for 2(p-1), because the
-    result returns to rank 0. At most as many microbatches as ranks, or one round, are in flight.
+    A clock is the time of one forward of a stage. With m >= p microbatches on p ranks, each rank of a loop placement is
+    idle for p-1 clocks, the minimum; in a V placement it is idle for 2(p-1), because the result returns to rank 0. In a
+    loop at most one of the :func:`rounds` is in flight, in other placements at most p microbatches.
     """
     if isinstance(placement, int):
         placement = loop(placement, 1)
@@ -132,9 +134,10 @@ def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
 
 
 def there_and_back(placement: Placement, microbatches: int) -> Schedule:
-    """Makes a schedule of all forwards, then all backwards in the reverse order, for any placement.
+    """Makes a schedule of all forwards, then all backwards in the reverse order, for any placement of stages on ranks.
 
-    A user's own loop computes the loss between forwards and backwards; all microbatches are then live on every rank.
+    It serves a user's own loop, which computes the loss between forwards and backwards. The activations of all
+    microbatches are live on every rank.
     """
     there = forward_only(placement, microbatches)
     rows = [
@@ -170,9 +173,10 @@ Rows = tuple[tuple[Action, ...], ...]
 
 
 def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
-    """Returns divisions of ``microbatches`` into rounds of at most ``ranks`` microbatches.
+    """Returns one or two divisions of ``microbatches`` into consecutive rounds of at most ``ranks`` microbatches.
 
-    These are full rounds with a smaller last one, and rounds of nearly equal size; only one division if they are equal.
+    The first division has rounds of ``ranks`` microbatches and a smaller last one; the second has the same number of
+    rounds, of nearly equal size. The second is left out if it equals the first.
     """
     count = -(-microbatches // ranks)
     full = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
@@ -182,21 +186,22 @@ def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
 
 
 def long_rounds(ranks: int, microbatches: int) -> list[list[range]]:
-    """Returns the division of ``microbatches`` into rounds of more than ``ranks`` microbatches: faster, with more
-    memory.
+    """Returns a list with one division of ``microbatches``, by :func:`rounds`, if a round of it exceeds ``ranks``
+    microbatches.
 
-    The list is empty if all rounds have at most ``ranks`` microbatches.
+    Otherwise returns an empty list. A schedule with such long rounds has a shorter step than one with
+    :func:`short_rounds`, and needs more memory.
     """
     turns = rounds(ranks, microbatches)
     return [turns] if max(map(len, turns)) > ranks else []
 
 
 def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -> Rows:
-    """Makes the rows of ZB1P for a loop of several stages per rank: interleaved 1F1B with deferred weight gradients.
+    """Makes the rows of ZB1P (Qi et al. 2023), interleaved 1F1B with deferred weight gradients, for a loop placement.
 
-    Rank r of p runs (v-1)n + p-1-r forwards ahead, with v stages and n microbatches in the largest of ``turns``, the
-    rounds. It then runs forwards and backwards in pairs, and defers r weight gradients. At most (v-1)n + p activations
-    of a stage are live: vp for rounds of p. Source: Qi et al. 2023.
+    ``turns`` are the rounds of microbatches. With v stages on each of p ranks and n microbatches in the largest round,
+    rank r runs (v-1)n + p-1-r forwards ahead. It then runs forwards and backwards in pairs, and defers r weight
+    gradients. At most (v-1)n + p activations of a stage are live: vp for rounds of p. Returns the actions of each rank.
     """
     most = max(map(len, turns))
     rows = []
@@ -216,11 +221,11 @@ def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -
 
 
 def v_split(ranks: int, microbatches: int) -> Rows:
-    """Makes the rows of ZB-V (Qi et al. 2023, section 6): stages r and 2p-1-r on rank r of p, alternating after both
-    began.
+    """Makes the rows of ZB-V (Qi et al. 2023, section 6), with stages r and 2p-1-r on rank r of p.
 
-    The rule needs at least 2p-1 microbatches; for fewer, the actions of the missing ones are removed. A rank has at
-    most 2p live activations, each of one stage.
+    A rank alternates between its two stages once both have begun. The rule needs at least 2p-1 microbatches; for fewer,
+    the actions of the missing microbatches are removed. A rank has at most 2p live activations, each of one stage.
+    Returns the actions of each rank.
     """
     rows = (_v_row(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks))
     return tuple(tuple(action for action in row if action.microbatch < microbatches) for row in rows)

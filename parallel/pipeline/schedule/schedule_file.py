@@ -30,7 +30,7 @@ _OVERLAPS = "the overlapped pairs of the file run one after the other"
 class Extra(NamedTuple):
     """Token of a schedule file that is no action, such as a send, a parameter gather or a gradient reduction.
 
-    ``microbatch`` is None except for messages.
+    ``microbatch`` is the microbatch of a send or receive; None for all other tokens.
     """
 
     word: str
@@ -46,7 +46,9 @@ Entries = tuple[Action | Extra, ...]
 
 
 def read_schedule(path: str) -> Schedule:
-    """Reads the schedule file ``path``; :func:`check` then validates the order of the actions.
+    """Reads the schedule file ``path``.
+
+    It does not validate the order of the actions; call :func:`check` for that.
 
     Raises:
         ScheduleError: the file cannot be read, or is not a schedule.
@@ -61,11 +63,10 @@ def read_schedule(path: str) -> Schedule:
 
 
 def parse_schedule(text: str, name: str) -> Schedule:
-    """Reads a schedule from ``text``: one line of tokens per rank, separated by blanks or commas; ``#`` starts a
-    comment.
+    """Reads a schedule from ``text``: one line per rank, with tokens separated by blanks or commas.
 
-    A stage is placed on the rank of the line that has its actions. ``name`` identifies the schedule in messages. The
-    order of the actions is not validated here, but by :func:`check`.
+    ``#`` starts a comment. A stage is placed on the rank of the line that has its actions. ``name`` identifies the
+    schedule in messages. The order of the actions is not validated here, but by :func:`check`.
 
     Raises:
         ScheduleError: a token is wrong, a stage is on several lines, a stage is missing, or messages, gathers or

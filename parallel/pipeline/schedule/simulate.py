@@ -29,7 +29,9 @@ class Span(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage: forward, input gradient and weight gradient. A whole backward takes the last two."""
+    """Times of one stage: forward, input gradient and weight gradient; a whole backward takes the sum of the two
+    gradients.
+    """
 
     forward: float
     backward_input: float
@@ -52,7 +54,7 @@ class Cost:
     """Times of each stage, in place of all fields above except ``transfer``; empty: unused."""
 
     def of(self, op: Op) -> float:
-        """Returns the time of an action of type ``op``, without the factor of its stage."""
+        """Returns the time of an action of type ``op``, before it is multiplied by the factor of a stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:
@@ -96,14 +98,17 @@ class StepTimeline:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the ranks' time, 0 to 1; (p-1)/(m+p-1) for GPipe and 1F1B with equal stages."""
+        """Idle share of the ranks' time, from 0 to 1.
+
+        For m microbatches on p ranks it is (p-1)/(m+p-1) with GPipe and 1F1B, if all stages take equal time.
+        """
         return self.idle / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
 
 def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
     """Simulates one step of ``schedule``: each action starts when its rank is free and its inputs have arrived.
 
-    Sends are asynchronous. ``cost`` is by default 1 for each forward, input gradient and weight gradient, 0 for a
+    Sends are asynchronous. By default, ``cost`` is 1 for each forward, input gradient and weight gradient, and 0 for a
     transfer.
 
     Raises:
@@ -123,7 +128,9 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
 
 
 def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[float]]:
-    """Returns the start times and the end times of all actions, by action number, if each starts as early as possible.
+    """Returns the start times and the end times of all actions if each action starts as early as possible.
+
+    Both lists are indexed by the numbers of the actions in ``rules``.
 
     Raises:
         ScheduleError: the schedule is stuck.
@@ -145,9 +152,10 @@ def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the peak number of live activations on each rank; an activation is of one stage and one microbatch.
+    """Returns the peak number of live activations on each rank; one activation is of one stage and one microbatch.
 
-    F adds one, and B or W frees it; in a schedule without backwards the end of F frees it.
+    A forward (F) adds one, and a whole backward (B) or the weight gradient (W) frees it. In a schedule without
+    backwards, the end of the forward frees it.
     """
     change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
     if not schedule.training:
@@ -166,14 +174,15 @@ Releases = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
-    """Returns, for each rank and each of its actions, positions of earlier actions of the rank.
+    """Returns, for each action of each rank, the positions of earlier actions of the rank that it must wait for.
 
-    The sends of these earlier actions must complete before the action starts. Only sends to a neighbouring stage are
-    listed; the end of the row completes all others. Such a wait delays no rank at the costs of :class:`Cost`.
+    Before the action starts, the rank waits until the sends of these earlier actions have completed. Only sends to a
+    neighbouring stage are listed; the end of the row completes all other sends. At the default :class:`Cost` such a
+    wait delays no rank.
 
-    At other costs the waits cannot deadlock, and this function proves it. The receiver's action that posts the receive
-    precedes the waiting action in some order that satisfies all dependencies. A rank may therefore post and wait in any
-    order. ``receives_ahead``: number of following actions for which a rank posts receives.
+    At other costs the waits cannot deadlock, and this function proves it: in some order that satisfies all
+    dependencies, the receiver's action that posts the receive precedes the waiting action. ``receives_ahead``: number
+    of following actions for which a rank posts receives.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck.

@@ -24,9 +24,9 @@ def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
     With ``receives_ahead`` also free of deadlock with blocking sends and no buffers (rendezvous). A rank that starts an
     action has then posted the receives of this action and of ``receives_ahead`` more; it continues after a send when
     the receiver has posted the receive. 0 is enough for gpipe, 1f1b and zb-h1 with one stage on each rank; interleaved
-    needs 1, or 2(n-p) if n > p microbatches are in a round. No small number is enough if a rank runs ahead of a stage
-    that receives later: looped-bfs, zb-v, dualpipe-v, zb-h1 with several stages on a rank. Such kinds need asynchronous
-    sends, and ``releases`` lists their completion.
+    needs 1, or 2(n-p) if n > p microbatches are in a round on p ranks. No small number is enough if a rank runs ahead
+    of a stage that receives later: looped-bfs, zb-v, dualpipe-v, zb-h1 with several stages on a rank. Such kinds need
+    asynchronous sends, and ``releases`` lists their completion.
 
     Raises:
         ScheduleError: actions are missing, doubled or misplaced, wait in a cycle, or receive messages out of order; the

@@ -36,7 +36,7 @@ Tick = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Priorities of actions, and limits on live activations, for greedy list scheduling."""
+    """Priorities of actions, and limits on live activations, by which :func:`list_schedule` orders the actions."""
 
     live: int
     """Maximum number of live activations of a rank, each of one stage and one microbatch."""
@@ -53,11 +53,12 @@ class Policy:
 
 
 def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> list[list[Tick]]:
-    """Schedules all actions greedily on a clock: at each tick, every rank starts its most urgent possible action.
+    """Schedules all actions greedily on a clock: at each tick, every rank starts the most urgent action that it can
+    start.
 
-    Returns, for each rank, its actions in order as tuples (start tick, type, stage, microbatch). A forward reserves
-    memory for one activation of every later stage of its rank, so the oldest microbatch can always advance to its
-    backwards, which free memory.
+    ``policy`` determines the urgency. Returns, for each rank, its actions in order as tuples (start tick, type, stage,
+    microbatch). A forward reserves memory for one activation of every later stage of its rank, so the oldest microbatch
+    can always advance to its backwards, which free memory.
     """
     clock = _Clock(placement, microbatches, policy)
     rows: list[list[Tick]] = [[] for _ in placement]
@@ -176,9 +177,9 @@ def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
     """Makes ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r of p.
 
     With m microbatches, the bubble is (p-1)/(6m+p-1) for m >= p. Every rank has at most 2p live activations of a stage,
-    as much memory as rank 0 of 1F1B. ZB-V has no slack: if messages or input gradients take longer than planned,
-    dualpipe-v loses less. Simulation selects the order with the shortest step at ``cost`` among greedy orders and the
-    order of :func:`v_split`.
+    as much memory as rank 0 of 1F1B. If messages or input gradients take longer than planned, ZB-V loses more time than
+    dualpipe-v. Simulation selects the order with the shortest step at ``cost`` among greedy orders and the order of
+    :func:`v_split`.
     """
     most = 2 * ranks
     ahead = (most,) * ranks
