@@ -90,14 +90,21 @@ class StoreExchange:
             Thread(target=self._renew, args=(lease / 3,), name="trine-outer-lease", daemon=True).start()
 
     def push(self, flight: PushFlight, share: PushShare, body: Tensor) -> None:
-        """Starts a thread that sends this rank's ``body`` of a push, and returns at once."""
+        """Starts a thread that sends this rank's part of the push ``flight``, and returns at once.
+
+        Args:
+            flight: the push; its field ``pushed`` becomes the future of the request.
+            share: loss and loss weight that this rank adds to the push.
+            body: encoded values of this rank, uint8 [bytes].
+        """
         flight.pushed = _begin(self._link.push, flight.meta, self._rank, share, body)
         self._pushes = {push for push in self._pushes if not push.done()} | {flight.pushed}
 
     def poll(self, flights: Sequence[PushFlight]) -> list[PushFlight]:
         """Returns the pushes among ``flights`` for which every rank of the site has downloaded the merged version.
 
-        Also starts downloads of newly offered versions. One all-reduce over the world, label "outer".
+        Also starts downloads of versions that the stores have newly offered. Makes one all-reduce over all ranks of the
+        site, named "outer" in call counts and errors.
 
         Raises:
             EngineError: a store has refused a request of any rank; all ranks raise.
@@ -122,10 +129,9 @@ class StoreExchange:
         return [flight for row, flight in zip(found, flights, strict=False) if row[0] == self._comm.grid.world_size]
 
     def wait(self, flight: PushFlight) -> PushFlight:
-        """Waits until every rank of the site has downloaded the merged version for the push ``flight``; returns
-        ``flight``.
+        """Waits until every rank of the site has downloaded the merged version that contains the push ``flight``.
 
-        Collective over the world.
+        Returns ``flight``. All ranks of the site call it.
 
         Raises:
             EngineError: a store has refused a request of any rank; all ranks raise.
@@ -137,7 +143,10 @@ class StoreExchange:
         return flight
 
     def ask(self, call: Callable[[], Result]) -> Result:
-        """Returns the result of ``call``, a request to the store that every rank makes. Collective over the world.
+        """Calls ``call``, this rank's request to the store, and returns its result once the requests of all ranks are
+        done.
+
+        All ranks of the site call it.
 
         Raises:
             EngineError: the store has refused the request of a rank, or the request of another rank has failed.
@@ -154,8 +163,8 @@ class StoreExchange:
     def close(self, leave: bool) -> None:
         """Ends the thread that renews the lease.
 
-        With ``leave``, and if the stores answer, waits up to 5 seconds for the last pushes. Rank 0 then ends the life
-        on the stores, so that merges do not wait for this site.
+        With ``leave``, and if the stores answer, waits up to 5 seconds until the pushes under way are sent. Rank 0 then
+        ends the site's life on the stores, so that merges do not wait for this site.
         """
         self._ended.set()
         leave = leave and not self._link.outage

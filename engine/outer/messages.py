@@ -104,7 +104,7 @@ class PushKey:
 
 @dataclass(frozen=True, slots=True)
 class PushMeta:
-    """Description of a push of one fragment, equal on all ranks of the training site that makes it."""
+    """Description of a push of one fragment; all ranks of the training site that pushes send the same one."""
 
     key: PushKey
     base: int
@@ -135,7 +135,9 @@ class PushShare:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Newest version of a fragment that a training site may take over, and facts about the merge that made it."""
+    """Newest version of a fragment that a training site may take over, with facts about the merge that made the
+    version.
+    """
 
     version: int
     merged: int
@@ -193,10 +195,11 @@ class StoreRefusedError(Exception):
 
 
 class StoreLink(Protocol):
-    """Interface of the outer store for one rank of a site: a store in this process, or a connection to stores.
+    """Interface through which one rank of a training site reaches the outer store, which merges the sites' weights.
 
-    ``life`` numbers one run of the site's processes, and ``fragment`` a group of tensors by its position in the result
-    of ``divide``. No method waits for a merge. Every method with a ``life`` renews its lease.
+    Implementations are a store in this process, and a connection to one or more stores. ``life`` numbers one run of the
+    site's processes, and ``fragment`` a group of tensors by its position in the result of ``divide``. No method waits
+    for a merge. Every method with the argument ``life`` renews the lease of that life.
     """
 
     @property
@@ -213,19 +216,31 @@ class StoreLink(Protocol):
         """Registers the elements that ``rank`` pushes and pulls; precedes every push and pull of this life."""
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends initial weights: the elements that ``rank`` pushes of ``fragment``, fp32 as uint8 [bytes]."""
+        """Sends ``body``, the initial weights of the elements of ``fragment`` that ``rank`` pushes, fp32 as uint8
+        [bytes].
+        """
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Stores ``rank``'s encoded values ``body``, uint8 [bytes]; on return they survive a crash of the store."""
+        """Stores the part of a push that ``rank`` sends, and returns the state of the push. On return it survives a
+        crash.
+
+        Args:
+            meta: description of the push, equal on all ranks of the site.
+            share: loss and loss weight that this rank adds to the push.
+            body: encoded values of this rank, uint8 [bytes].
+        """
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version of ``fragment`` that this life may take over, and retains it for ``pull``.
+        """Returns the newest version of ``fragment`` that this life may take over; the store retains it for ``pull``.
 
-        Returns None before the initial weights have come, and while the merge rule forbids a take-over.
+        Returns None before the initial weights have come, and while the store's merge rule forbids this life to take
+        over a version.
         """
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns the elements of ``fragment`` that ``rank`` updates, from the offered ``version``, fp32 [elements]."""
+        """Returns the elements of ``fragment`` that ``rank`` updates, fp32 [elements], from ``version``, which the last
+        offer names.
+        """
 
     def renew(self, life: int) -> None:
         """Renews the lease of the life, after which the store would count the site as lost.

@@ -15,7 +15,7 @@ SEED_NUMBER = -1
 
 
 def authorization(token: str) -> str:
-    """Returns the value of the HTTP header "authorization" for ``token``.
+    """Returns ``Bearer <token>``, the value of the HTTP header "authorization".
 
     Raises:
         ConfigError: the token is not one word of printable ASCII.
@@ -30,7 +30,10 @@ def authorization(token: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JoinCall:
-    """Request of a training site to join a store; repeats with the same ``attempt`` get the same reply."""
+    """Request of a training site to join a store.
+
+    ``attempt`` is a random text; repeats with the same text get the same reply and start no second run.
+    """
 
     request: JoinRequest
     attempt: str
@@ -47,7 +50,9 @@ class RegisterCall:
 
 @dataclass(frozen=True, slots=True)
 class PushHead:
-    """JSON before one range of a pushed body: the push, the rank, and the position of the range."""
+    """JSON before one range of a pushed body: the description of the push, the rank with its loss, and the range's
+    position.
+    """
 
     meta: PushMeta
     rank: int
@@ -62,7 +67,9 @@ class PushHead:
 
 @dataclass(frozen=True, slots=True)
 class SeedHead:
-    """JSON before one range of a rank's initial weights."""
+    """JSON before one range of a rank's initial weights: the life (run of the site), rank, fragment, and range's
+    position.
+    """
 
     life: int
     rank: int
@@ -104,9 +111,10 @@ class LifeCall:
 
 @dataclass(frozen=True, slots=True)
 class OfferCall:
-    """Request for the newest version of ``fragment`` that ``life`` may take over.
+    """Request for the newest version of ``fragment`` that ``life``, one run of a training site, may take over.
 
-    A repeat with the same ``asked`` receives the same offer, and the store retains that version for pulls.
+    ``asked`` numbers the requests of a life. A repeat with the same number receives the same offer. The store retains
+    the offered version for the downloads that follow.
     """
 
     life: int
@@ -117,7 +125,7 @@ class OfferCall:
 
 @dataclass(frozen=True, slots=True)
 class OfferReply:
-    """Reply to a request for an offer; None if the life may not take over a version now."""
+    """Reply to a request for an offer. Its field ``offer`` is None if the life may not take over a version now."""
 
     offer: Offer | None
 

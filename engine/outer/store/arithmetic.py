@@ -49,9 +49,11 @@ class FragmentUpdate(Protocol):
     """Interface of an optimizer that the store runs for one fragment; every update changes its state."""
 
     def update(self, weights: Flats, gradient: Flats, rates: Sequence[float]) -> Flats:
-        """Returns new weights, fp32, one flat tensor for each parameter group; does not change ``weights``.
+        """Returns new weights, fp32, as one flat tensor for each parameter group; does not change ``weights``.
 
-        ``rates`` are the learning rates of the groups; empty: the optimizer's own.
+        Args:
+            gradient: gradient of each element, in the same flat tensors as ``weights``.
+            rates: learning rate of each parameter group; if empty, the rates with which the optimizer was made.
         """
 
     def state(self) -> dict[str, Tensor]:
@@ -73,9 +75,14 @@ class MergeArithmetic:
         self._updates = None if content is Content.SUMS else _make_update(content, settings, tensors, groups)
 
     def merge(self, weights: Flats, contributions: Sequence[Contribution]) -> Flats:
-        """Returns the next version of ``weights``, or for summed gradients their sum; does not change ``weights``.
+        """Returns the next version of the fragment's weights, from ``weights`` and the pushes; does not change
+        ``weights``.
 
-        ``contributions`` are ordered by site, so that the order in which pushes arrive changes no bit.
+        If sites push gradients to update their weights themselves (``Content.SUMS``), returns the sum of the gradients.
+
+        Args:
+            contributions: pushes ordered by number of the site, so that their order of arrival changes no bit of the
+                result.
         """
         if self._updates is None:
             return _sum(contributions)

@@ -83,7 +83,8 @@ class Members:
         return len({life.site for life in self.lives.values()})
 
     def minimum_clock(self, fragment: int, apart: Life | None = None) -> int | None:
-        """Returns the lowest number of merged pushes (clock) in ``fragment`` among live sites other than ``apart``.
+        """Returns the lowest clock (number of merged pushes) in ``fragment`` among live sites, without the life
+        ``apart``.
 
         Returns None if there is no such site.
         """
@@ -91,10 +92,10 @@ class Members:
         return min(clocks, default=None)
 
     def credit(self, life: Life) -> None:
-        """Raises the clocks (numbers of merged pushes) of ``life``, which starts or comes back.
+        """Raises the clocks (numbers of merged pushes, one for each fragment) of ``life``, which starts or comes back.
 
-        They become at least the lowest clock of the other live sites, so that no site waits for pushes that it has
-        missed.
+        Each becomes at least the lowest clock of the other live sites, so that no site waits for pushes that ``life``
+        has missed.
         """
         for fragment, own in enumerate(life.progress):
             slowest = self.minimum_clock(fragment, apart=life)

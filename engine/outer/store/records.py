@@ -28,7 +28,7 @@ def hash_of(flats: Flats) -> str:
 
 
 def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``values`` as JSON would return them: tuples become lists, and keys become texts."""
+    """Returns ``values`` after a round trip through JSON: tuples become lists, and keys become texts."""
     found: dict[str, Any] = json.loads(json.dumps(dict(values)))
     return found
 
@@ -49,10 +49,14 @@ def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
 
 
 def check_model(site: int, model: Event, known: Event) -> None:
-    """Refuses a training site with other tensors, parameter groups or frozen values than the first site.
+    """Refuses training site number ``site`` if its model differs from the first site's.
 
-    ``model`` and ``known``, that of the first site, are results of ``model_record``. Frozen values of different dtypes
-    are not compared, since each site chooses its precision.
+    Compares tensors, parameter groups and frozen values. Frozen values of different dtypes are not compared, since each
+    site chooses its precision.
+
+    Args:
+        model: model of this site, a result of ``model_record``.
+        known: model of the first site, a result of ``model_record``.
 
     Raises:
         StoreRefusedError: the records differ; the message names the first difference.
@@ -102,7 +106,14 @@ def model_record(request: JoinRequest) -> dict[str, Any]:
 
 
 def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, finite: bool) -> dict[str, Any]:
-    """Returns the "push" event that records the body of one rank, as a JSON object."""
+    """Returns the "push" event of the store's journal, a JSON object, which records the body that one rank has sent.
+
+    Args:
+        meta: description of the push.
+        share: loss and loss weight that the rank adds to the push.
+        body_hash: hash of the body.
+        finite: True if all values of the body are finite.
+    """
     return {
         "kind": "push", "life": meta.key.life, "fragment": meta.key.fragment, "seq": meta.key.seq, "base": meta.base,
         "steps": meta.steps, "tokens": meta.tokens, "rows": meta.rows, "step": meta.step, "rates": list(meta.rates),
@@ -158,7 +169,7 @@ def _read_pieces(rows: Sequence[Sequence[Any]], shapes: Shapes) -> tuple[NamedPi
 
 
 def differing_entry(theirs: list[Any], ours: list[Any]) -> str:
-    """Returns the position and both values of the first difference of two lists, in words for an error."""
+    """Returns a text for an error: the first position at which two lists differ, and the value of each list there."""
     at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
     named = [repr(values[at]) if at < len(values) else "nothing" for values in (theirs, ours)]
     return f"at number {at} {named[0]} instead of {named[1]}"
