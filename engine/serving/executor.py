@@ -65,10 +65,15 @@ class EnginePool(Protocol):
         """Engine of the base model."""
 
     def create(self, model_id: str, adapter: Adapter | None) -> Engine:
-        """Creates a model with this id and returns its engine; ``adapter`` None: all parameters are trained."""
+        """Creates the model ``model_id`` and returns its engine.
+
+        With an ``adapter``, the model trains a LoRA adapter over the frozen base; with None, it trains all parameters.
+        """
 
     def get(self, model_id: str) -> Engine:
-        """Returns the engine of a model, after moving its state to the device if it was offloaded."""
+        """Returns the engine of the model ``model_id``; first moves the model's state from host to device if it is on
+        the host.
+        """
 
     def drop(self, model_id: str) -> None:
         """Removes a model and frees its memory."""
@@ -81,11 +86,11 @@ class CommandExecutor:
     """Executor that runs the service's commands on this rank, and has the models of all clients.
 
     Args:
+        functions: functions that clients call by name, each from tensors by name to tensors by name.
+        staleness: maximum number of weight updates between a forward and its backward.
+        vllm: address of the vLLM server that samples from models with all parameters trained; None: the ranks sample.
         pool: engines of the clients' models and of their base model.
         folder: folder of saved weights, shared by all ranks.
-        functions: functions that clients call by name, each from tensors to tensors.
-        staleness: maximum number of weight updates between a forward and its backward.
-        vllm: address of the vLLM server that samples from full-parameter models; None: the ranks sample.
     """
 
     def __init__(
@@ -123,20 +128,23 @@ class CommandExecutor:
 
     @property
     def grid(self) -> Grid:
-        """Grid of the base model's ranks."""
+        """Grid of the base model's engine: the sizes of its parallel axes and the position of this rank."""
         return self._pool.base.grid
 
     def retained_bytes(self) -> int:
-        """Returns the bytes of forwards that this rank retains for later backwards."""
+        """Returns the bytes of autograd graphs that this rank stores for later backwards, with the weights that they
+        need.
+        """
         return self._tensors.retained_bytes
 
     def adopt(self, model: str, engine: Engine) -> None:
-        """Adds ``engine``, which the caller has made, as the model with id ``model``."""
+        """Adds ``engine``, which the caller has made, as the model with id ``model``, with all parameters trained."""
         self._trainers[model], self._adapters[model] = TenantTrainer(engine, self._graphs), None
 
     def run(self, command: Command) -> Result:
-        """Runs a command on this rank and returns its result; an error becomes a ``Failure``. All ranks run the same
-        commands.
+        """Runs ``command`` on this rank and returns its result; an error becomes a :class:`Failure` and is not raised.
+
+        All ranks run the same commands in one order.
         """
         try:
             return self._runs[type(command)](command)
@@ -156,7 +164,7 @@ class CommandExecutor:
             self._spoilt.add(model)
 
     def close(self) -> None:
-        """Closes all models and the base."""
+        """Closes the engines of all models and of the base model."""
         self._trainers.clear()
         self._pool.close()
 

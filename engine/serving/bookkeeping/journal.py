@@ -53,11 +53,12 @@ class _Place:
 class CommandJournal:
     """Journal on disk of the commands that a service has accepted. One process at a time may open it.
 
-    Any thread may call its methods; a thread of its own writes the file.
+    Any thread may call its methods; a thread that the journal starts writes the file.
 
     Args:
+        dead_bytes: number of bytes of replaced records from which the file is rewritten without these records, once
+            they are more than half of it.
         folder: existing or new folder of the journal.
-        dead_bytes: bytes of replaced records from which the file is rewritten without them, once they are the majority.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.
@@ -90,7 +91,7 @@ class CommandJournal:
         return found
 
     def append(self, *records: JournalRecord) -> Future[None]:
-        """Queues records for writing, all or none, and returns a future.
+        """Queues records for writing; either all of them are written or none. Returns a future.
 
         The future is done when the records are on disk, or has an OSError if they cannot be written.
         """

@@ -94,8 +94,9 @@ class Restart:
                 self._ledger.open_session(name)
 
     def entries(self) -> Iterator[FutureEntry]:
-        """Yields the commands that all ranks must run again, in order; the caller passes each result to
-        ``Ledger.finish``.
+        """Yields the commands that all ranks must run again, in order.
+
+        The caller runs each, and passes its result to ``Ledger.finish`` before it takes the next.
 
         Raises:
             CheckpointError: a snapshot could not be loaded.

@@ -102,7 +102,7 @@ class LedgerSource:
 
         Args:
             key: key of the command.
-            retained: largest number of bytes of retained forwards on a rank.
+            retained: bytes of forwards that wait for a backward, on the rank with most of them.
         """
         assert self._running is not None and self._running.key == key
         self._ledger.finish(self._running, result, retained)

@@ -62,8 +62,8 @@ class Directory:
         return self.ledger.notes.setdefault(kind, {})
 
     def session_of_attempt(self, attempt: str) -> str | None:
-        """Returns the id of the open session that a request with idempotency key ``attempt`` has opened; None without
-        one.
+        """Returns the id of the open session that a request with idempotency key ``attempt`` has opened; None if there
+        is none.
         """
         found = self._by_attempt.get(attempt) if attempt else None
         return found if found in self.ledger.sessions else None
@@ -192,7 +192,10 @@ class Directory:
             self.remove_weights(path)
 
     def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
-        """Returns the named saves of the training run ``run`` (None: of all runs), newest first, as Tinker's JSON."""
+        """Returns the saves under a name that the training run ``run`` has made (None: all runs), newest first.
+
+        Each is a mapping in the JSON form of the Tinker training API.
+        """
         found = [
             _checkpoint(path, note)
             for path, note in list(self.notes(WEIGHTS).items())
@@ -201,7 +204,7 @@ class Directory:
         return sorted(found, key=lambda one: str(one["time"]), reverse=True)
 
     def training_run(self, model: str) -> dict[str, Any]:
-        """Returns the training run of ``model`` as Tinker's JSON.
+        """Returns facts about the training run of ``model``, in the JSON form of the Tinker training API.
 
         Raises:
             RequestRefusedError: 404, there is no such run.

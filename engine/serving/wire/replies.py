@@ -45,8 +45,9 @@ def _values(entry: FutureEntry, result: PlainOutput) -> Mapping[str, Any]:
 
 
 def trained_bytes(result: TrainedOutput) -> bytes:
-    """Returns a serialized ForwardBackwardOutput: metrics, and a record for each run of data with equal trailing
-    shapes.
+    """Returns ``result`` as a serialized ForwardBackwardOutput message: metrics, and the outputs of each datum.
+
+    Consecutive data with outputs of equal shapes, apart from the first dimension, share one record.
     """
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     for name, value in result.metrics.items():
@@ -71,9 +72,11 @@ def _add_record(message: Any, outputs: list[Mapping[str, Array]]) -> None:
 
 
 def sampled_bytes(result: SampledOutput, last: int | None) -> bytes:
-    """Returns a serialized SampleResponse.
+    """Returns ``result`` as a serialized SampleResponse message.
 
-    Log-probabilities of the prompt are NaN before its last ``last`` tokens; with ``last`` None, all are sent.
+    Args:
+        last: number of tokens at the end of the prompt with log-probabilities; the log-probabilities of earlier tokens
+            are sent as NaN. None: the log-probabilities of all prompt tokens are sent.
     """
     message = message_class("SampleResponse")()
     for one in result.sequences:
