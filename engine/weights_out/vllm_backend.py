@@ -41,7 +41,9 @@ class BackendInit:
 
 @dataclass(frozen=True, slots=True)
 class BackendUpdate:
-    """Request that makes vLLM's workers read one bucket of a version; empty ``keys`` drop the version."""
+    """Request that makes vLLM's workers read some tensors of a version, ``keys``; if ``keys`` is empty, they drop the
+    version.
+    """
 
     number: int
     keys: Sequence[str]
@@ -96,7 +98,7 @@ class StagedVersion:
     """Host memory of one vLLM worker, in which all tensors of a version arrive before they replace the live weights.
 
     Args:
-        connect: function from the address of rank 0 to a reader, which replaces the network in tests.
+        connect: callback from the address of the training's rank 0 to a reader, which replaces the network in tests.
     """
 
     def __init__(self, connect: Callable[[str], WeightReader] | None = None) -> None:
@@ -109,10 +111,10 @@ class StagedVersion:
         self._arrived: set[str] = set()
 
     def open(self, init: BackendInit, model: Callable[[], VllmModel]) -> None:
-        """Connects to the training of ``init``, unless the connection exists.
+        """Connects to the training that ``init`` names; does nothing if this connection exists.
 
         Args:
-            model: function that returns the description of vLLM's model, for a comparison with the published one.
+            model: callback that returns the description of vLLM's model, which is compared with the published one.
 
         Raises:
             EngineError: the training has another model, or does not answer.
@@ -125,9 +127,10 @@ class StagedVersion:
         self._init = init
 
     def read(self, update: BackendUpdate) -> None:
-        """Reads the tensors ``update.keys`` of a version; only blocks that differ from the memory are transferred.
+        """Reads the tensors ``update.keys`` of a version into host memory; transfers only blocks that differ from the
+        memory.
 
-        Empty keys drop the version.
+        If ``update.keys`` is empty, drops the version.
 
         Raises:
             EngineError: the version has not arrived in time, or the training has dropped it.
@@ -163,7 +166,7 @@ class StagedVersion:
         return published(self._values, geometry.tensors)
 
     def drop(self) -> None:
-        """Drops the version; the memory remains, so that the next version transfers changed blocks only."""
+        """Drops the version. The memory remains allocated, so that the next version transfers changed blocks only."""
         self._number, self._arrived = None, set()
 
     def close(self) -> None:

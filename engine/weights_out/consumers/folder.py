@@ -48,7 +48,7 @@ class VersionFolder:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the completely written versions, ascending."""
+        """Numbers of the versions that are completely written in the folder, ascending."""
         names = self.files.names(self.folder) if self.files.is_folder(self.folder) else []
         return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
 

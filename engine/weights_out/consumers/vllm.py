@@ -49,13 +49,15 @@ class VllmServer(InferenceServer):
         self._pause = pause
 
     def absent(self, path: str) -> str:
-        """Returns the remedy, for an error, if the server does not have the route ``path``."""
+        """Returns a remedy, the vLLM version and option to start, for the error that the server lacks the route
+        ``path``.
+        """
         started = "--enable-scale-out" if path.startswith("/inference") else "VLLM_SERVER_DEV_MODE=1"
         return f"start vLLM 0.32 or later with {started}."
 
     @property
     def version(self) -> str:
-        """Name of the weights' version that the server reports."""
+        """Version name that the server reports for its weights."""
         return str(self.call("GET", "/weight_info")["weight_version"])
 
     def prepare(self, blocks: WeightBlocks, url: str) -> None:
@@ -83,11 +85,15 @@ class VllmServer(InferenceServer):
             self.call("POST", "/finish_weight_update")
 
     def pause(self) -> None:
-        """Pauses generation; the constructor's ``pause`` decides on running requests."""
+        """Pauses generation. Requests that run are finished, aborted or continued, as the constructor's ``pause``
+        names.
+        """
         self.call("POST", f"/pause?mode={self._pause}")
 
     def resume(self) -> None:
-        """Continues generation, unless the last update has failed and left a mix of weights."""
+        """Continues generation. Does nothing if the last update has failed and left weights of two versions in the
+        server.
+        """
         if self.version.endswith(INCOMPLETE):
             return
         if self._pause == "keep":  # the other modes have emptied the cache
@@ -154,7 +160,7 @@ class VllmServers:
         """Makes the prepared version the weights of all servers, which then generate again.
 
         Raises:
-            EngineError: a server fails, and the message names it. A server with a mix of weights stays paused.
+            EngineError: a server fails, and the message names it. A server with weights of two versions stays paused.
         """
         on_all(self._servers, lambda server: _install(server, blocks.version.number))
         self._last = blocks.version.number
@@ -162,17 +168,19 @@ class VllmServers:
             self.compare(blocks)
 
     def drop(self) -> None:
-        """Drops the prepared version on all servers; they continue with the old weights, except for one with a mix of
-        weights.
+        """Drops the prepared version on all servers, and makes them generate again with the old weights.
+
+        A server with weights of two versions stays paused.
         """
         for step in (VllmServer.drop, VllmServer.resume):
             with suppress(EngineError):
                 on_all(self._servers, lambda server, step=step: after_failure(server, step))  # type: ignore[misc]
 
     def compare(self, blocks: WeightBlocks) -> None:
-        """Compares the parameters of all servers with the version, and reads its tensors once more for this.
+        """Compares the parameters of all servers with the version that the training has published.
 
-        Leaves out parameters that vLLM pads, packs or divides among workers.
+        Reads the tensors of the version once more for this. Leaves out parameters that vLLM pads, packs or divides
+        among workers.
 
         Raises:
             EngineError: a server has wrong values; the message names it and the tensors.

@@ -68,7 +68,10 @@ class VllmSampler:
                 raise EngineError(first_line(refusal)) from refusal
 
     def modes(self, seconds: float) -> list[str]:
-        """Returns the server option ``--logprobs-mode`` of each server; raises EngineError if a server fails."""
+        """Returns the value of the option ``--logprobs-mode`` of each vLLM server, such as "raw_logprobs".
+
+        Raises EngineError if a server fails or does not answer within ``seconds``.
+        """
         found = []
         for server in self._servers:
             server.limit(seconds)
