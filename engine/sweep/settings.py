@@ -37,7 +37,10 @@ class Dimension:
 
     @property
     def listed(self) -> tuple[Any, ...] | None:
-        """All values in order, as Optuna stores them; None for a range of real numbers."""
+        """All values in order, in the form in which Optuna stores them: integers, or the JSON text of each choice.
+
+        None for a range of real numbers.
+        """
         if self.form == "choices":
             return self.values
         return tuple(range(self.values[0], self.values[1] + 1)) if self.form == "int" else None
@@ -123,7 +126,7 @@ class SweepConfig:
 
     @property
     def count(self) -> int:
-        """Number of trials: ``trials``, or all combinations of values with ``grid``."""
+        """Number of trials of the sweep: ``trials`` or, with ``grid``, the number of all combinations of values."""
         if self.trials is not None:
             return self.trials
         return prod(len(each.listed or ()) for each in self.space)
