@@ -55,9 +55,10 @@ _WIDEST = 8
 
 
 class DeltaCodec(Protocol):
-    """Interface of codecs for pushes, the values that a training site sends to the store.
+    """Interface of codecs for pushes: gradients or weight differences that a training site sends to the store.
 
-    A codec encodes n values on the host, a tensor [n], as a message of bytes, and decodes the message to n values.
+    Several sites train one model, and the store merges their pushes. A codec encodes n values on the host, a tensor
+    [n], as a message of bytes, and decodes the message to n values.
     """
 
     @property
@@ -311,9 +312,9 @@ def encode_with_feedback(codec: DeltaCodec, values_n: Tensor, residual_n: Tensor
 
         wanted = values + decay * residual;  message = encode(wanted);  residual = wanted - decode(message)
 
-    ``residual_n``, fp32 [n], has the previous error, and this function overwrites it. Error feedback is by Seide et al.
-    2014. Returns the message, uint8 [m]. An element with an error that is not finite gets the residual 0, so that later
-    messages do not repeat an infinity or NaN.
+    ``residual_n``, fp32 [n], has the previous error; this function overwrites it with the new one. Where the new error
+    is not finite, it becomes 0, so that later messages do not repeat an infinity or NaN. This is the error feedback of
+    Seide et al. 2014. Returns the message, uint8 [m].
     """
     wanted_n = values_n.detach().double() + decay * residual_n.double()
     message_m = codec.encode(wanted_n)

@@ -69,10 +69,10 @@ def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
 
 
 def due(step: int, period: int, fragments: int, index: int) -> bool:
-    """Returns True if fragment ``index`` of ``fragments`` is pushed after ``step`` steps.
+    """Returns True if fragment (group of tensors) ``index`` of ``fragments`` is sent to the store after ``step`` steps.
 
-    Each fragment is pushed every ``period`` steps, and the fragments are spread evenly over the period. The first push
-    of fragment f > 0 follows step ``f * period // fragments``; the first push of fragment 0 follows step ``period``.
+    Each fragment is sent every ``period`` steps, and the fragments are spread evenly over the period. The first time
+    for fragment f > 0 is after step ``f * period // fragments``, and for fragment 0 after step ``period``.
 
     Raises:
         ValueError: ``period`` is smaller than ``fragments``, or ``index`` is out of range.

@@ -47,12 +47,12 @@ class LocalPiece:
 
     @property
     def weights(self) -> Tensor:
-        """View of the weights [elements] that the optimizer updates."""
+        """View of this piece's weights, [elements], which the optimizer updates."""
         return self.within(self.flat.weights)
 
     @property
     def gradient(self) -> Tensor:
-        """View of the gradient [elements] that the optimizer reads."""
+        """View of this piece's gradient, [elements], which the optimizer reads."""
         return update_gradient(self.flat, self.part)
 
     def within(self, owned: Tensor) -> Tensor:
@@ -92,7 +92,9 @@ class LocalPiece:
 
 @dataclass(frozen=True, slots=True)
 class LocalPieces:
-    """All tensor pieces that one rank updates and exchanges with the stores, and the fragments of the model."""
+    """All tensor pieces that one rank updates and exchanges with the stores, and the model's fragments (groups of
+    tensors).
+    """
 
     fragments: tuple[Fragment, ...]
     """Fragments, one for each store among which their tensors are divided; messages number them in this order."""

@@ -149,7 +149,7 @@ class OuterLoop(StepPart):
 
     @property
     def state_now(self) -> OuterState:
-        """State of the outer loop after the last step."""
+        """State of this site's exchange with the stores after the last step."""
         waited = self._waited + (self._exchange.waited if self._exchange is not None else 0.0)
         return OuterState(
             self._life, self._clock, tuple(self._versions), self._staleness, self._members, self._rows or 0,
@@ -159,7 +159,9 @@ class OuterLoop(StepPart):
     # ------------------------------------------------------------------ phases of a step
 
     def begin_step(self) -> None:
-        """Joins the stores if this engine has not joined yet. Collective over the world."""
+        """Joins the stores, which merge the weights of all sites, if this engine has not joined yet. All ranks
+        call it.
+        """
         if self._exchange is None:
             self._join()
 
@@ -182,16 +184,14 @@ class OuterLoop(StepPart):
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Adds the tokens of ``step`` to the tokens of the next push; ``totals`` has the sums of the step over all
-        ranks.
-        """
+        """Adds the tokens of this step over all ranks, ``totals.tokens``, to the count of tokens for the next push."""
         self._tokens += totals.tokens
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Counts ``step``. If sites push weight differences, pushes fragments that are due and takes over merged
-        versions.
+        """Counts ``step``. If sites push weight differences, pushes the groups of tensors that are due at this step.
 
-        Adds values such as "outer/clock" to ``step.figures``. All ranks of the site call it.
+        Then takes over weights that the stores have merged since. Adds values such as "outer/clock" to
+        ``step.figures``. All ranks of the site call it.
 
         Args:
             made: updates of the engine so far, including this step's.
@@ -225,7 +225,9 @@ class OuterLoop(StepPart):
             self._leave(leave=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counters and versions of the outer loop for a checkpoint, as JSON values by name."""
+        """Returns the counters and versions of this site's exchange with the stores, as JSON values by name, for a
+        checkpoint.
+        """
         return {
             "steps": self._steps, "rows": self._rows or 0, "pushed_rows": self._pushed_rows, "tokens": self._tokens,
             "versions": self._versions, "since": [list(each) for each in self._since],
@@ -233,7 +235,9 @@ class OuterLoop(StepPart):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of ``state_dict``; the next join starts from these counters."""
+        """Restores counters and versions from ``state``, a result of ``state_dict``; the next join of the stores uses
+        them.
+        """
         self._steps, self._rows, self._tokens = int(state["steps"]), int(state["rows"]), float(state["tokens"])
         self._pushed_rows = int(state["pushed_rows"])
         if len(state["versions"]) == len(self._versions):

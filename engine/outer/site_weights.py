@@ -46,7 +46,7 @@ class Anchors:
         """True once the anchors have values, from the store or from a checkpoint."""
 
     def of(self, piece: LocalPiece, kind: str = ANCHOR) -> Tensor:
-        """Returns a view of the anchor of ``piece``, fp32 [elements].
+        """Returns a view of the anchor of ``piece``, fp32 [elements]: its weights after the last push or take-over.
 
         With ``kind`` = ``FEEDBACK``, returns a view of the piece's encoding error in the last push.
         """
@@ -139,9 +139,10 @@ class SiteWeights:
 
     @torch.no_grad()
     def differences(self, fragment: int) -> Tensor:
-        """Returns anchor minus weight for the elements that this rank pushes of ``fragment``, encoded, uint8 [bytes].
+        """Returns anchor minus weight for the elements of ``fragment`` that this rank pushes, encoded as uint8 [bytes].
 
-        Then sets the anchors of the fragment to the current weights.
+        The anchor is the weight's value after the last push or take-over. Then sets the anchors of the fragment to the
+        current weights.
         """
         for flat in self.local.buckets(fragment):
             sync_masters(flat)

@@ -182,7 +182,10 @@ class ForwardTensors:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTensors:
-    """Command that runs the backward of a retained forward, from the client's gradients of its outputs."""
+    """Command that runs the backward of an earlier forward, which the ranks retain as ``ticket``.
+
+    ``gradients`` are the client's gradients of the forward's outputs.
+    """
 
     model: str
     ticket: str
@@ -193,7 +196,7 @@ class BackwardTensors:
 
 @dataclass(frozen=True, slots=True)
 class DropTicket:
-    """Command that drops the retained forward called ``ticket``."""
+    """Command that drops the autograd graph of the forward that the ranks retain as ``ticket``."""
 
     model: str
     ticket: str

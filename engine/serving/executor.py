@@ -76,7 +76,7 @@ class EnginePool(Protocol):
         """
 
     def drop(self, model_id: str) -> None:
-        """Removes a model and frees its memory."""
+        """Removes the model ``model_id`` and frees its memory."""
 
     def close(self) -> None:
         """Closes the engines of all models and of the base."""
@@ -157,8 +157,9 @@ class CommandExecutor:
             return Failure(f"{type(command).__name__} failed: {first_line(error)}", "server")
 
     def spoil(self, command: Command) -> None:
-        """Marks the model of ``command``, which ended differently on different ranks, as unusable until weights are
-        loaded.
+        """Marks the model of ``command`` as unusable until weights are loaded into it.
+
+        Call it if ``command`` has ended differently on different ranks, for example failed on some of them.
         """
         if (model := getattr(command, "model", None)) is not None:
             self._spoilt.add(model)

@@ -33,7 +33,7 @@ class ServedError(EngineError):
 
 
 class GoneError(ServedError):
-    """Error of a request for a retained forward that the service has no more."""
+    """Error of a request for a forward that the service has dropped, or never retained, for a backward."""
 
 
 def _cross_entropy(p: Tensor, inputs: Inputs, options: Options) -> Tensor:

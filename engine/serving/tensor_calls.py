@@ -172,7 +172,10 @@ class TensorCalls:
         return PlainOutput({"dropped": there})
 
     def forget(self, model: str) -> None:
-        """Drops all retained forwards of ``model``, before the model is unloaded or gets other weights."""
+        """Drops the autograd graphs of all forwards of ``model`` that wait for a backward.
+
+        Call it before the model is unloaded or gets other weights.
+        """
         for ticket in [ticket for ticket, one in self._retained.items() if one.model == model]:
             self._end(ticket, f"forward {ticket!r} came before its model was loaded or unloaded")
 

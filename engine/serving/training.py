@@ -202,14 +202,18 @@ class TenantTrainer:
             self._seen = 1
 
     def accumulate(self, loss: Tensor) -> None:
-        """Runs the backward of ``loss``, this rank's 0-dim loss, and accumulates its gradient. Collective over the
-        grid.
+        """Runs the backward of ``loss``, this rank's 0-dim loss, and adds its gradients to the accumulated ones.
+
+        All ranks of the grid call it.
         """
         self._backward(loss, 0 if self.engine.grid.row_rank == 0 else None)
         self._seen += 1
 
     def save(self, folder: Path) -> int:
-        """Saves weights and optimizer state in ``folder``; returns the bytes of its files. Collective over the grid."""
+        """Saves weights and optimizer state in ``folder``, and returns the total bytes of the written files.
+
+        All ranks of the grid call it.
+        """
         state = {"version": self.version}
         self.engine.save_checkpoint(folder, state, without_frozen=True).wait()
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -31,7 +31,7 @@ _IDLE_SECONDS = 600.0
 
 
 class DamagedBodyError(StoreRefusedError):
-    """Refusal (status 422) of bytes that were damaged on their way; the sender sends them again."""
+    """Refusal (HTTP status 422) of bytes that the network has damaged. The sender sends these bytes again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 422)
@@ -39,10 +39,11 @@ class DamagedBodyError(StoreRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class BodyKey:
-    """Identity of one body: the payload of a push or of initial weights, which one rank sends for one fragment.
+    """Identity of one body: the payload of a push or of initial weights, which one rank sends for one group of tensors.
 
-    ``seq`` is the number of the push, or -1 for initial weights. A body with another ``seq`` replaces an unfinished
-    body of the same life, rank and fragment.
+    ``life`` numbers a run of a training site, and ``fragment`` the group of tensors. ``seq`` is the number of the push,
+    or -1 for initial weights. A body with another ``seq`` replaces an unfinished body of the same life, rank and
+    fragment.
     """
 
     life: int
@@ -53,13 +54,17 @@ class BodyKey:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Life (run of a site), rank and fragment of the body; at most one body at each place is under way."""
+        """The triple of life (run of a site), rank and fragment. The store receives at most one body at a time for each
+        triple.
+        """
         return self.life, self.rank, self.fragment
 
 
 @dataclass(frozen=True, slots=True)
 class BodyRange:
-    """Position of a range in its body; a range is the part of a body that one request carries."""
+    """Position of a range of bytes in a body (payload of a push or of initial weights); one request carries one
+    range.
+    """
 
     offset: int
     total: int
@@ -163,9 +168,10 @@ class _Upload:
 
 @dataclass(slots=True)
 class Uploads:
-    """Bodies, the payloads of pushes and initial weights, that a store receives range by range.
+    """Bodies, the payloads of pushes and initial weights, that a store receives in ranges of bytes.
 
-    For each life, rank and fragment, it has the body that is under way, and the reply to the last complete body.
+    For each life (run of a site), rank and fragment (group of tensors), it has the body that is under way, and the
+    reply to the last complete body.
     """
 
     under_way: dict[tuple[int, int, int], _Upload] = field(default_factory=dict)
@@ -234,16 +240,16 @@ class Uploads:
         self.finished[key.place] = key, whole, result
 
     def drop(self, key: BodyKey) -> None:
-        """Drops the body under way at the life, rank and fragment of ``key``."""
+        """Removes the unfinished body with the life, rank and fragment of ``key``, if there is one."""
         self.under_way.pop(key.place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Drops all bodies and replies except for the lives in ``lives``."""
+        """Removes all bodies and replies, except for the lives (runs of training sites) in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
         self.finished = {place: one for place, one in self.finished.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:
-        """Drops bodies of which no range has arrived in the ten minutes before ``now`` (seconds)."""
+        """Removes unfinished bodies of which no range has arrived in the ten minutes before ``now`` (seconds)."""
         for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
             del self.under_way[place]
 
@@ -258,9 +264,9 @@ class _Download:
 
 @dataclass(slots=True)
 class Downloads:
-    """Bodies with merged weights that a store sends range by range.
+    """Bodies with merged weights that a store sends in ranges of bytes.
 
-    For each place (life, rank, fragment), it has the body that is under way.
+    For each life (run of a site), rank and fragment (group of tensors), it has the body that is under way.
     """
 
     under_way: dict[tuple[int, int, int], _Download] = field(default_factory=dict)
@@ -290,14 +296,16 @@ class Downloads:
         self.under_way[place] = _Download(version, *body, now)
 
     def drop(self, place: tuple[int, int, int]) -> None:
-        """Drops the body at ``place``; a later request for one of its ranges reads the store again."""
+        """Removes the body under way at ``place`` (life, rank, fragment); a later request for one of its ranges makes
+        it again.
+        """
         self.under_way.pop(place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Drops all bodies except for the lives in ``lives``."""
+        """Removes all bodies, except for the lives (runs of training sites) in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:
-        """Drops bodies of which no range was asked for in the ten minutes before ``now`` (seconds)."""
+        """Removes bodies of which no range was requested in the ten minutes before ``now`` (seconds)."""
         for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
             del self.under_way[place]

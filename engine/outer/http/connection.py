@@ -113,7 +113,9 @@ class StoreConnection:
         return self.repeat(lambda: _message(kind, self._reply("GET", path)), patience)
 
     def repeat(self, request: Callable[[], T], patience: float = FOREVER) -> T:
-        """Calls ``request`` until it succeeds, and returns its result.
+        """Calls the callback ``request`` until it succeeds, and returns its result.
+
+        Repeats it after connection errors and after HTTP statuses that mean trouble of the server, such as 503.
 
         Raises:
             StoreRefusedError: the store refuses the request.

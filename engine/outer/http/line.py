@@ -114,7 +114,9 @@ class HttpLink:
         )
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers the elements that this rank pushes and pulls, ``layout``, on every store."""
+        """Registers ``layout``, the elements that this rank pushes and pulls, for the run ``life`` of the site on every
+        store.
+        """
         for number, store in enumerate(self._stores):
             call = wire.RegisterCall(self._life(life, number), rank, layout)
             store.ask(wire.REGISTER, call, wire.Done, self._join_seconds)
@@ -181,7 +183,8 @@ class HttpLink:
         return self._stores[number].receive(where)
 
     def renew(self, life: int) -> None:
-        """Renews the lease of the site's life on every store that answers.
+        """Renews the lease of ``life``, the site's run, on every store that answers; without it, a store counts the
+        site as lost.
 
         Raises:
             GridError: a store does not answer this request or another one that is under way.
@@ -212,7 +215,7 @@ class HttpLink:
                     raise
 
     def status(self) -> StoreStatus:
-        """Returns the state of the first store, for displays."""
+        """Returns the state of the first store: its versions, its live sites and its traffic."""
         return self._stores[0].get(wire.STATUS, StoreStatus, _STATUS_SECONDS)
 
     def _number(self, fragment: int) -> int:

@@ -61,7 +61,9 @@ class PushHead:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body to which the range belongs."""
+        """Identity of the body to which the range belongs: life (run of the site), rank, fragment, and number of the
+        push.
+        """
         return BodyKey(self.meta.key.life, self.rank, self.meta.key.fragment, self.meta.key.seq)
 
 
@@ -78,7 +80,9 @@ class SeedHead:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body to which the range belongs."""
+        """Identity of the body to which the range belongs: life (run of the site), rank, fragment, and -1 for initial
+        weights.
+        """
         return BodyKey(self.life, self.rank, self.fragment, SEED_NUMBER)
 
 
@@ -98,7 +102,9 @@ class ArrivedCall:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body."""
+        """Identity of the body: life (run of the site), rank, fragment, and number of the push, or -1 for initial
+        weights.
+        """
         return BodyKey(self.life, self.rank, self.fragment, SEED_NUMBER if self.seq is None else self.seq)
 
 

@@ -69,7 +69,7 @@ def serve_store(store: Store, token: str, listening: socket.socket, ready: Calla
 
 
 def serving(store: Store, token: str, listening: socket.socket) -> AbstractContextManager[None]:
-    """Serves ``store`` on the socket ``listening`` in a thread of this process, for the duration of a ``with`` block.
+    """Returns a context that serves ``store`` on the socket ``listening``, in a thread of this process, until its end.
 
     Raises:
         Exception: the error that has stopped the store's periodic work, at the end of the block.

@@ -31,7 +31,7 @@ from engine.zero.optim.master_weights import clip_factor, gradient_norm
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Push of one training site as an input of a merge, with its weight and learning rates."""
+    """Push of one training site (gradients or weight differences) in a merge, with its weight and learning rates."""
 
     finite: bool
     """True if every value is finite; other contributions have no effect, except on SUMS."""
@@ -46,7 +46,10 @@ class Contribution:
 
 
 class FragmentUpdate(Protocol):
-    """Interface of an optimizer that the store runs for one fragment; every update changes its state."""
+    """Interface of an optimizer that the store runs for one fragment (group of tensors).
+
+    Every update changes its state, such as momentum.
+    """
 
     def update(self, weights: Flats, gradient: Flats, rates: Sequence[float]) -> Flats:
         """Returns new weights, fp32, as one flat tensor for each parameter group; does not change ``weights``.
@@ -64,7 +67,9 @@ class FragmentUpdate(Protocol):
 
 
 class MergeArithmetic:
-    """Computation of merges for one fragment: from the pushes of training sites to new weights, by the store's
+    """Computation of merges for one fragment (group of tensors) on the store.
+
+    A merge makes new weights from the pushes (gradients or weight differences) of training sites, by the store's
     optimizer.
     """
 

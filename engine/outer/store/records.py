@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def hash_of(flats: Flats) -> str:
-    """Returns the hash of flat tensors: 16 hexadecimal digits for each tensor, concatenated."""
+    """Returns a text with the hash of each tensor in ``flats``, 16 hexadecimal digits each, one after the other."""
     function = hash_function(DEFAULT_ALGORITHM)
     arrays = (values.detach().flatten().view(torch.uint8).numpy() for values in flats)
     return "".join(f"{function(array.data):016x}" for array in arrays)
@@ -98,7 +98,9 @@ def _first_difference(theirs: Sequence[Any], ours: Sequence[Any]) -> str:
 
 
 def model_record(request: JoinRequest) -> dict[str, Any]:
-    """Returns a join request's tensors, parameter groups, and digests of untrained tensors as JSON values."""
+    """Returns the tensors, parameter groups, and digests of frozen values that ``request`` names, as JSON values by
+    name.
+    """
     groups, untrained = [dict(group) for group in request.groups], dict(request.untrained)
     return json_values(
         {"tensors": request.tensors, "groups": groups, "group_of": request.group_of, "untrained": untrained}
@@ -123,7 +125,7 @@ def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, fin
 
 
 def read_meta(event: Event) -> PushMeta:
-    """Returns the description of the push from its "push" event."""
+    """Returns the description of a push from ``event``, the "push" event of the store's journal."""
     return PushMeta(
         key=read_key(event), base=event["base"], steps=event["steps"], tokens=event["tokens"], rows=event["rows"],
         step=event["step"], rates=tuple(event["rates"]), taken=tuple((at, version) for at, version in event["taken"]),
@@ -131,18 +133,24 @@ def read_meta(event: Event) -> PushMeta:
 
 
 def read_key(event: Event) -> PushKey:
-    """Returns the identity of the push from its "push" event."""
+    """Returns the identity of a push from ``event``, the "push" event of the store's journal."""
     return PushKey(event["life"], event["fragment"], event["seq"])
 
 
 def layout_record(life: int, rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Returns the "layout" event that records the elements one rank pushes and pulls, as a JSON object."""
+    """Returns the "layout" event of the store's journal, a JSON object with the elements that one rank pushes and
+    pulls.
+    """
     pushed, pulled = _pieces(layout.pushed), _pieces(layout.pulled)
     return {"kind": "layout", "life": life, "rank": rank, "pushed": pushed, "pulled": pulled}
 
 
 def read_layout(event: Event, shapes: Shapes) -> RankLayout:
-    """Returns the layout of one rank from its "layout" event; ``shapes`` are the shapes of all tensors by name."""
+    """Returns the elements that one rank pushes and pulls from ``event``, a "layout" event of the store's journal.
+
+    Args:
+        shapes: shape of each trained tensor by name.
+    """
     return RankLayout(_read_pieces(event["pushed"], shapes), _read_pieces(event["pulled"], shapes))
 
 

@@ -61,10 +61,11 @@ class Replayed:
 
 
 def replay(folder: str | Path) -> Replayed:
-    """Recomputes every merge of the journal in ``folder`` and compares the hash of the new weights with the journal.
+    """Recomputes every merge of the store's journal in ``folder``, and compares the hash of the new weights with the
+    journal.
 
-    Stops at the first difference. Needs all bodies since the first event, so the store must have run with ``keep``.
-    Changes nothing in the folder.
+    Stops at the first difference. Needs all stored pushes since the first event, so the store must have run with
+    ``keep``. Changes nothing in the folder.
 
     Raises:
         CheckpointError: there is no journal, it is damaged, or a body is missing.

@@ -37,7 +37,7 @@ class WaitingPush:
 
 @dataclass(frozen=True, slots=True)
 class FragmentView:
-    """Read-only state of one fragment, from which a merge rule decides."""
+    """Read-only state of one fragment (group of tensors), from which a merge rule decides on merges and take-overs."""
 
     index: int
     version: int
@@ -57,7 +57,9 @@ class FragmentView:
 
 
 class MergeRule(Protocol):
-    """Interface of a merge rule: it decides when pushes are merged, and when a training site takes the result."""
+    """Interface of a merge rule: it decides when the store merges pushes, and when a training site may take the result
+    over.
+    """
 
     def due(self, fragment: FragmentView, members: Members, now: float) -> tuple[PushKey, ...]:
         """Returns the keys of the pushes of ``fragment`` to merge at time ``now`` (seconds); empty if no merge is due.

@@ -78,7 +78,8 @@ class SharedWeights:
         return JoinReply(life=life, rows=0, clock=0, seeds=mine)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Maps the shared weights into memory, and stores ``layout``, the elements that this rank pushes and pulls.
+        """Maps the file of shared weights into memory, and stores ``layout``, the elements that this rank pushes and
+        pulls.
 
         Waits until the first site has described the model in the folder.
 
@@ -101,7 +102,9 @@ class SharedWeights:
         self._values = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Writes this rank's initial weights ``body``, fp32 as uint8 [bytes], to the shared weights."""
+        """Writes ``body``, this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the shared
+        weights.
+        """
         for shared, own in self._pushed(body.view(torch.float32)):
             shared.copy_(own)
         (self._folder / f"seeded-{rank}").touch()

@@ -21,12 +21,14 @@ Bodies = Callable[[str], Tensor]
 
 
 def seed_name(life: int, fragment: int, rank: int) -> str:
-    """Returns the file name of one rank's body of initial weights."""
+    """Returns the name of the file with the initial weights that ``rank`` has sent for ``fragment`` in the run
+    ``life``.
+    """
     return f"seed-{life}-{fragment}-{rank}"
 
 
 def push_name(key: PushKey, rank: int) -> str:
-    """Returns the file name of one rank's body of push ``key``."""
+    """Returns the name of the file with the values that ``rank`` has sent in the push ``key``."""
     return f"push-{key}-{rank}"
 
 
@@ -66,7 +68,7 @@ class StoredPush:
 
 
 class FragmentState:
-    """Retained versions, waiting pushes and optimizer of one fragment on this store."""
+    """Retained versions, waiting pushes and optimizer of one fragment (group of tensors) on this store."""
 
     def __init__(self, index: int, tensors: FlatTensors, arithmetic: MergeArithmetic) -> None:
         self.index, self.tensors, self.arithmetic = index, tensors, arithmetic
@@ -83,12 +85,14 @@ class FragmentState:
         """Names of bodies that are needless after a snapshot: merged or dropped ones."""
 
     def install(self, version: MergedVersion) -> None:
-        """Makes ``version`` the newest version."""
+        """Makes ``version`` the newest version of this fragment."""
         self.version = version.number
         self.versions[version.number] = version
 
     def view(self) -> FragmentView:
-        """Returns the part of the state that merge rules read."""
+        """Returns the part of this fragment's state that merge rules read, such as its version and its waiting
+        pushes.
+        """
         waiting = [WaitingPush(key, push.life.site, push.arrived) for key, push in self.pushes.items() if push.complete]
         lives = frozenset(push.life.number for push in self.pushes.values())
         return FragmentView(self.index, self.version, waiting, lives, self.spreads)
@@ -160,7 +164,10 @@ class StoreState:
     # ------------------------------------------------------------------ members
 
     def set_model(self, model: Event) -> None:
-        """Divides the tensors of ``model``, a result of ``model_record``, into fragments; the first join calls it.
+        """Divides the tensors of ``model``, a result of ``model_record``, into fragments (groups that are merged
+        together).
+
+        The first join of a site calls it.
 
         Raises:
             ValueError: the tensors cannot be divided into the configured fragments.
@@ -282,10 +289,10 @@ class StoreState:
     # ------------------------------------------------------------------ versions
 
     def merge(self, event: Event) -> Event:
-        """Merges the pushes that a "merge" event names into the next version of their fragment.
+        """Merges the pushes that ``event``, a "merge" event, names into the next version of their fragment.
 
-        Returns the event with three more fields: the version, the hash of its weights, and a flag for each push that is
-        True if a value is not finite.
+        Returns ``event`` with three more fields: the number of the version, the hash of its weights, and a flag for
+        each push that is True if one of its values is not finite.
 
         Raises:
             DifferentMergeError: the event has a hash already, and the new weights have another one.

@@ -36,7 +36,7 @@ class RequestRefusedError(Exception):
 
 
 class EntryState(Enum):
-    """State of an accepted command, until its result is removed."""
+    """State of an accepted command of a client, from its arrival until its result is removed."""
 
     STORING = "is written to the journal"
     HELD = "waits for an earlier number of its model"
@@ -86,7 +86,7 @@ class FutureEntry:
 
     @property
     def has_failed(self) -> bool:
-        """True if the command has ended with a failure."""
+        """True if the command has ended and its result is a failure."""
         return isinstance(self.result, Failure)
 
 

@@ -86,7 +86,10 @@ class CommandJournal:
         self._thread.start()
 
     def take_records(self) -> list[JournalRecord]:
-        """Returns the records of earlier processes in the order of writing; a second call returns an empty list."""
+        """Returns the records that earlier processes have written, in the order of writing, without replaced records.
+
+        A second call returns an empty list.
+        """
         found, self.records = self.records or [], None
         return found
 
@@ -100,7 +103,9 @@ class CommandJournal:
         return stored
 
     def forget(self, identities: Iterable[str]) -> None:
-        """Marks the records with these identities as removable: the next rewrite of the file leaves them out."""
+        """Marks the records with the given ``identities`` as removable: the next rewrite of the file leaves
+        them out.
+        """
         self._waiting.put(([JournalRecord(one, _FORGET) for one in identities], pending()))
 
     def close(self) -> None:
@@ -260,7 +265,8 @@ def journal_numbers(folder: Path) -> list[int]:
 
 
 def read_journal(folder: Path) -> list[JournalRecord]:
-    """Returns the current records of the journal in ``folder``, in order, without changing it or locking it.
+    """Returns the records of the journal in ``folder`` in order, without replaced ones. Neither changes nor locks the
+    journal.
 
     Raises:
         CheckpointError: there is no journal, or it is damaged.

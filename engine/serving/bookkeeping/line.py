@@ -89,7 +89,11 @@ class ModelLine:
         return not self.has_gradient and not self.tickets
 
     def advance(self, entry: FutureEntry, result: Result) -> None:
-        """Notes the effect of the command of ``entry``, which has ended with ``result``, on the state of this model."""
+        """Updates the state of this model, such as its number of commands, after the command of ``entry`` has ended.
+
+        Args:
+            result: result of the command; a failure changes less.
+        """
         if entry.number:
             self.done = max(self.done, entry.number)
         if isinstance(entry.command, BackwardTensors | DropTicket):
@@ -115,7 +119,9 @@ def command_digest(entry: FutureEntry) -> str:
 
 
 def record_of(entry: FutureEntry) -> JournalRecord:
-    """Returns the journal's record of the accepted command in ``entry``."""
+    """Returns the record by which the journal stores the accepted command of ``entry``, so that a restart runs it
+    again.
+    """
     values = {
         "session": entry.session, "line": entry.line, "number": entry.number, "route": entry.route,
         "about": dict(entry.about), "digest": entry.digest,

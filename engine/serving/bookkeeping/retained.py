@@ -72,7 +72,10 @@ class RetainedForwards:
             own.backward = entry
 
     def record(self, command: Command | None, result: Result, now: float) -> None:
-        """Adds or removes forwards after ``command`` has ended with ``result`` at time ``now`` (seconds)."""
+        """Updates the list after ``command`` has ended with ``result`` at time ``now`` (seconds).
+
+        A forward with a ticket is added; a forward that has run its backward, or was dropped, is removed.
+        """
         match command:
             case ForwardTensors(model=model, ticket=ticket) if ticket and not isinstance(result, Failure):
                 self._waiting[ticket] = _Waiting(model, now)

@@ -16,7 +16,10 @@ _STOPPED, _TOO_LONG = 0, 1
 
 
 def reply_of(entry: FutureEntry) -> tuple[bytes, str]:
-    """Returns body and media type of the reply with a command's result; a failure becomes JSON with "error"."""
+    """Returns the body and media type of the HTTP reply with the result of the command of ``entry``.
+
+    A failure becomes JSON with "error" and "category"; other results become JSON or protobuf.
+    """
     result: Result | None = entry.result
     match result:
         case TrainedOutput():

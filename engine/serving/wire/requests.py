@@ -171,8 +171,8 @@ class RequestReader:
     def load_weights(self, body: BodyFields) -> ParsedRequest:
         """Returns the commands of a ``load_weights`` request.
 
-        The request loads weights into its ``model_id``. Without this field, a first command creates the model to load
-        into.
+        The request loads weights into the model ``model_id``. Without this field, a first command creates a new model
+        for them.
         """
         path, optimizer = body.text("path", most=1024), body.flag("optimizer")
         about = {"type": "load_weights", "path": path}

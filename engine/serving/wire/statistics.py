@@ -47,7 +47,9 @@ class ServiceStatistics:
             curve.append(result.metrics.get("loss:sum", float("nan")) / tokens)
 
     def status(self, model: ServedModel, ledger: Ledger) -> Mapping[str, Any]:
-        """Returns the state of the service as JSON values: queue, sessions, models with their losses, and routes."""
+        """Returns the state of the service as JSON values by name: its queue, sessions, models with their losses, and
+        routes.
+        """
         now, is_well = ledger.clock(), ledger.journal is None or ledger.journal.problem is None
         facts = {"name": model.names[0], "architecture": model.architecture, "grid": model.grid}
         sessions = [
