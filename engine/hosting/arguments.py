@@ -74,8 +74,8 @@ def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]
     "auto" remains for a key to which no training argument corresponds.
 
     Args:
-        at: dotted key of ``raw`` in the whole configuration; empty if ``raw`` is the whole configuration.
         args: ``TrainingArguments`` of the Hugging Face Trainer.
+        at: dotted key of ``raw`` in the whole configuration; empty if ``raw`` is the whole configuration.
     """
     if not at and "distributed_type" in raw and "deepspeed_config" in raw:
         raw = {"train_micro_batch_size_per_gpu": "auto", **raw}  # as accelerate converts its own file
@@ -263,10 +263,10 @@ def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
-    """Refuses evaluation results ``metrics`` in which ``metric_for_best_model`` is not a number.
+    """Refuses evaluation results ``metrics`` in which the metric that ``metric_for_best_model`` names is not a number.
 
     Raises:
-        ConfigError: its value is not a number.
+        ConfigError: the metric's value is not a number.
     """
     name = args.metric_for_best_model
     if name is None:

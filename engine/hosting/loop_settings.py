@@ -203,13 +203,15 @@ def trained_child(module: nn.Module, name: str | None) -> str:
 
 
 def replace_child(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Replaces the submodule at path ``name`` by ``child``."""
+    """Replaces the submodule of ``module`` at the dotted path ``name`` by ``child``, in place."""
     parent, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(parent), leaf, child)
 
 
 def move_others(module: nn.Module, name: str, device: torch.device) -> None:
-    """Moves all direct children of ``module`` to ``device``, except for the one that is or contains ``name``."""
+    """Moves the direct children of ``module`` to ``device``, except for the child that is, or contains, submodule
+    ``name``.
+    """
     top = name.partition(".")[0]
     for each, child in module.named_children():
         if each != top:

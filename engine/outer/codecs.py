@@ -91,9 +91,9 @@ def make_delta_codec(name: str, *, density: float = 0.03, bits: int = 32, chunk:
     """Returns the codec called ``name``, one of ``DELTA_CODECS``. Only "topk" reads the other arguments.
 
     Args:
+        density: share of the elements of each chunk that top-k sends, above 0 and up to 1.
         bits: bits of each value that top-k sends: 32 for fp32, or 2 for a sign and one of the two magnitudes of a
             chunk.
-        density: share of the elements of each chunk that top-k sends, above 0 and up to 1.
         chunk: elements of a chunk, in which top-k chooses the largest magnitudes.
 
     Raises:

@@ -94,12 +94,12 @@ class SiteWeights:
     """Conversion between this rank's weights or gradients and the payloads that it exchanges with the stores.
 
     Args:
+        local: tensor pieces that this rank updates.
         outer: section of the configuration on the exchange between sites.
+        optimizer: optimizer of this rank.
         gatherer: object that all-gathers sharded parameters; it drops its gathered copies when merged weights are taken
             over. None below ZeRO 3.
         untrained: frozen parameters and buffers, for a check that all sites have equal ones.
-        local: tensor pieces that this rank updates.
-        optimizer: optimizer of this rank.
     """
 
     def __init__(

@@ -86,11 +86,11 @@ class CommandExecutor:
     """Executor that runs the service's commands on this rank, and has the models of all clients.
 
     Args:
+        pool: engines of the clients' models and of their base model.
+        folder: folder of saved weights, shared by all ranks.
         functions: functions that clients call by name, each from tensors by name to tensors by name.
         staleness: maximum number of weight updates between a forward and its backward.
         vllm: address of the vLLM server that samples from models with all parameters trained; None: the ranks sample.
-        pool: engines of the clients' models and of their base model.
-        folder: folder of saved weights, shared by all ranks.
     """
 
     def __init__(

@@ -46,7 +46,9 @@ class Dimension:
         return tuple(range(self.values[0], self.values[1] + 1)) if self.form == "int" else None
 
     def decode(self, stored: Any) -> Any:
-        """Returns the configuration's JSON value for ``stored``, a value as Optuna stores it."""
+        """Returns the JSON value for the configuration that corresponds to ``stored``, a value in the form of Optuna's
+        storage.
+        """
         return json.loads(stored) if self.form == "choices" else stored
 
 
@@ -121,7 +123,7 @@ class SweepConfig:
 
     @property
     def folder(self) -> Path:
-        """Folder with the subfolders of all trials, next to the journal."""
+        """Folder next to the journal file, with one subfolder for each trial."""
         return Path(f"{self.journal}.trials").absolute()
 
     @property
@@ -133,7 +135,7 @@ class SweepConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings, as JSON values, that must be equal in all processes that share a journal."""
+        """Settings, as JSON values by name, that all processes with one journal file must have in common."""
         space = {each.path: {each.form: list(each.values)} for each in self.space}
         return {"space": space, "metric": self.metric, "direction": self.direction, "grid": self.grid}
 

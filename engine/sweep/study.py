@@ -51,7 +51,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """One trial in the table of a sweep's results."""
+    """One trial in the table of a sweep's results, with its values of configuration keys, its metric and its state."""
 
     number: int
     values: Mapping[str, Any]
@@ -312,11 +312,11 @@ class SweepStudy:
     # ------------------------------------------------------------------ results
 
     def rows(self) -> list[TrialRow]:
-        """Returns the rows of all trials in the journal, in order of their numbers."""
+        """Returns one row for each trial in the journal, in the order of the trials' numbers."""
         return [self._row(each) for each in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> TrialRow | None:
-        """Returns the complete trial with the best value; None if there is none."""
+        """Returns the row of the complete trial with the best metric; None if no trial is complete."""
         complete = [row for row in self.rows() if row.state == "complete" and row.value is not None]
         sign = 1 if self._settings.direction == "minimize" else -1
         return min(complete, key=lambda row: sign * (row.value or 0.0), default=None)

@@ -103,11 +103,14 @@ class Sweep:
             self.tell()
 
     def rows(self) -> list[TrialRow]:
-        """Returns all trials in the journal on rank 0; an empty list on other ranks."""
+        """Returns one row for each trial in the journal on rank 0, and an empty list on other ranks."""
         return self._study.rows() if self._study is not None else []
 
     def best(self) -> TrialRow | None:
-        """Returns the complete trial with the best value on rank 0; None on other ranks, and if there is none."""
+        """Returns the row of the complete trial with the best metric on rank 0.
+
+        Returns None on other ranks, and if no trial is complete.
+        """
         return self._study.best() if self._study is not None else None
 
     def _next(self) -> dict[str, Any] | None:

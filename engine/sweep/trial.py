@@ -40,10 +40,10 @@ class SweepTrial:
     """One trial of a sweep, as ``Sweep.ask`` returns it: values for the configuration, reports and pruning.
 
     Args:
-        report: on rank 0, callback that stores (value, update) in the journal and returns True if the pruner stops the
-            trial; None on other ranks.
         settings: settings of the sweep.
         assignment: number, values and folder of the trial.
+        report: on rank 0, callback that stores (value, update) in the journal and returns True if the pruner stops the
+            trial; None on other ranks.
         leaves: True if pruning raises ``TrialEnd``; False if it makes ``should_prune`` return True.
     """
 
@@ -69,7 +69,9 @@ class SweepTrial:
 
     @property
     def updates(self) -> int:
-        """Number of updates that the trial's engine has made, including updates before a restart."""
+        """Number of weight updates that the trial's engine has made, including updates before a restart of the
+        process.
+        """
         return self.engine.step_count if self.engine is not None else self._updates
 
     def release(self) -> None:
@@ -80,7 +82,8 @@ class SweepTrial:
         self.engine = None
 
     def configuration(self, config: Mapping[str, Any] | str | Any) -> Mapping[str, Any]:
-        """Returns ``config`` with the values of this trial, and with the trial's folder for checkpoints and logs.
+        """Returns ``config`` with this trial's values, and with paths inside the trial's folder for checkpoints and
+        logs.
 
         Args:
             config: path of a configuration file, a dict or a ``Config``.
@@ -147,7 +150,7 @@ class SweepTrial:
         return self._pruned
 
     def end(self) -> None:
-        """Marks the trial as pruned, after its checkpoint was written.
+        """Marks the trial as pruned; the engine calls it after writing the trial's checkpoint.
 
         Raises:
             TrialEnd: the trial runs in a script (``leaves``).

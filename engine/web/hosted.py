@@ -17,9 +17,9 @@ class HostedApplication:
     """Uvicorn server that serves an ASGI application on a listening socket.
 
     Args:
-        before_stop: callback that ``stop`` calls first; it answers requests that wait for an event, so that they end.
         application: ASGI application.
         listening: listening socket; the caller closes it.
+        before_stop: callback that ``stop`` calls first; it answers requests that wait for an event, so that they end.
         options: options of ``uvicorn.Config``, such as ``ssl_certfile``.
     """
 

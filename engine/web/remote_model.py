@@ -24,8 +24,8 @@ class RemoteModel:
     network.
 
     Args:
-        model: id of the model; by default "shared", the model that all clients share.
         url: address of the server.
+        model: id of the model; by default "shared", the model that all clients share.
         token: secret of the server; empty: none.
         optimize: AdamW options (lr, beta1, beta2, eps, weight_decay, max_norm) of an update after each backward; None:
             gradients accumulate until ``step``.

@@ -101,10 +101,10 @@ class WeightBlocks:
     """Access to the whole tensors of one published version, a bucket (group of tensors) at a time.
 
     Args:
-        bucket: maximum bytes of a bucket; a larger tensor is a bucket alone.
         reader: connections to the ranks that serve the version.
         version: the version to read.
         until: time (``monotonic``) after which reading fails.
+        bucket: maximum bytes of a bucket; a larger tensor is a bucket alone.
     """
 
     def __init__(self, reader: WeightReader, version: WeightVersion, until: float, bucket: int = AT_ONCE) -> None:

@@ -23,9 +23,9 @@ _POLL_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class CommitGroup:
-    """Group of receivers that either all take a version over, or none of them.
+    """Group of receivers of published weights that either all take a version over, or none of them.
 
-    They agree through files in a shared folder.
+    The receivers agree through files in a shared folder.
 
     Args:
         folder: shared folder; it is created.

@@ -70,7 +70,9 @@ class WeightImage:
         return sum(values.nbytes for values in self._values.values())
 
     def begin(self, number: int) -> None:
-        """Ends the version that is served, and begins version ``number``, of which no tensor is served yet."""
+        """Ends serving of the current version, and begins version ``number``; no tensor is served until it is
+        written.
+        """
         with self._lock:
             self._number, self._ready = number, set()
 
@@ -111,7 +113,7 @@ class WeightImage:
             self._ready.add(key)
 
     def lacks(self, key: str) -> bool:
-        """Returns True if no version has written tensor ``key`` yet."""
+        """Returns True if the elements of tensor ``key`` were never written into this image, by any version."""
         return key not in self._written
 
     def hashes(self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True) -> tuple[str, list[Hashes]]:
@@ -172,10 +174,10 @@ class WeightImage:
         """Returns the bytes of the requested blocks (256 KiB of a tensor), in the order of ``blocks``.
 
         Args:
+            number: number of the version.
             layout: name of the list of wanted pieces, which ``hashes`` has returned.
             blocks: ranges of blocks, each (flow, first block, block after the last). A flow counts the wanted pieces of
                 which this image has elements.
-            number: number of the version.
             limit: maximum bytes of all blocks.
 
         Raises:

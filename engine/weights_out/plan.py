@@ -55,12 +55,12 @@ class Flow:
 
     @property
     def size(self) -> int:
-        """Size of all elements in bytes."""
+        """Total bytes of the elements of this flow."""
         return int(self._ends[-1]) * self.width
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
+        """Number of blocks of 256 KiB into which the elements of this flow are divided; the last may be shorter."""
         return block_count(self.size)
 
     def block_bytes(self, block: int) -> int:

@@ -151,7 +151,7 @@ class WeightPublisher:
 
     @property
     def url(self) -> str:
-        """Address of rank 0, which receivers need."""
+        """Address of rank 0's server, from which receivers learn about versions and the other ranks."""
         return self._geometry.owners[0].url
 
     @property

@@ -29,7 +29,7 @@ Known = dict[int, list[Hashes]]
 
 
 class SenderConnection(BoundedConnection):
-    """HTTP connection to one rank that serves weights."""
+    """HTTP connection to one rank of a training, or to a receiver, that serves published weights."""
 
     noun = "trainer"
     remedy = "read the newest version once it trains again, or check address and network."
@@ -39,11 +39,11 @@ class WeightReader:
     """Connections of one receiver to a training that publishes its weights.
 
     Args:
+        url: address of rank 0 of the training.
+        token: secret that the training and its receivers share; empty: none.
         deadline: seconds for reading one version; the training drops a version after its own deadline, even if this is
             longer.
         connect: callback from (address, token) to a connection, which replaces the network in tests.
-        url: address of rank 0 of the training.
-        token: secret that the training and its receivers share; empty: none.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class WeightReader:
 
         Args:
             known: version that the receiver has; None: none.
-            peer: address and elements that this receiver serves to later receivers; None: it serves none.
             until: time (``monotonic``) at which the lease ends.
+            peer: address and elements that this receiver serves to later receivers; None: it serves none.
 
         Raises:
             EngineError: the training does not answer in time, or refuses.

@@ -41,9 +41,9 @@ class Target:
 
 
 def targets_of(model: nn.Module) -> dict[str, Target]:
-    """Returns the parameters and persistent buffers of ``model`` as targets, by their keys in its state dict.
+    """Returns the parameters and persistent buffers of ``model`` as targets for published weights, by state dict key.
 
-    Tied tensors occur once, under their first key.
+    Each target shares the memory of its tensor. Tied tensors occur once, under their first key.
     """
     found: dict[str, Target] = {}
     seen: set[int] = set()
@@ -112,7 +112,9 @@ class PeerServer:
         return made
 
     def begin(self, version: WeightVersion) -> None:
-        """Ends the version that is served, and begins ``version``; each tensor is served once it has arrived."""
+        """Ends serving of the current version, and begins ``version``; each tensor is served once this receiver
+        has it.
+        """
         self.server.run = version.run
         self.image.begin(version.number)
 
@@ -125,10 +127,10 @@ class WeightReceiver:
     """Receiver that updates tensors of this process, ``targets``, to the newest version of a training's weights.
 
     Args:
+        reader: connections to the training.
         targets: tensors to update, by key of the trained model's state dict; every published tensor must have one.
         architecture: class name of the model, which must be that of the trained model; empty: not checked.
         group: receivers that take each version over together or not at all; None: this one alone.
-        reader: connections to the training.
 
     Raises:
         EngineError: architecture, keys, dtypes or shapes differ from the published model; names the first difference.
@@ -218,10 +220,10 @@ def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0, 
     Args:
         model: whole model in this process, of the class that is trained, such as a transformers model, in the dtypes of
             the training's forward.
-        serve: address of this host at which later receivers can read the received parts; empty: they cannot.
         url: address of rank 0, as ``eng.publish_weights().url`` gives it.
         token: secret that the training and its receivers share; empty: none.
         deadline: seconds for reading one version.
+        serve: address of this host at which later receivers can read the received parts; empty: they cannot.
 
     Raises:
         EngineError: the model differs from the published one, or the training does not answer.

@@ -92,7 +92,10 @@ class NoticeBoard:
             self._newest, self._peers = version, {}
 
     def answer(self, path: str, data: bytes) -> bytes | None:
-        """Returns the JSON reply to the request ``data`` at ``path``; None if this class does not serve the path."""
+        """Returns the JSON reply to the request with the content ``data`` at ``path``.
+
+        Returns None if this class does not serve the path.
+        """
         if path == wire.GEOMETRY:
             return self._geometry
         if path == wire.NEWEST:
@@ -143,7 +146,8 @@ class WeightServer:
         self._thread = ThreadPoolExecutor(1, "weights-out")  # one core at most besides the training
 
     def answer(self, path: str, data: bytes) -> BlockReply:
-        """Returns the reply to the request ``data`` at ``path``: hashes, blocks, or a reply of ``board``.
+        """Returns the reply to the request with the content ``data`` at ``path``: hashes, blocks, or a reply of
+        ``board``.
 
         Raises:
             StoreRefusedError: the request is refused; the error has the HTTP status.

@@ -101,7 +101,7 @@ class Shadows:
 
 @dataclass(slots=True)
 class WeightTraffic:
-    """Counts of the bytes of blocks that a receiver has read."""
+    """Counts of the bytes of blocks that a receiver has requested and read, over all versions."""
 
     lacked: int = 0
     """Bytes of the blocks that it lacked; a complete version has received all of them."""

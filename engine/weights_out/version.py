@@ -71,9 +71,9 @@ class WantedPiece:
 
 @dataclass(frozen=True, slots=True)
 class OwnerRank:
-    """Address of a rank or receiver, with the pieces of tensors that it serves, by key.
+    """Address of a rank or receiver that serves weights, with the elements of each tensor that it serves, by key.
 
-    In a geometry, no element has two owners.
+    In a geometry, the description of all serving ranks of a training, no element has two owners.
     """
 
     url: str
@@ -120,7 +120,7 @@ class WeightVersion:
 
     @property
     def name(self) -> str:
-        """Unique name, from the run and the number."""
+        """Name of the version, unique over all runs: the run's random name and the version's number."""
         return f"{self.run}-{self.number:06d}"
 
 
@@ -133,7 +133,10 @@ class NewestReply:
 
 @dataclass(frozen=True, slots=True)
 class LeaseCall:
-    """Request by which a receiver begins or ends reading a version; the training retains it for at most ``seconds``."""
+    """Request by which a receiver begins or ends reading a version.
+
+    The training does not replace the version until the end, for at most ``seconds``.
+    """
 
     run: str
     number: int

@@ -31,7 +31,9 @@ BACKEND = "trine_http"
 
 @dataclass(frozen=True, slots=True)
 class BackendInit:
-    """Request that makes a vLLM server follow a training."""
+    """Request that makes a vLLM server read the published weights of a training, at the address and of the run it
+    names.
+    """
 
     url: str
     """Address of rank 0 of the training."""
@@ -54,7 +56,9 @@ class BackendUpdate:
 
 @dataclass(frozen=True, slots=True)
 class VllmModel:
-    """Description of the model in vLLM, from its transformers configuration."""
+    """Description of the model that vLLM serves: its class name, dtype and shapes, from its transformers
+    configuration.
+    """
 
     architecture: str
     dtype: torch.dtype
@@ -62,10 +66,10 @@ class VllmModel:
     """Full shapes by key; empty if transformers does not have the model."""
 
     def compare(self, geometry: Geometry) -> None:
-        """Checks that this model is the published one: architecture, keys, shapes and dtype.
+        """Checks that this model is the one that ``geometry`` describes: architecture, keys, shapes and dtype.
 
         Raises:
-            EngineError: names the first difference.
+            EngineError: something differs; the message names the first difference.
         """
         again = "start vLLM with the model that is trained."
         if self.architecture != geometry.architecture:
@@ -179,7 +183,10 @@ class StagedVersion:
 
 
 def vllm_model(config: Any, dtype: torch.dtype) -> VllmModel:
-    """Returns the description of the model with the transformers configuration ``config``; allocates no weights."""
+    """Returns the description of the model with the transformers configuration ``config`` and dtype ``dtype``.
+
+    Allocates no weights.
+    """
     import transformers
 
     architecture = (config.architectures or [type(config).__name__])[0]

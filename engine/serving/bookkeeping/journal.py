@@ -56,9 +56,9 @@ class CommandJournal:
     Any thread may call its methods; a thread that the journal starts writes the file.
 
     Args:
+        folder: existing or new folder of the journal.
         dead_bytes: number of bytes of replaced records from which the file is rewritten without these records, once
             they are more than half of it.
-        folder: existing or new folder of the journal.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.

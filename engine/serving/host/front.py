@@ -74,9 +74,9 @@ class LedgerSource:
 
     Args:
         ledger: record of commands and results; it receives the result of each command.
+        stored: commands of an earlier process that run again.
         end: callback that answers every waiting and later request with status 503 and a given reason; any thread may
             call it.
-        stored: commands of an earlier process that run again.
     """
 
     def __init__(

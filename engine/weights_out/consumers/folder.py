@@ -68,7 +68,7 @@ class VersionFolder:
             self._prepare(blocks)
 
     def hold(self) -> None:
-        """Does nothing, since programs may read the current version while the next one is committed."""
+        """Does nothing: programs may read the current version's folder while the next version is committed."""
 
     def commit(self, blocks: WeightBlocks) -> None:
         """Renames the written version to its final name, and removes old versions.
@@ -85,7 +85,7 @@ class VersionFolder:
             remove_tree(self.files, self._path(number))
 
     def drop(self) -> None:
-        """Removes the version that ``prepare`` has written."""
+        """Removes the files of the version that ``prepare`` has written; earlier versions remain."""
         if self._written is not None:
             remove_tree(self.files, self._written)
         self._written = None

@@ -79,7 +79,8 @@ S = TypeVar("S", bound=InferenceServer)
 
 
 def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
-    """Calls ``step`` with each server, in parallel threads; raises the first error after all have ended.
+    """Calls the callback ``step`` with each server, in parallel threads; raises the first error after all calls have
+    ended.
 
     Raises:
         EngineError: a server refuses or does not answer; the message names it.

@@ -66,11 +66,11 @@ class SglangServer(InferenceServer):
         """Makes the server's ranks join a collective group, through which rank 0 of the training broadcasts weights.
 
         Args:
+            host: address of the group's rank 0.
             port: port of the group's rank 0.
+            offset: rank of the server's first rank in the group.
             size: number of ranks in the group: rank 0 of the training and the ranks of all servers.
             group: (name, backend) of the group.
-            host: address of the group's rank 0.
-            offset: rank of the server's first rank in the group.
         """
         body = {
             "master_address": host, "master_port": port, "rank_offset": offset, "world_size": size,
@@ -97,7 +97,9 @@ class SglangServer(InferenceServer):
             self.call("POST", "/continue_generation", {})
 
     def begin(self) -> None:
-        """Begins a weight update; first ends an update that a killed trainer has left open."""
+        """Begins a weight update on the server. If an earlier trainer was killed during an update, ends that update
+        first.
+        """
         try:
             self.call("POST", "/begin_weight_update", {})
         except StoreRefusedError:
@@ -158,7 +160,7 @@ class SglangServers:
         return found
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Opens the broadcast group with all servers, unless it is open.
+        """Opens the collective group through which rank 0 broadcasts weights to all servers, unless it is open already.
 
         Raises:
             EngineError: a server fails; the message names it.
@@ -169,7 +171,7 @@ class SglangServers:
             self._join(f"trine-{blocks.version.name}", blocks.until)
 
     def hold(self) -> None:
-        """Pauses all servers; raises EngineError with the name of a server that fails."""
+        """Pauses generation on all servers; raises EngineError with the name of a server that fails."""
         on_all(self._servers, SglangServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:

@@ -61,9 +61,10 @@ class VllmServer(InferenceServer):
         return str(self.call("GET", "/weight_info")["weight_version"])
 
     def prepare(self, blocks: WeightBlocks, url: str) -> None:
-        """Makes the server's workers read the version into host memory from the training at ``url``.
+        """Makes the server's workers read the version of ``blocks`` into host memory, from the training at ``url``.
 
-        The weights in use do not change. Raises StoreRefusedError or GridError if the server fails.
+        The weights with which the server generates do not change. Raises StoreRefusedError or GridError if the server
+        fails.
         """
         self.limit(blocks.until - monotonic())
         init = BackendInit(url, blocks.version.run)
@@ -78,7 +79,9 @@ class VllmServer(InferenceServer):
             self.call("POST", "/update_weights", {"update_info": _fields(update)})
 
     def drop(self) -> None:
-        """Drops the version that the workers have read; the weights in use do not change."""
+        """Drops the version that the workers have read into host memory; the weights with which the server generates
+        remain.
+        """
         with suppress(StoreRefusedError):  # there is none, or a refusal has ended it
             self.call("POST", "/update_weights", {"update_info": _fields(BackendUpdate(0, (), 0.0))})
         with suppress(StoreRefusedError):
@@ -101,7 +104,7 @@ class VllmServer(InferenceServer):
         self.call("POST", "/resume")
 
     def finish(self, number: int) -> None:
-        """Makes version ``number``, which is prepared, the server's weights.
+        """Copies the version that ``prepare`` has read over the server's weights, and names it ``number``.
 
         Raises StoreRefusedError or GridError if the server fails.
         """
@@ -144,7 +147,8 @@ class VllmServers:
         return self._last
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Makes the workers of all servers read the version into host memory.
+        """Makes the workers of all servers read the version of ``blocks`` into host memory; their weights do not
+        change.
 
         Raises:
             EngineError: a server fails; the message names it.
@@ -153,7 +157,7 @@ class VllmServers:
         on_all(self._servers, lambda server: server.prepare(blocks, url))
 
     def hold(self) -> None:
-        """Pauses all servers; raises EngineError with the name of a server that fails."""
+        """Pauses generation on all servers; raises EngineError with the name of a server that fails."""
         on_all(self._servers, VllmServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:
