@@ -299,7 +299,7 @@ def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
     Args:
         kind: class name of the trainer; None: not a trainer of TRL, and nothing is checked.
         given: keyword arguments of the trainer.
-        args: its ``TrainingArguments``.
+        args: ``TrainingArguments`` of the trainer.
 
     Raises:
         ConfigError: the trainer, an argument, a batch size or the version is not supported.

@@ -91,12 +91,9 @@ class WeightImage:
     def put(self, key: str, values: Tensor, held: Piece) -> None:
         """Copies the elements of tensor ``key`` that this image serves from ``values`` into the image.
 
-        ``values`` has the elements of a piece that contains the served elements, on any device. The last argument is
-        this piece.
-
         Args:
-            values: elements of the piece ``held`` of this tensor, on any device.
-            held: piece that contains the served elements.
+            values: elements of a piece of the tensor that contains the served elements, on any device.
+            held: this piece.
         """
         copy_shared(values, held, self._values[key], self.owned[key])
         with self._lock:
@@ -174,10 +171,10 @@ class WeightImage:
         """Returns the bytes of the requested blocks (256 KiB of a tensor), in the order of ``blocks``.
 
         Args:
-            number: number of the version.
             layout: name of the list of wanted pieces, which ``hashes`` has returned.
-            blocks: ranges of blocks, each (flow, first block, block after the last). A flow counts the wanted pieces of
-                which this image has elements.
+            blocks: ranges of blocks, each (flow, first block, block after the last). A flow is a position in the list
+                of the wanted pieces of which this image has elements.
+            number: number of the version.
             limit: maximum bytes of all blocks.
 
         Raises:

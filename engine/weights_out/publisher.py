@@ -337,10 +337,10 @@ def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
 def make_owners(
     run: RunState, settings: WeightsOutConfig, urls: Sequence[str]
 ) -> Iterator[tuple[list[int], OwnerRank]]:
-    """Yields (ranks, owner) for each owner: a set of elements that one rank serves, with the rank's address.
+    """Yields (ranks, owner). An owner is a set of elements that one rank serves, with the rank's address.
 
-    ``ranks`` has this rank. With ``copies`` > 1 configured, it also has a rank with equal values, which serves them,
-    too. The first owner belongs to rank 0.
+    ``ranks`` lists the ranks that serve the elements: the owner's rank and, with ``copies`` > 1 configured, a rank with
+    equal values. The first owner belongs to rank 0.
 
     Args:
         urls: address of each rank.

@@ -176,10 +176,10 @@ class HashesCall:
 
 @dataclass(frozen=True, slots=True)
 class HashesReply:
-    """Reply with the xxh3-64 hashes of blocks of 256 KiB, as one text for each flow.
+    """Reply with the xxh3-64 hashes of blocks of 256 KiB: one text for each wanted piece of which the owner has
+    elements.
 
-    A flow contains the elements of one wanted piece that the owner has. Each hash is 16 hexadecimal digits,
-    little-endian.
+    The owner is a serving rank. Each hash is 16 hexadecimal digits, little-endian.
     """
 
     layout: str
@@ -191,8 +191,8 @@ class HashesReply:
 class BlocksCall:
     """Request for the bytes of blocks of 256 KiB, in the order of ``blocks``.
 
-    An entry is (flow, first block, block after the last). A flow counts the wanted pieces of which the owner has
-    elements.
+    An entry is (flow, first block, block after the last). A flow is a position in the list of the wanted pieces of
+    which the owner (serving rank) has elements.
     """
 
     number: int

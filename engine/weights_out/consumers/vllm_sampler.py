@@ -18,7 +18,7 @@ _AT_ONCE = 64
 
 
 class VllmSample(NamedTuple):
-    """One sampled completion of a prompt."""
+    """One completion of a prompt that a vLLM server has sampled: its tokens and their log-probabilities."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float | None]
