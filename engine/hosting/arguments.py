@@ -69,11 +69,13 @@ _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "g
 
 
 def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
-    """Returns a copy of the configuration ``raw`` in which the matching values of ``args``, if any, replace "auto".
+    """Returns a copy of the configuration ``raw`` in which values of ``args`` replace the values "auto".
+
+    "auto" remains for a key to which no training argument corresponds.
 
     Args:
         args: ``TrainingArguments`` of the Hugging Face Trainer.
-        at: dotted key of ``raw`` in the whole configuration; empty for the whole.
+        at: dotted key of ``raw`` in the whole configuration; empty if ``raw`` is the whole configuration.
     """
     if not at and "distributed_type" in raw and "deepspeed_config" in raw:
         raw = {"train_micro_batch_size_per_gpu": "auto", **raw}  # as accelerate converts its own file
@@ -139,9 +141,9 @@ def refuse_arguments(args: Any) -> None:
 
 
 def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Returns the engine's configuration ``raw``, completed with the values of ``TrainingArguments``.
+    """Returns the engine's configuration ``raw``, completed with the values of ``args``, a ``TrainingArguments``.
 
-    Removes optimizer and schedule, which the Trainer creates.
+    Removes the sections of optimizer and schedule, which the Trainer creates.
 
     Raises:
         ConfigError: a value of ``raw`` contradicts the arguments.
@@ -208,8 +210,10 @@ def _equal(given: Any, value: Any) -> bool:
 
 
 def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:
-    """Returns the error for ``key`` in the configuration: ``given`` contradicts ``value`` of setting ``name`` in
-    ``owner``.
+    """Returns, without raising it, the error that the value ``given`` of ``key`` in the configuration contradicts
+    ``value``.
+
+    ``value`` is the setting ``name`` of ``owner``.
     """
     return ConfigError(
         f"{key} is {given} in engine_config and {name} is {value} in {owner}, but a run has one; set the same value, "
@@ -220,7 +224,7 @@ def conflict(key: str, given: Any, name: str, value: Any, owner: str = "Training
 def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device: torch.device) -> None:
     """Refuses arguments that control training steps, and dataset lengths, if they differ between ranks.
 
-    One all-reduce over the world, label "start".
+    Makes one all-reduce over all ranks, named "start" in call counts and errors.
 
     Args:
         args: ``TrainingArguments`` of this rank.
@@ -259,10 +263,10 @@ def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
-    """Refuses evaluation results ``metrics`` in which ``metric_for_best_model`` is not a number.
+    """Refuses evaluation results ``metrics`` in which the metric that ``metric_for_best_model`` names is not a number.
 
     Raises:
-        ConfigError: its value is not a number.
+        ConfigError: the metric's value is not a number.
     """
     name = args.metric_for_best_model
     if name is None:
@@ -295,7 +299,7 @@ def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
     Args:
         kind: class name of the trainer; None: not a trainer of TRL, and nothing is checked.
         given: keyword arguments of the trainer.
-        args: its ``TrainingArguments``.
+        args: ``TrainingArguments`` of the trainer.
 
     Raises:
         ConfigError: the trainer, an argument, a batch size or the version is not supported.
@@ -331,9 +335,10 @@ def _check_generations(args: Any) -> None:
 
 
 def rows_of_generation(args: Any, data_ranks: int) -> int:
-    """Returns the number of rows for which TRL generates completions at a time, over all ``data_ranks``.
+    """Returns the number of rows for which TRL generates completions at a time, summed over ``data_ranks``.
 
-    TRL's own value counts all processes, which include tensor ranks.
+    ``data_ranks`` is the number of data-parallel ranks. TRL's own value counts all processes, which include
+    tensor-parallel ranks.
 
     Raises:
         ConfigError: the number is no multiple of ``num_generations``.

@@ -13,8 +13,9 @@ from engine.parallel.tensor.logits.sharded_logits import gather_logits
 class HostedModel(nn.Module):
     """Module that another library's training loop calls in place of the model; its forward is the engine's forward.
 
-    It is used like DistributedDataParallel, and unknown attributes come from the model. On a pipeline, forward runs all
-    stages and returns the output on every rank. If the loop trains by ``train_batch``, forward only predicts.
+    The loop uses it as it uses DistributedDataParallel, and attributes that it lacks come from the model. With pipeline
+    parallelism, forward runs all stages and returns the output on every rank. If the loop trains by ``train_batch``,
+    forward only predicts.
     """
 
     def __init__(self, trained: Engine, rows: int | None = None, whole_steps: bool = False) -> None:
@@ -34,7 +35,10 @@ class HostedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for the rows of this data rank, on all ranks of the pipeline."""
+        """Returns the model's output for the rows of this data-parallel rank, on all of its pipeline stages.
+
+        Takes the arguments of the model's forward.
+        """
         if torch.is_inference_mode_enabled():  # tensors that the engine creates lazily would never have gradients
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
@@ -60,8 +64,9 @@ _NO_LABEL = -100
 
 
 def with_share(batch: Any, rows: int, micro: int) -> Any:
-    """Returns ``batch``; its "num_items_in_batch", if any, is divided over the rows, so that it splits into
-    microbatches.
+    """Returns a copy of ``batch`` in which the number "num_items_in_batch" is divided among the rows, a tensor [rows].
+
+    The batch can then be split into microbatches. Returns ``batch`` itself if it lacks this entry.
 
     Args:
         rows: number of rows of the batch.
@@ -74,10 +79,11 @@ def with_share(batch: Any, rows: int, micro: int) -> Any:
 
 
 def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
-    """Returns ``output``; if it has a "loss" [microbatches], one loss of the whole batch replaces it.
+    """Replaces "loss" in ``output``, which has one loss for each microbatch, by one loss of the whole batch, in place.
 
-    This is the mean of the microbatches' losses, weighted by labels or by rows. It is exact for means over labels or
-    rows, and for sums divided by the microbatch's share of items.
+    Returns ``output``, unchanged if it has no such losses. The new loss is the mean of the microbatches' losses,
+    weighted by labels or by rows. It is exact for means over labels or rows, and for sums divided by the microbatch's
+    share of items.
 
     Args:
         rows: number of rows of the batch.

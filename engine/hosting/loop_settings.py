@@ -39,10 +39,11 @@ class LoopSettings:
     """Rows of a microbatch on a data rank; None: unknown."""
 
     def configuration(self, raw: Mapping[str, Any], world_size: int) -> Config:
-        """Returns the engine's configuration for ``world_size`` ranks: ``raw``, completed with these settings.
+        """Returns the engine's configuration for ``world_size`` ranks: ``raw``, completed with the settings of this
+        object.
 
         Raises:
-            ConfigError: a value contradicts the loop, ``raw`` has an optimizer or a schedule, or has mistakes.
+            ConfigError: a value of ``raw`` contradicts the loop, or ``raw`` has an optimizer, a schedule or mistakes.
         """
         for section in ("optimizer", "scheduler"):
             if raw.get(section) is not None:
@@ -90,8 +91,9 @@ class LoopSettings:
 
 
 def part_rows(raw: Mapping[str, Any]) -> int | None:
-    """Returns "train_micro_batch_size_per_gpu" of the configuration, the rows of a pipeline microbatch; None if it is
-    unset.
+    """Returns "train_micro_batch_size_per_gpu" of ``raw``, the number of rows of a pipeline microbatch.
+
+    Returns None if it is unset.
     """
     rows = raw.get("train_micro_batch_size_per_gpu")
     return rows if isinstance(rows, int) and rows > 0 else None
@@ -112,7 +114,9 @@ _SWITCHES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 
 def of_accelerator(given: Mapping[str, Any], environ: Mapping[str, str]) -> LoopSettings:
-    """Returns the settings of ``accelerate.Accelerator`` from its arguments ``given`` and environment variables.
+    """Returns the settings of an ``accelerate.Accelerator``.
+
+    They come from the Accelerator's arguments ``given``, and from accelerate's environment variables in ``environ``.
 
     Raises:
         ConfigError: a setting shards or compiles the model outside the engine (FSDP, DeepSpeed), or selects fp8.
@@ -166,10 +170,14 @@ def of_lightning(trainer: Any) -> LoopSettings:
 
 
 def trained_child(module: nn.Module, name: str | None) -> str:
-    """Returns the name of the submodule that the engine shards: ``name``, or the only child with trained parameters.
+    """Returns the name of the submodule of ``module`` that the engine shards.
+
+    It is ``name`` or, if ``name`` is None, the only child with trained parameters. If no child has any, it is the only
+    child with parameters.
 
     Raises:
-        ConfigError: there are several such children, parameters outside it are trained, or it does not exist.
+        ConfigError: there is not exactly one such child, ``module`` has no submodule ``name``, or parameters outside
+            the submodule are trained.
     """
     kind = type(module).__name__
     if name is None:
@@ -195,13 +203,15 @@ def trained_child(module: nn.Module, name: str | None) -> str:
 
 
 def replace_child(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Replaces the submodule at path ``name`` by ``child``."""
+    """Replaces the submodule of ``module`` at the dotted path ``name`` by ``child``, in place."""
     parent, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(parent), leaf, child)
 
 
 def move_others(module: nn.Module, name: str, device: torch.device) -> None:
-    """Moves all direct children of ``module`` to ``device``, except for the one that is or contains ``name``."""
+    """Moves the direct children of ``module`` to ``device``, except for the child that is, or contains, submodule
+    ``name``.
+    """
     top = name.partition(".")[0]
     for each, child in module.named_children():
         if each != top:

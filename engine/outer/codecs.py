@@ -55,8 +55,10 @@ _WIDEST = 8
 
 
 class DeltaCodec(Protocol):
-    """Interface of codecs for the values that a site pushes: from values on the host, [n], to a message of bytes and
-    back.
+    """Interface of codecs for pushes: gradients or weight differences that a training site sends to the store.
+
+    Several sites train one model, and the store merges their pushes. A codec encodes n values on the host, a tensor
+    [n], as a message of bytes, and decodes the message to n values.
     """
 
     @property
@@ -65,19 +67,23 @@ class DeltaCodec(Protocol):
 
     @property
     def lossless(self) -> bool:
-        """True if decoding returns encoded fp64 values bit for bit."""
+        """True if encoded fp64 values are equal, bit for bit, to the values that ``decode`` returns."""
 
     def message_bytes(self, n: int) -> int:
         """Returns the exact size in bytes of a message of ``n`` values."""
 
     def encode(self, values_n: Tensor) -> Tensor:
-        """Returns the message of fp64 or fp32 values ``values_n``, uint8 [m]."""
+        """Returns the message for the ``n`` values ``values_n``, fp64 or fp32 [n].
+
+        The message is uint8 [m], with m = ``message_bytes(n)``.
+        """
 
     def decode(self, message_m: Tensor, n: int) -> Tensor:
-        """Returns the ``n`` values of a message, fp64 [n], since merges sum in fp64.
+        """Returns the ``n`` values of the message ``message_m``, fp64 [n], since the store sums pushes in fp64.
 
         Raises:
-            ValueError: the message has another size, or a top-k index is out of range or out of order.
+            ValueError: the message does not have ``message_bytes(n)`` bytes, or a top-k index is out of range or out of
+                order.
         """
 
 
@@ -86,7 +92,8 @@ def make_delta_codec(name: str, *, density: float = 0.03, bits: int = 32, chunk:
 
     Args:
         density: share of the elements of each chunk that top-k sends, above 0 and up to 1.
-        bits: bits of each value that top-k sends, 32 or 2.
+        bits: bits of each value that top-k sends: 32 for fp32, or 2 for a sign and one of the two magnitudes of a
+            chunk.
         chunk: elements of a chunk, in which top-k chooses the largest magnitudes.
 
     Raises:
@@ -301,12 +308,13 @@ def _unpacked(packed_m: Tensor, width: int, count: int) -> Tensor:
 
 @torch.no_grad()
 def encode_with_feedback(codec: DeltaCodec, values_n: Tensor, residual_n: Tensor, decay: float = 1.0) -> Tensor:
-    """Encodes ``values_n`` plus the error of the previous message, and stores the new error in ``residual_n`` (fp32).
+    """Encodes ``values_n`` [n] plus the encoding error of the previous message, and stores the new encoding error.
 
         wanted = values + decay * residual;  message = encode(wanted);  residual = wanted - decode(message)
 
-    Returns the message, uint8 [m]. Error feedback is by Seide et al. 2014. Where the error is not finite, the residual
-    becomes 0: the message itself shows such values, and later messages do not repeat them.
+    ``residual_n``, fp32 [n], has the previous error; this function overwrites it with the new one. Where the new error
+    is not finite, it becomes 0, so that later messages do not repeat an infinity or NaN. This is the error feedback of
+    Seide et al. 2014. Returns the message, uint8 [m].
     """
     wanted_n = values_n.detach().double() + decay * residual_n.double()
     message_m = codec.encode(wanted_n)

@@ -43,10 +43,11 @@ _FIELDS = 6
 
 @dataclass(slots=True)
 class PushFlight:
-    """One push that is under way: gradients or weight differences of one fragment, which this site has sent to the
+    """One push under way: gradients or weight differences of one fragment (group of tensors), sent by this site to the
     store.
 
-    It ends when this site has taken over a merged version that contains the push.
+    The store merges pushes of all sites into a new version of the fragment. The flight ends when this site has taken
+    over a version that contains the push.
     """
 
     meta: PushMeta
@@ -62,21 +63,26 @@ class PushFlight:
 
     @property
     def ready(self) -> bool:
-        """True if this rank's download of the offered merged version has ended, with success or an error."""
+        """True if this rank's download of the merged weights that contain the push has ended, with success or
+        an error.
+        """
         return self.body is not None and self.body.done()
 
     def ends_with(self, offer: Offer) -> bool:
-        """Returns True if the version that ``offer`` names contains this push."""
+        """Returns True if the version of merged weights that ``offer`` names contains this push."""
         return offer.merged >= self.meta.key.seq and offer.version >= self.least
 
 
 class StoreExchange:
-    """Requests of one rank of a training site to the outer stores, during one life (one run of the site's processes).
+    """Requests of one rank of a training site to the outer stores, which merge the weights of several sites.
+
+    It belongs to one life: one run of the site's processes, as the stores count them.
 
     Args:
         link: connection to the stores.
-        life: number of this life, from the reply to the join.
-        lease: seconds without a request after which a store counts the site as lost; rank 0 renews it in a thread.
+        life: number of this life, from the store's reply when the site joins.
+        lease: seconds without a request after which a store counts the site as lost; rank 0 renews the lease in a
+            thread.
     """
 
     def __init__(self, link: StoreLink, life: int, comm: Comm, device: torch.device, lease: float) -> None:
@@ -90,14 +96,21 @@ class StoreExchange:
             Thread(target=self._renew, args=(lease / 3,), name="trine-outer-lease", daemon=True).start()
 
     def push(self, flight: PushFlight, share: PushShare, body: Tensor) -> None:
-        """Starts a thread that sends this rank's ``body`` of a push, and returns at once."""
+        """Starts a thread that sends this rank's part of the push ``flight``, and returns at once.
+
+        Args:
+            flight: the push; its field ``pushed`` becomes the future of the request.
+            share: loss and loss weight that this rank adds to the push.
+            body: encoded values of this rank, uint8 [bytes].
+        """
         flight.pushed = _begin(self._link.push, flight.meta, self._rank, share, body)
         self._pushes = {push for push in self._pushes if not push.done()} | {flight.pushed}
 
     def poll(self, flights: Sequence[PushFlight]) -> list[PushFlight]:
-        """Returns the pushes among ``flights`` for which every rank of the site has downloaded the merged version.
+        """Returns the pushes among ``flights`` for which every rank of the site has downloaded the merged weights.
 
-        Also starts downloads of newly offered versions. One all-reduce over the world, label "outer".
+        Also starts the download of each version of merged weights that a store has newly offered. Makes one all-reduce
+        over all ranks of the site, named "outer" in call counts and errors.
 
         Raises:
             EngineError: a store has refused a request of any rank; all ranks raise.
@@ -122,10 +135,9 @@ class StoreExchange:
         return [flight for row, flight in zip(found, flights, strict=False) if row[0] == self._comm.grid.world_size]
 
     def wait(self, flight: PushFlight) -> PushFlight:
-        """Waits until every rank of the site has downloaded the merged version for the push ``flight``; returns
-        ``flight``.
+        """Waits until every rank of the site has downloaded the merged weights that contain the push ``flight``.
 
-        Collective over the world.
+        Returns ``flight``. All ranks of the site call it.
 
         Raises:
             EngineError: a store has refused a request of any rank; all ranks raise.
@@ -137,7 +149,10 @@ class StoreExchange:
         return flight
 
     def ask(self, call: Callable[[], Result]) -> Result:
-        """Returns the result of ``call``, a request to the store that every rank makes. Collective over the world.
+        """Calls ``call``, this rank's request to the store, and returns its result once the requests of all ranks are
+        done.
+
+        All ranks of the site call it.
 
         Raises:
             EngineError: the store has refused the request of a rank, or the request of another rank has failed.
@@ -154,8 +169,8 @@ class StoreExchange:
     def close(self, leave: bool) -> None:
         """Ends the thread that renews the lease.
 
-        With ``leave``, and if the stores answer, waits up to 5 seconds for the last pushes. Rank 0 then ends the life
-        on the stores, so that merges do not wait for this site.
+        With ``leave``, and if the stores answer, waits up to 5 seconds until the pushes under way are sent. Rank 0 then
+        ends the site's life on the stores, so that merges do not wait for this site.
         """
         self._ended.set()
         leave = leave and not self._link.outage

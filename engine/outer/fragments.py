@@ -21,7 +21,10 @@ Rows = Sequence[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Group of whole tensors that training sites push and merge together; with several stores, its part on one."""
+    """Group of whole tensors that training sites push and merge together.
+
+    If several stores divide the tensors of a group, each object is the part of the group on one store, ``store``.
+    """
 
     index: int
     """Number of the fragment; its parts on all stores have the same number."""
@@ -32,10 +35,15 @@ class Fragment:
 
 
 def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
-    """Divides the tensors ``rows`` into ``fragments`` groups, and each group over ``stores`` stores.
+    """Divides the trained tensors of a model into ``fragments`` groups, and each group over ``stores`` stores.
 
     Returns the parts, ordered by group and then by store; each tensor is in one part. A group with fewer tensors than
     stores has no part on some stores.
+
+    Args:
+        rows: (name, shape) of each trained tensor, in the order of the model.
+        fragments: number of groups.
+        stores: number of stores.
 
     Raises:
         ValueError: a name occurs twice, there are more fragments than tensors, or there is no store.
@@ -61,10 +69,10 @@ def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
 
 
 def due(step: int, period: int, fragments: int, index: int) -> bool:
-    """Returns True if fragment ``index`` of ``fragments`` is pushed after ``step`` steps.
+    """Returns True if fragment (group of tensors) ``index`` of ``fragments`` is sent to the store after ``step`` steps.
 
-    Each fragment is pushed every ``period`` steps, and the fragments are spread evenly over the period. The first push
-    of fragment f > 0 follows step ``f * period // fragments``; the first push of fragment 0 follows step ``period``.
+    Each fragment is sent every ``period`` steps, and the fragments are spread evenly over the period. The first time
+    for fragment f > 0 is after step ``f * period // fragments``, and for fragment 0 after step ``period``.
 
     Raises:
         ValueError: ``period`` is smaller than ``fragments``, or ``index`` is out of range.

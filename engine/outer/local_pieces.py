@@ -29,7 +29,11 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """Range of elements of one logical tensor that this rank updates and exchanges, with its place in a flat bucket."""
+    """Range of elements of one logical tensor (whole, as on one GPU) that this rank updates and exchanges with the
+    stores.
+
+    The elements are in a bucket: one flat tensor for many parameters.
+    """
 
     name: str
     fragment: int
@@ -43,20 +47,31 @@ class LocalPiece:
 
     @property
     def weights(self) -> Tensor:
-        """View of the weights [elements] that the optimizer updates."""
+        """View of this piece's weights, [elements], which the optimizer updates."""
         return self.within(self.flat.weights)
 
     @property
     def gradient(self) -> Tensor:
-        """View of the gradient [elements] that the optimizer reads."""
+        """View of this piece's gradient, [elements], which the optimizer reads."""
         return update_gradient(self.flat, self.part)
 
     def within(self, owned: Tensor) -> Tensor:
-        """Returns the view of this piece's elements in ``owned``, a tensor with this rank's shard of the bucket."""
+        """Returns the view of this piece's elements in ``owned``, a flat tensor for the elements that this rank
+        updates.
+
+        ``owned`` has one value for each element of the piece's bucket that this rank updates, in the bucket's order.
+        """
         return owned[self.part.start - self.flat.owned.start : self.part.stop - self.flat.owned.start]
 
     def chosen(self, values: Tensor) -> Tensor:
-        """Returns the elements of ``values`` [elements] that this rank pushes; ``values`` itself if it pushes all."""
+        """Returns the elements of ``values`` that this rank pushes; ``values`` itself if it pushes all elements of the
+        piece.
+
+        If several ranks update an element, one of them pushes it.
+
+        Args:
+            values: one value for each element of the piece, [elements].
+        """
         assert self.pushed is not None, "this rank pushes none of them"
         if self.pushed == self.pulled:
             return values
@@ -65,14 +80,21 @@ class LocalPiece:
         return found
 
     def put(self, values: Tensor, chosen: Tensor) -> None:
-        """Copies ``chosen``, values of the elements that this rank pushes, into ``values`` [elements] of the piece."""
+        """Copies ``chosen`` into ``values`` in place; the other elements of ``values`` do not change.
+
+        Args:
+            values: one value for each element of the piece, [elements].
+            chosen: new values of the elements that this rank pushes.
+        """
         assert self.pushed is not None, "this rank pushes none of them"
         copy_shared(chosen, self.pushed, values, self.pulled)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPieces:
-    """All tensor pieces that one rank updates and exchanges with the stores, and the fragments of the model."""
+    """All tensor pieces that one rank updates and exchanges with the stores, and the model's fragments (groups of
+    tensors).
+    """
 
     fragments: tuple[Fragment, ...]
     """Fragments, one for each store among which their tensors are divided; messages number them in this order."""
@@ -91,17 +113,18 @@ class LocalPieces:
         return tuple(each for each in self.pieces if each.fragment == fragment)
 
     def pulled(self, fragment: int, body: Tensor) -> Iterator[tuple[LocalPiece, Tensor]]:
-        """Yields each piece of ``fragment`` with its values in ``body``, the merged values of all pieces, fp32
-        [elements].
+        """Yields each piece of ``fragment`` with its part of ``body``, a view.
+
+        ``body`` is the concatenation of the merged values of these pieces in their order, fp32 [elements].
         """
         own = self.of(fragment)
         sizes = [each.pulled.elements for each in own]
         yield from zip(own, torch.split(body, sizes) if sizes else (), strict=True)
 
     def buckets(self, fragment: int) -> list[FlatBucket]:
-        """Returns the buckets that contain a tensor of ``fragment``.
+        """Returns the buckets (flat tensors for many parameters) that contain a tensor of ``fragment``.
 
-        All data ranks get the same buckets, also a rank that owns none of the elements.
+        All data-parallel ranks get the same buckets, also a rank that updates none of the fragment's elements.
         """
         names = set(self.fragments[fragment].names)
         return [flat for flat in self.flats if any(slot.name in names for slot in flat.bucket.slots)]
@@ -110,9 +133,16 @@ class LocalPieces:
 def find_pieces(
     plan: Plan, coord: Coord, buckets: Sequence[FlatBucket], fragments: int = 1, stores: int = 1
 ) -> LocalPieces:
-    """Returns the pieces of the rank at ``coord``, with the model divided into ``fragments`` over ``stores``.
+    """Returns the pieces of tensors that the rank at ``coord`` updates, and the fragments of the model.
 
-    The fragments depend on the model only: they are equal on all ranks and on all grids.
+    The fragments depend on the model only: they are equal on all ranks and for every parallel layout.
+
+    Args:
+        plan: plan with the tensors and the parallel layout of this engine.
+        coord: coordinate of the rank.
+        buckets: flat buckets of the rank's trained parameters.
+        fragments: number of fragments into which the model is divided.
+        stores: number of stores over which each fragment is divided.
     """
     ownership, rows = SaveOwnership(plan), [row for row in plan.table if row.trainable]
     made = divide([(row.name, row.shape) for row in rows], fragments, stores)
@@ -143,9 +173,10 @@ class UntrainedState:
 
     @torch.no_grad()
     def digests(self, comm: Comm, device: torch.device, with_buffers: bool) -> dict[str, str]:
-        """Returns "dtype digest" of each frozen parameter by name; on rank 0, ``with_buffers`` adds persistent buffers.
+        """Returns the text "dtype digest" of each frozen parameter by name, such as "bfloat16 0123456789abcdef".
 
-        One all-reduce over the world, label "outer", if there are frozen parameters.
+        With ``with_buffers``, the result on rank 0 also has the persistent buffers. If there are frozen parameters,
+        makes one all-reduce over all ranks, named "outer" in call counts and errors.
         """
         ownership, coord = SaveOwnership(self.plan), comm.grid.coord()
         rows = [row for row in self.plan.table if not row.trainable and row.quantized is None]

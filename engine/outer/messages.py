@@ -36,7 +36,7 @@ class Content(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NamedPiece:
-    """Range of elements of one logical tensor, with the tensor's name."""
+    """Range of elements of one logical tensor (whole, as on one GPU), with the tensor's name."""
 
     name: str
     piece: Piece
@@ -44,7 +44,7 @@ class NamedPiece:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Elements that one rank of a training site pushes and pulls; the payloads that it exchanges have this order."""
+    """Elements that one rank of a training site pushes and pulls. The payloads of its messages have their order."""
 
     pushed: tuple[NamedPiece, ...]
     """Elements that this rank sends; over all ranks of a site each element of every tensor is sent once."""
@@ -88,10 +88,10 @@ class JoinReply:
 
 @dataclass(frozen=True, slots=True)
 class PushKey:
-    """Identity of a push of a training site: its life (run), the fragment, and the push's number ``seq`` within both,
-    from 0.
+    """Identity of a push, in which a training site sends gradients or weight differences to the store.
 
-    Sending a push with the same key again has no effect.
+    It has the site's life (run), the fragment (group of tensors), and ``seq``, which numbers the pushes of one life and
+    fragment from 0. Sending a push with the same key again has no effect.
     """
 
     life: int
@@ -104,7 +104,9 @@ class PushKey:
 
 @dataclass(frozen=True, slots=True)
 class PushMeta:
-    """Description of a push of one fragment, equal on all ranks of the training site that makes it."""
+    """Description of a push of one fragment (group of tensors); all ranks of the site that pushes send the same
+    description.
+    """
 
     key: PushKey
     base: int
@@ -125,7 +127,7 @@ class PushMeta:
 
 @dataclass(frozen=True, slots=True)
 class PushShare:
-    """Loss and loss weight that one rank adds to a push; the store sums them over the ranks of the training site."""
+    """Loss and loss weight that one rank adds to a push; the store sums both over the ranks of the training site."""
 
     weight: float = 0.0
     """Loss weight of the gradients; 0 on ranks that do not count it, and for differences."""
@@ -135,7 +137,10 @@ class PushShare:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Newest version of a fragment that a training site may take over, and facts about the merge that made it."""
+    """Newest version of a fragment (group of tensors) that a training site may take over.
+
+    It also has facts about the merge that made the version.
+    """
 
     version: int
     merged: int
@@ -193,10 +198,11 @@ class StoreRefusedError(Exception):
 
 
 class StoreLink(Protocol):
-    """Interface of the outer store for one rank of a site: a store in this process, or a connection to stores.
+    """Interface through which one rank of a training site reaches the outer store, which merges the sites' weights.
 
-    ``life`` numbers one run of the site's processes, and ``fragment`` a group of tensors by its position in the result
-    of ``divide``. No method waits for a merge. Every method with a ``life`` renews its lease.
+    Implementations are a store in this process, and a connection to one or more stores. ``life`` numbers one run of the
+    site's processes, and ``fragment`` a group of tensors by its position in the result of ``divide``. No method waits
+    for a merge. Every method with the argument ``life`` renews the lease of that life.
     """
 
     @property
@@ -204,38 +210,52 @@ class StoreLink(Protocol):
         """Sentence about a store that does not answer; empty if all answer."""
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life of a site; only its rank 0 calls it.
+        """Starts a new life of a site, one run of its processes; only rank 0 of the site calls it.
 
         An earlier life of the site ends; its complete pushes remain and are merged later.
         """
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers the elements that ``rank`` pushes and pulls; precedes every push and pull of this life."""
+        """Registers ``layout``, the elements that ``rank`` pushes and pulls; call it before any push and pull of this
+        life.
+        """
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends initial weights: the elements that ``rank`` pushes of ``fragment``, fp32 as uint8 [bytes]."""
+        """Sends ``body``, the initial weights of the elements of ``fragment`` that ``rank`` pushes, fp32 as uint8
+        [bytes].
+        """
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Stores ``rank``'s encoded values ``body``, uint8 [bytes]; on return they survive a crash of the store."""
+        """Stores the part of a push that ``rank`` sends, and returns the state of the push. On return it survives a
+        crash.
+
+        Args:
+            meta: description of the push, equal on all ranks of the site.
+            share: loss and loss weight that this rank adds to the push.
+            body: encoded values of this rank, uint8 [bytes].
+        """
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version of ``fragment`` that this life may take over, and retains it for ``pull``.
+        """Returns the newest version of ``fragment`` that this life may take over; the store retains it for ``pull``.
 
-        Returns None before the initial weights have come, and while the merge rule forbids a take-over.
+        Returns None before the initial weights have come, and while the store's merge rule forbids this life to take
+        over a version.
         """
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns the elements of ``fragment`` that ``rank`` updates, from the offered ``version``, fp32 [elements]."""
+        """Returns the elements of ``fragment`` that ``rank`` updates, fp32 [elements], from ``version``, which the last
+        offer names.
+        """
 
     def renew(self, life: int) -> None:
-        """Renews the lease of the life, after which the store would count the site as lost.
+        """Renews the lease of ``life``, one run of a site. When a lease ends, the store counts the site as lost.
 
         Raises:
             GridError: a store does not answer now.
         """
 
     def leave(self, life: int) -> None:
-        """Ends the life, so that merges no longer wait for this site."""
+        """Ends ``life``, one run of a site, so that merges no longer wait for this site."""
 
     def status(self) -> StoreStatus:
         """Returns the versions, live sites and traffic of the store."""

@@ -11,9 +11,10 @@ from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
 
 class PulledWeights(FlatOptimizer):
-    """Optimizer of a site for which the store computes the updates: ``step`` copies pulled weights over its parameters.
+    """Optimizer of a training site for which the store computes the updates.
 
-    A parameter without pulled weights does not change.
+    Its ``step`` copies the weights that ``give`` has stored over its parameters, and computes nothing. A parameter
+    without such weights does not change.
     """
 
     def __init__(self, params: ParamsT, lr: float = 0.0, weight_decay: float = 0.0) -> None:
@@ -24,8 +25,10 @@ class PulledWeights(FlatOptimizer):
         """Stores the weights that the next ``step`` copies.
 
         Args:
-            places: tensors that the optimizer updates, with their positions in the buckets.
-            owned: new weights of this rank's shard of each bucket, fp32 [owned], by bucket number.
+            places: tensors that the optimizer updates, each with its position in a bucket (flat tensor of many
+                parameters).
+            owned: new weights by bucket number, fp32 [owned]: one for each element of the bucket that this rank
+                updates.
         """
         for place in places:
             start = place.flat.owned.start

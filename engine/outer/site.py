@@ -49,7 +49,11 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class OuterState:
-    """Progress of a training site's outer loop, equal on all ranks except for byte counts and ``waited``."""
+    """Progress of a training site in its exchange with the stores.
+
+    It is equal on all ranks of the site, except for ``pushed_bytes``, ``pulled_bytes`` and ``waited``, which count this
+    rank.
+    """
 
     life: int
     """Number of this run of the site's processes on the store."""
@@ -93,12 +97,14 @@ OpenLink = Callable[[OuterConfig, Sequence[Fragment]], StoreLink]
 
 
 class OuterLoop(StepPart):
-    """Step part that trains this engine as one of several sites, which exchange gradients or weights through stores.
+    """Part of the training step that makes this engine one of several sites.
+
+    The sites train the same model, and exchange gradients or weights through stores.
 
     Args:
         weights: conversion between this rank's weights or gradients and the bodies that it pushes and pulls.
-        rates: learning-rate schedule of this site; each push has its rates for an optimizer on the store.
-        open_link: function that opens the connection of this rank to the stores.
+        rates: learning-rate schedule of this site; each push contains the current rates, for an optimizer on the store.
+        open_link: callback that opens the connection of this rank to the stores.
     """
 
     order = PartOrder.OUTER
@@ -143,7 +149,7 @@ class OuterLoop(StepPart):
 
     @property
     def state_now(self) -> OuterState:
-        """State of the outer loop after the last step."""
+        """State of this site's exchange with the stores after the last step."""
         waited = self._waited + (self._exchange.waited if self._exchange is not None else 0.0)
         return OuterState(
             self._life, self._clock, tuple(self._versions), self._staleness, self._members, self._rows or 0,
@@ -153,15 +159,18 @@ class OuterLoop(StepPart):
     # ------------------------------------------------------------------ phases of a step
 
     def begin_step(self) -> None:
-        """Joins the stores if this engine has not joined yet. Collective over the world."""
+        """Joins the stores, which merge the weights of all sites, if this engine has not joined yet. All ranks
+        call it.
+        """
         if self._exchange is None:
             self._join()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """If sites push gradients, replaces the step's gradients by merged gradients or weights from the stores.
+        """If sites push gradients, pushes the step's gradients and takes over the merged result before the optimizer
+        runs.
 
-        Does nothing if sites push weight differences. Returns the error of the step, from this rank or the exchange, or
-        None. Collective over the world.
+        The result is summed gradients or, from a store with an optimizer, new weights. Does nothing if sites push
+        weight differences. Returns the error of ``step`` or of the exchange, or None. All ranks of the site call it.
         """
         if self._content is Content.DELTAS:
             return step.problem
@@ -175,17 +184,17 @@ class OuterLoop(StepPart):
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Adds the tokens of the step, which ``totals`` counts over all ranks, to the tokens of the next push."""
+        """Adds the tokens of this step over all ranks, ``totals.tokens``, to the count of tokens for the next push."""
         self._tokens += totals.tokens
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Counts the step. If sites push weight differences, pushes fragments that are due and takes over merged
-        versions.
+        """Counts ``step``. If sites push weight differences, pushes the groups of tensors that are due at this step.
 
-        Adds the outer loop's values to ``step.figures``. Collective over the world.
+        Then takes over weights that the stores have merged since. Adds values such as "outer/clock" to
+        ``step.figures``. All ranks of the site call it.
 
         Args:
-            made: updates of the engine so far.
+            made: updates of the engine so far, including this step's.
         """
         self._steps, self._made = self._steps + 1, made
         self._rows = (self._rows or 0) + (self._plan.config.train_batch_size or 0)
@@ -198,9 +207,12 @@ class OuterLoop(StepPart):
             self._comm.recorder.note(f"outer loop of site {self._outer.site}: {now}")
 
     def restarted(self, made: int) -> None:
-        """Starts a new life (run) of this site on the stores, after weights were loaded. Collective over the world.
+        """Starts a new life (run) of this site on the stores, after the user has loaded weights.
 
-        Does nothing before the first join. ``made`` is the number of updates so far.
+        Does nothing before the first join. All ranks of the site call it.
+
+        Args:
+            made: number of optimizer updates so far, as the engine counts them.
         """
         self._made = made
         if self._exchange is not None:
@@ -213,7 +225,9 @@ class OuterLoop(StepPart):
             self._leave(leave=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counters and versions of the outer loop for a checkpoint, as JSON values by name."""
+        """Returns the counters and versions of this site's exchange with the stores, as JSON values by name, for a
+        checkpoint.
+        """
         return {
             "steps": self._steps, "rows": self._rows or 0, "pushed_rows": self._pushed_rows, "tokens": self._tokens,
             "versions": self._versions, "since": [list(each) for each in self._since],
@@ -221,7 +235,9 @@ class OuterLoop(StepPart):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of ``state_dict``; the next join starts from these counters."""
+        """Restores counters and versions from ``state``, a result of ``state_dict``; the next join of the stores uses
+        them.
+        """
         self._steps, self._rows, self._tokens = int(state["steps"]), int(state["rows"]), float(state["tokens"])
         self._pushed_rows = int(state["pushed_rows"])
         if len(state["versions"]) == len(self._versions):

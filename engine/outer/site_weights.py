@@ -29,12 +29,13 @@ ANCHOR, FEEDBACK = "outer_anchor", "outer_feedback"
 class Anchors:
     """Anchors of the weights that this rank updates, fp32 in host memory.
 
-    The anchor of a weight is its value after the last push or take-over. A site pushes anchor minus weight.
+    The anchor of a weight is its value after the site last pushed it or took over a merged value. A site pushes anchor
+    minus weight.
 
     Args:
-        buckets: flat buckets of the weights.
-        places: tensors that the optimizer updates; checkpoints store anchors under their names, so that any grid loads
-            them.
+        buckets: flat buckets of the weights; each is one tensor for many parameters.
+        places: tensors that the optimizer updates; checkpoints store anchors under their names, so that an engine with
+            another parallel layout can load them.
         feedback: True to store the encoding error of the last push for each element, too.
     """
 
@@ -45,21 +46,28 @@ class Anchors:
         """True once the anchors have values, from the store or from a checkpoint."""
 
     def of(self, piece: LocalPiece, kind: str = ANCHOR) -> Tensor:
-        """Returns a view of the anchor of ``piece``, fp32 [elements]; with ``kind`` = ``FEEDBACK``, of its encoding
-        error.
+        """Returns a view of the anchor of ``piece``, fp32 [elements]: its weights after the last push or take-over.
+
+        With ``kind`` = ``FEEDBACK``, returns a view of the piece's encoding error in the last push.
         """
         return piece.within(self._owned[kind][piece.flat.bucket.index])
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the anchors and encoding errors by updated tensor and then by kind; empty before the first join."""
+        """Returns the anchors, and the encoding errors if there are any, of each tensor that the optimizer updates.
+
+        The inner mapping is from kind ("outer_anchor" or "outer_feedback") to tensor. The result is empty before the
+        first join.
+        """
         if not self.filled:
             return {}
         return {place.parameter: {kind: self._view(place, kind) for kind in self._owned} for place in self._places}
 
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the tensors that a load fills, by updated tensor and kind, for the kinds that the checkpoint has.
+        """Returns the tensors into which a checkpoint's anchors and encoding errors are loaded, by updated tensor and
+        kind.
 
-        Sets encoding errors to zero first.
+        A kind ("outer_anchor" or "outer_feedback") is in the result if the checkpoint has it for every tensor. Sets
+        encoding errors to zero first.
 
         Args:
             stored: mapping with the names in the checkpoint as keys, such as "outer_anchor/" and a parameter's name.
@@ -71,8 +79,9 @@ class Anchors:
         return {place.parameter: {kind: self._view(place, kind) for kind in kinds} for place in self._places}
 
     def forget(self) -> None:
-        """Does nothing: if the user replaces weights, the difference from their anchors counts as progress of this
-        site.
+        """Does nothing, since weights that the user replaces need no change of their anchors.
+
+        Their difference from the anchors counts as progress of this site.
         """
 
     def _view(self, place: OptimizerTensor, kind: str) -> Tensor:
@@ -86,9 +95,10 @@ class SiteWeights:
 
     Args:
         local: tensor pieces that this rank updates.
-        outer: section of the configuration.
+        outer: section of the configuration on the exchange between sites.
         optimizer: optimizer of this rank.
-        gatherer: gatherer of sharded parameters, which drops its gathered copies at a take-over; None below ZeRO 3.
+        gatherer: object that all-gathers sharded parameters; it drops its gathered copies when merged weights are taken
+            over. None below ZeRO 3.
         untrained: frozen parameters and buffers, for a check that all sites have equal ones.
     """
 
@@ -112,14 +122,14 @@ class SiteWeights:
         return tuple(float(group["lr"]) for group in self._optimizer.inner.param_groups)
 
     def seed(self, fragment: int) -> Tensor:
-        """Returns the current weights that this rank pushes of ``fragment``, fp32 as uint8 [bytes]."""
+        """Returns the current weights of the elements of ``fragment`` that this rank pushes, fp32 as uint8 [bytes]."""
         parts = [piece.chosen(piece.weights.detach()).float().cpu() for piece in self._pushed(fragment)]
         return torch.cat(parts).view(torch.uint8) if parts else torch.empty(0, dtype=torch.uint8)
 
     def gradients(self, fragment: int, scale: float) -> Tensor:
-        """Returns the summed gradients that this rank pushes of ``fragment``, divided by ``scale`` and encoded.
+        """Returns the summed gradients of the elements of ``fragment`` that this rank pushes.
 
-        The result is uint8 [bytes].
+        They are divided by ``scale`` and encoded: uint8 [bytes].
         """
         own = self._pushed(fragment)
         for flat in {id(piece.flat): piece.flat for piece in own if piece.flat.host_sums is not None}.values():
@@ -129,9 +139,10 @@ class SiteWeights:
 
     @torch.no_grad()
     def differences(self, fragment: int) -> Tensor:
-        """Returns anchor minus weight for the elements that this rank pushes of ``fragment``, encoded, uint8 [bytes].
+        """Returns anchor minus weight for the elements of ``fragment`` that this rank pushes, encoded as uint8 [bytes].
 
-        Then sets the anchors of the fragment to the current weights.
+        The anchor is the weight's value after the last push or take-over. Then sets the anchors of the fragment to the
+        current weights.
         """
         for flat in self.local.buckets(fragment):
             sync_masters(flat)
@@ -145,13 +156,13 @@ class SiteWeights:
 
     @torch.no_grad()
     def write(self, fragment: int, body: Tensor, alone: bool = False) -> None:
-        """Takes over ``body``, merged weights of ``fragment``, fp32 [elements].
+        """Takes over ``body``, the merged weights of this rank's elements of ``fragment``, fp32 [elements].
 
-        The new weights are the merged weights plus this site's progress since the anchor. With ``mixing`` configured,
-        they are the average mixing * own + (1 - mixing) * merged. With ``alone``, they are the merged weights. If sites
-        push weight differences, the merged weights become the new anchors.
+        The new weights are the merged weights plus this site's progress since the anchor (weight minus anchor). With
+        ``mixing`` configured, they are mixing * weight + (1 - mixing) * merged. With ``alone``, they are the merged
+        weights. If sites push weight differences, the merged weights become the new anchors.
 
-        All-gathers parameters over dp, label "parameters".
+        All-gathers parameters over the data-parallel ranks, named "parameters" in call counts and errors.
         """
         mixing = self._outer.mixing
         for flat in self.local.buckets(fragment):
@@ -172,8 +183,11 @@ class SiteWeights:
             self._gatherer.forget()
 
     def use_weights(self, bodies: Mapping[int, Tensor]) -> None:
-        """Passes ``bodies``, updated weights from the store by fragment, to the optimizer, which copies them at its
-        next step.
+        """Passes updated weights from the store to the optimizer, which copies them over the parameters at its next
+        step.
+
+        Args:
+            bodies: new weights of this rank's elements, by number of the fragment, fp32 [elements].
         """
         inner = self._optimizer.inner
         assert isinstance(inner, PulledWeights), "a site of a server has no optimizer of its own"
@@ -185,9 +199,12 @@ class SiteWeights:
 
     @torch.no_grad()
     def use_sums(self, bodies: Mapping[int, Tensor]) -> frozenset[str]:
-        """Replaces this rank's gradients by ``bodies``, their sums over all sites by fragment, fp32 [elements].
+        """Overwrites this rank's gradients with sums of gradients over all training sites.
 
-        Returns the names of this rank's tensors with a sum that is not zero: some site has used them.
+        Returns the names of this rank's tensors for which a sum is not zero: some site has used them in its step.
+
+        Args:
+            bodies: sums for this rank's elements, by number of the fragment, fp32 [elements].
         """
         used = set[str]()
         for fragment, body in bodies.items():

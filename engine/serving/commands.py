@@ -30,9 +30,10 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """Choice of the loss of a forward_backward.
+    """Choice of the loss in a ``ForwardBackward`` command.
 
-    ``name`` is a built-in loss, or "custom" for an uploaded graph with its id in ``options["loss_id"]``.
+    ``name`` is a built-in loss, or "custom" for a graph that a client has uploaded, with its id in
+    ``options["loss_id"]``.
     """
 
     name: str
@@ -95,7 +96,9 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """Command that computes the loss of each datum and, unless ``forward_only``, accumulates its gradient."""
+    """Command that computes the loss of each datum and, unless ``forward_only``, adds its gradient to the model's
+    gradient.
+    """
 
     model: str
     data: tuple[Datum, ...]
@@ -179,7 +182,10 @@ class ForwardTensors:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTensors:
-    """Command that runs the backward of a retained forward, from the client's gradients of its outputs."""
+    """Command that runs the backward of an earlier forward, which the ranks retain as ``ticket``.
+
+    ``gradients`` are the client's gradients of the forward's outputs.
+    """
 
     model: str
     ticket: str
@@ -190,7 +196,7 @@ class BackwardTensors:
 
 @dataclass(frozen=True, slots=True)
 class DropTicket:
-    """Command that drops the retained forward called ``ticket``."""
+    """Command that drops the autograd graph of the forward that the ranks retain as ``ticket``."""
 
     model: str
     ticket: str
@@ -269,7 +275,11 @@ class PlainOutput:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Result of a command that has failed: an error sentence, and a category that says who is at fault."""
+    """Result of a command that has failed: a sentence with the error, and a category.
+
+    The category is "user" or "server" for an error of the client or the service, or "gone" if the command refers to
+    something that has ended.
+    """
 
     error: str
     category: str = "user"

@@ -65,13 +65,18 @@ class EnginePool(Protocol):
         """Engine of the base model."""
 
     def create(self, model_id: str, adapter: Adapter | None) -> Engine:
-        """Creates a model with this id and returns its engine; ``adapter`` None: all parameters are trained."""
+        """Creates the model ``model_id`` and returns its engine.
+
+        With an ``adapter``, the model trains a LoRA adapter over the frozen base; with None, it trains all parameters.
+        """
 
     def get(self, model_id: str) -> Engine:
-        """Returns the engine of a model, after moving its state to the device if it was offloaded."""
+        """Returns the engine of the model ``model_id``; first moves the model's state from host to device if it is on
+        the host.
+        """
 
     def drop(self, model_id: str) -> None:
-        """Removes a model and frees its memory."""
+        """Removes the model ``model_id`` and frees its memory."""
 
     def close(self) -> None:
         """Closes the engines of all models and of the base."""
@@ -83,9 +88,9 @@ class CommandExecutor:
     Args:
         pool: engines of the clients' models and of their base model.
         folder: folder of saved weights, shared by all ranks.
-        functions: functions that clients call by name, each from tensors to tensors.
+        functions: functions that clients call by name, each from tensors by name to tensors by name.
         staleness: maximum number of weight updates between a forward and its backward.
-        vllm: address of the vLLM server that samples from full-parameter models; None: the ranks sample.
+        vllm: address of the vLLM server that samples from models with all parameters trained; None: the ranks sample.
     """
 
     def __init__(
@@ -123,20 +128,23 @@ class CommandExecutor:
 
     @property
     def grid(self) -> Grid:
-        """Grid of the base model's ranks."""
+        """Grid of the base model's engine: the sizes of its parallel axes and the position of this rank."""
         return self._pool.base.grid
 
     def retained_bytes(self) -> int:
-        """Returns the bytes of forwards that this rank retains for later backwards."""
+        """Returns the bytes of autograd graphs that this rank stores for later backwards, with the weights that they
+        need.
+        """
         return self._tensors.retained_bytes
 
     def adopt(self, model: str, engine: Engine) -> None:
-        """Adds ``engine``, which the caller has made, as the model with id ``model``."""
+        """Adds ``engine``, which the caller has made, as the model with id ``model``, with all parameters trained."""
         self._trainers[model], self._adapters[model] = TenantTrainer(engine, self._graphs), None
 
     def run(self, command: Command) -> Result:
-        """Runs a command on this rank and returns its result; an error becomes a ``Failure``. All ranks run the same
-        commands.
+        """Runs ``command`` on this rank and returns its result; an error becomes a :class:`Failure` and is not raised.
+
+        All ranks run the same commands in one order.
         """
         try:
             return self._runs[type(command)](command)
@@ -149,14 +157,15 @@ class CommandExecutor:
             return Failure(f"{type(command).__name__} failed: {first_line(error)}", "server")
 
     def spoil(self, command: Command) -> None:
-        """Marks the model of ``command``, which ended differently on different ranks, as unusable until weights are
-        loaded.
+        """Marks the model of ``command`` as unusable until weights are loaded into it.
+
+        Call it if ``command`` has ended differently on different ranks, for example failed on some of them.
         """
         if (model := getattr(command, "model", None)) is not None:
             self._spoilt.add(model)
 
     def close(self) -> None:
-        """Closes all models and the base."""
+        """Closes the engines of all models and of the base model."""
         self._trainers.clear()
         self._pool.close()
 

@@ -29,22 +29,29 @@ class CommandSource(Protocol):
     """Interface of rank 0's source of commands, such as the queue of its HTTP server."""
 
     def take(self, seconds: float) -> tuple[str, Command] | None:
-        """Returns the next command with its key; None if none arrives within ``seconds``."""
+        """Returns the next command as (key, command), in which the key identifies the command for ``finish``.
+
+        Returns None if no command arrives within ``seconds``.
+        """
 
     def finish(self, key: str, result: Result, retained: int) -> None:
-        """Stores the result of the command ``key``; ``retained``: bytes of retained forwards, maximum over ranks."""
+        """Stores the result of the command that ``take`` has returned with ``key``.
+
+        Args:
+            retained: bytes of forwards that wait for a backward, on the rank with most of them.
+        """
 
 
 class CommandLoop:
     """Command loop of this rank: all ranks run the commands of rank 0's source in one order.
 
     Args:
-        host: messages between the ranks' processes, in host memory.
-        run: function that runs a command on this rank and returns its result, or a :class:`Failure`.
-        spoil: function called on every rank with a command that ended differently on different ranks.
-        source: source of commands; on rank 0 only.
-        beat: function called on every rank about once a second when idle, and after each command, for a watchdog.
-        retained: function that returns the bytes of forwards that this rank retains for later backwards.
+        host: channel for messages between the ranks' processes, in host memory.
+        run: callback that runs a command on this rank and returns its result, or a :class:`Failure`.
+        spoil: callback that every rank calls with a command that succeeded on some ranks only.
+        source: source of commands on rank 0; None on other ranks.
+        beat: callback that every rank calls about once a second when idle, and before each command, for a watchdog.
+        retained: callback that returns the bytes of forwards that this rank retains for later backwards.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class ServedError(EngineError):
 
 
 class GoneError(ServedError):
-    """Error of a request for a retained forward that the service has no more."""
+    """Error of a request for a forward that the service has dropped, or never retained, for a backward."""
 
 
 def _cross_entropy(p: Tensor, inputs: Inputs, options: Options) -> Tensor:
@@ -98,7 +98,10 @@ _OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 
 def served_loss(name: str) -> Loss:
-    """Returns the function of the built-in loss ``name``: from log-probabilities, inputs and options to a 0-dim sum.
+    """Returns the function of the built-in loss ``name``.
+
+    The function takes log-probabilities of the targets, the loss's further inputs by name, and its options by name; it
+    returns the sum of losses, a 0-dim tensor.
 
     Raises:
         ServedError: there is no built-in loss of this name.

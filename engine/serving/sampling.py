@@ -15,9 +15,9 @@ ABSENT = (0, -99999.0)
 
 
 def sample(engine: Engine, command: SampleTokens) -> SampledOutput:
-    """Samples the sequences of one request with the engine's weights; all ranks get the same result.
+    """Samples the sequences that ``command`` requests with the engine's weights; all ranks get the same result.
 
-    Collective. Communicates tokens as ``Engine.generate_requests`` does.
+    All ranks of the engine call it. It communicates tokens as ``Engine.generate_requests`` does.
 
     Raises:
         ServedError: the prompt is empty or has a token that the model lacks.

@@ -77,14 +77,15 @@ class TensorCalls:
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes that retained graphs, and earlier weights that they need, take on this rank."""
+        """Bytes on this rank of the autograd graphs that wait for a backward, and of earlier weights that they need."""
         weights = {id(one.weights): one.weights.bytes for one in self._retained.values()}
         return self._graphs + sum(weights.values())
 
     def forward(self, trainer: TenantTrainer, command: ForwardTensors) -> TensorOutput:
         """Runs the model's forward on the tensors of ``command``; tensors named "0", "1" etc. are positional arguments.
 
-        Returns the outputs by name, with the rows of all data ranks. Collective over the grid.
+        Each data-parallel rank computes its share of the rows. Returns the outputs of all rows by name. If ``command``
+        names a ticket, stores the autograd graph under it for a backward. All ranks of the grid call it.
 
         Raises:
             ServedError: the tensors or outputs have no rows to split over data ranks, or the model fails on the
@@ -112,10 +113,10 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in joined.items()}, trainer.version)
 
     def backward(self, trainer: TenantTrainer, command: BackwardTensors) -> TensorOutput:
-        """Runs the backward of a retained forward with the weights of that forward, and drops its graph.
+        """Runs the backward of the forward that was retained as ``command.ticket``, with the weights of that forward.
 
-        Weight gradients accumulate. With ``command.step``, updates the weights, too. Returns the gradients of the
-        floating-point inputs by name. Collective over the grid.
+        Adds the gradients of weights to the accumulated ones, and drops the autograd graph. With ``command.step``, also
+        updates the weights. Returns the gradients of the floating-point inputs by name. All ranks of the grid call it.
 
         Raises:
             GoneError: there is no such forward, or too many updates have followed it.
@@ -140,9 +141,9 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in gradients.items()}, trainer.version)
 
     def update(self, trainer: TenantTrainer, command: OptimStep) -> PlainOutput:
-        """Updates a model's weights by AdamW, after dropping retained forwards that the update makes too old.
+        """Updates the weights of the model of ``trainer`` by AdamW, with the accumulated gradient.
 
-        Collective over the grid.
+        First drops retained forwards that would be more than ``staleness`` updates old. All ranks of the grid call it.
         """
         trainer.complete_gradient()  # before forwards are dropped: it may refuse the update
         self._drop_early(command.model, trainer.version + 1)
@@ -161,14 +162,20 @@ class TensorCalls:
                 )
 
     def drop(self, command: DropTicket) -> PlainOutput:
-        """Drops the retained forward ``command.ticket``; the result has "dropped", False if there was none."""
+        """Drops the autograd graph of the forward that was retained as ``command.ticket``.
+
+        The result has "dropped": True, or False if there was no such forward.
+        """
         there = command.ticket in self._retained
         if there:
             self._release(command.ticket)
         return PlainOutput({"dropped": there})
 
     def forget(self, model: str) -> None:
-        """Drops all retained forwards of ``model``, before the model is unloaded or gets other weights."""
+        """Drops the autograd graphs of all forwards of ``model`` that wait for a backward.
+
+        Call it before the model is unloaded or gets other weights.
+        """
         for ticket in [ticket for ticket, one in self._retained.items() if one.model == model]:
             self._end(ticket, f"forward {ticket!r} came before its model was loaded or unloaded")
 

@@ -115,7 +115,11 @@ class _Retained:
 
 
 class TenantTrainer:
-    """Training of a client's model on this rank: an engine, the data since its last update, and a retained forward."""
+    """Training of one client's model on this rank: its engine, and the number of its updates.
+
+    It also retains the last forward-only pass, so that a ``forward_backward`` with the same data needs no second
+    forward.
+    """
 
     def __init__(self, engine: Engine, graphs: Mapping[str, LossGraph]) -> None:
         self.engine = engine
@@ -131,13 +135,14 @@ class TenantTrainer:
             engine.open_pipeline()
 
     def forward_backward(self, command: ForwardBackward) -> TrainedOutput:
-        """Computes the losses of the data and, unless ``forward_only``, accumulates their gradients.
+        """Computes the losses of the data in ``command`` and, unless ``forward_only``, accumulates their gradients.
 
-        Returns log-probabilities of the targets, and metrics. Collective over the grid: communicates as the engine's
-        forwards and backwards, all-reduces the log-probabilities over data, and gathers the metrics over the world.
+        Returns the log-probabilities of the targets, and metrics. All ranks of the grid call it. It communicates as the
+        engine's forwards and backwards, all-reduces the log-probabilities over the data-parallel ranks, and gathers the
+        metrics from all ranks.
 
         Raises:
-            ServedError: the data do not fit the loss; on all ranks, before any forward.
+            ServedError: the data do not fit the loss; raised on all ranks, before any forward.
         """
         data = [_prepare(datum, self.engine.device) for datum in command.data]
         for one in data:
@@ -165,9 +170,9 @@ class TenantTrainer:
         return self._output(data, results, sums)
 
     def optim_step(self, command: OptimStep) -> PlainOutput:
-        """Updates the weights by AdamW with the accumulated gradient; returns "grad_norm" and "version".
+        """Updates the weights by AdamW with the accumulated gradient, and clears the gradient.
 
-        Collective over the grid.
+        The result has "grad_norm" and "version", the number of updates so far. All ranks of the grid call it.
 
         Raises:
             ServedError: there is no accumulated gradient, and the model takes no token ids.
@@ -184,9 +189,10 @@ class TenantTrainer:
         return PlainOutput({"grad_norm": norm, "version": self.version})
 
     def complete_gradient(self) -> None:
-        """Accumulates a zero gradient if there is none, since AdamW then still moves weights by its moments.
+        """If no gradient was accumulated since the last update, accumulates a zero gradient.
 
-        Collective over the grid.
+        An update without data is then an AdamW update, which moves weights by its moments. All ranks of the grid call
+        it.
 
         Raises:
             ServedError: the model takes no token ids, from which a zero gradient is computed.
@@ -196,24 +202,28 @@ class TenantTrainer:
             self._seen = 1
 
     def accumulate(self, loss: Tensor) -> None:
-        """Runs the backward of ``loss``, this rank's 0-dim loss, and accumulates its gradient. Collective over the
-        grid.
+        """Runs the backward of ``loss``, this rank's 0-dim loss, and adds its gradients to the accumulated ones.
+
+        All ranks of the grid call it.
         """
         self._backward(loss, 0 if self.engine.grid.row_rank == 0 else None)
         self._seen += 1
 
     def save(self, folder: Path) -> int:
-        """Saves weights and optimizer state in ``folder``; returns the bytes of its files. Collective over the grid."""
+        """Saves weights and optimizer state in ``folder``, and returns the total bytes of the written files.
+
+        All ranks of the grid call it.
+        """
         state = {"version": self.version}
         self.engine.save_checkpoint(folder, state, without_frozen=True).wait()
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
     def load(self, folder: Path, optimizer: bool) -> None:
-        """Loads weights and, with ``optimizer``, the optimizer state; drops accumulated gradients. Collective over the
-        grid.
+        """Loads weights and, with ``optimizer``, the optimizer state; drops accumulated gradients. All ranks of the
+        grid call it.
 
-        Without ``optimizer``, the optimizer state does not change, so it should be fresh. ``version`` grows by 1, or
-        becomes the saved version if that is higher, so that versions never decrease.
+        Without ``optimizer``, the optimizer state does not change, so the caller passes a trainer without updates.
+        ``version`` grows by 1, or becomes the saved version if that is higher, so that versions never decrease.
         """
         if self._seen:
             self.engine.zero_grad()

@@ -41,10 +41,11 @@ class VllmSamples:
         self._is_raw = False
 
     def push(self, name: str, engine: Engine) -> None:
-        """Publishes the weights of ``engine``, saved as ``name``, and waits until the server has them. Collective.
+        """Publishes the weights of ``engine``, saved as ``name``, and waits until the vLLM server has them. All ranks
+        call it.
 
         Raises:
-            EngineError: the server does not take them over.
+            EngineError: the server does not load the weights.
         """
         self._name = ""
         pending = engine.publish_weights()
@@ -54,7 +55,7 @@ class VllmSamples:
     def sample(self, command: SampleTokens) -> SampledOutput:
         """Samples from the weights that were published last; all ranks get the same result.
 
-        Collective: rank 0 asks the server, and broadcasts the sequences over the world, label "start".
+        Rank 0 asks the server, and broadcasts the sequences to all ranks, named "start" in call counts and errors.
 
         Raises:
             ServedError: the server has other weights than ``command`` names, or does not support a sampling parameter.

@@ -37,13 +37,18 @@ class Dimension:
 
     @property
     def listed(self) -> tuple[Any, ...] | None:
-        """All values in order, as Optuna stores them; None for a range of real numbers."""
+        """All values in order, in the form in which Optuna stores them: integers, or the JSON text of each choice.
+
+        None for a range of real numbers.
+        """
         if self.form == "choices":
             return self.values
         return tuple(range(self.values[0], self.values[1] + 1)) if self.form == "int" else None
 
     def decode(self, stored: Any) -> Any:
-        """Returns the configuration's JSON value for ``stored``, a value as Optuna stores it."""
+        """Returns the JSON value for the configuration that corresponds to ``stored``, a value in the form of Optuna's
+        storage.
+        """
         return json.loads(stored) if self.form == "choices" else stored
 
 
@@ -118,19 +123,19 @@ class SweepConfig:
 
     @property
     def folder(self) -> Path:
-        """Folder with the subfolders of all trials, next to the journal."""
+        """Folder next to the journal file, with one subfolder for each trial."""
         return Path(f"{self.journal}.trials").absolute()
 
     @property
     def count(self) -> int:
-        """Number of trials: ``trials``, or all combinations of values with ``grid``."""
+        """Number of trials of the sweep: ``trials`` or, with ``grid``, the number of all combinations of values."""
         if self.trials is not None:
             return self.trials
         return prod(len(each.listed or ()) for each in self.space)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings, as JSON values, that must be equal in all processes that share a journal."""
+        """Settings, as JSON values by name, that all processes with one journal file must have in common."""
         space = {each.path: {each.form: list(each.values)} for each in self.space}
         return {"space": space, "metric": self.metric, "direction": self.direction, "grid": self.grid}
 

@@ -38,7 +38,7 @@ _WITHOUT = {"pruners": ("Base", "Patient"), "samplers": ("Base", "BaseGA", "Grid
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Trial that this process has to run, with its values and folder."""
+    """Trial that this process has to run: its number, its values of configuration keys, and its folder."""
 
     number: int
     values: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """One trial in the table of a sweep's results."""
+    """One trial in the table of a sweep's results, with its values of configuration keys, its metric and its state."""
 
     number: int
     values: Mapping[str, Any]
@@ -117,9 +117,9 @@ class FileLock:
 
 
 class SweepStudy:
-    """Optuna study of a sweep in a journal file, which several processes may share, with this process's current trial.
+    """Optuna study of a sweep in a journal file, which several processes may share.
 
-    Only rank 0 has one.
+    It also has the trial that this process runs at present. Only rank 0 of a job has a study.
 
     Raises:
         ConfigError: the journal cannot be written, or belongs to another sweep.
@@ -187,9 +187,10 @@ class SweepStudy:
     # ------------------------------------------------------------------ trials
 
     def next(self) -> Assignment | None:
-        """Starts a trial in this process and returns it: an unfinished one of a dead process, else a new one.
+        """Starts a trial in this process and returns it.
 
-        Returns None if all trials of the sweep have been started.
+        It is an unfinished trial of a process that has died, if there is one, else a new trial. Returns None if all
+        trials of the sweep have been started.
         """
         with _held(self._ask):
             for frozen in self._study.get_trials(deepcopy=False, states=(self._states.RUNNING,)):
@@ -247,14 +248,21 @@ class SweepStudy:
     # ------------------------------------------------------------------ the trial that runs
 
     def report(self, value: float, update: int) -> bool:
-        """Stores ``value`` of the running trial after ``update`` updates; returns True if the pruner stops it."""
+        """Stores the metric's ``value`` after ``update`` updates of the running trial.
+
+        Returns True if the pruner stops the trial; never for a trial that ``promote`` has queued.
+        """
         self._trial.report(value, update)
         return _PROMOTED not in self._trial.user_attrs and bool(self._trial.should_prune())
 
     def finish(self, updates: int, state: str) -> TrialRow:
-        """Ends the running trial with ``state`` "complete", "pruned" or "fail"; returns its row.
+        """Ends the running trial with ``state`` "complete", "pruned" or "fail"; returns its row in the table of
+        results.
 
-        The last reported value becomes the value of a complete trial. ``updates`` is the number of updates it has made.
+        The last reported value becomes the value of a complete trial.
+
+        Args:
+            updates: number of updates that the trial has made.
         """
         trial = self._trial
         trial.set_user_attr(_UPDATES, updates)
@@ -283,9 +291,9 @@ class SweepStudy:
                 return
 
     def promote(self, count: int) -> None:
-        """Queues the ``count`` best pruned trials to continue from their checkpoints, without pruning.
+        """Queues the ``count`` best pruned trials; each continues from its checkpoint as a new trial, without pruning.
 
-        Skips a trial that was queued so before.
+        Skips trials that an earlier call has queued.
         """
         with _held(self._ask):
             trials = self._study.get_trials(deepcopy=False)
@@ -304,11 +312,11 @@ class SweepStudy:
     # ------------------------------------------------------------------ results
 
     def rows(self) -> list[TrialRow]:
-        """Returns the rows of all trials in the journal, in order of their numbers."""
+        """Returns one row for each trial in the journal, in the order of the trials' numbers."""
         return [self._row(each) for each in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> TrialRow | None:
-        """Returns the complete trial with the best value; None if there is none."""
+        """Returns the row of the complete trial with the best metric; None if no trial is complete."""
         complete = [row for row in self.rows() if row.state == "complete" and row.value is not None]
         sign = 1 if self._settings.direction == "minimize" else -1
         return min(complete, key=lambda row: sign * (row.value or 0.0), default=None)

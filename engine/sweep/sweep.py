@@ -25,8 +25,9 @@ from engine.sweep.trial import SweepTrial
 class Sweep:
     """Sweep over values of configuration keys, which Optuna chooses; iteration yields each :class:`SweepTrial`.
 
-    Optuna also prunes trials. Processes and jobs with the same journal share the trials. If a process is killed,
-    another one, or a later start, continues its trial.
+    Optuna also prunes trials: it ends a trial early if its metric is worse than in other trials. Processes and jobs
+    with the same journal file share the trials. If a process is killed, another one, or a later start, continues its
+    trial.
 
     Args:
         settings: path of ``sweep.json``, or a dict with its keys.
@@ -50,13 +51,15 @@ class Sweep:
         self._promote = promote
 
     def ask(self, leaves: bool = False) -> SweepTrial | None:
-        """Returns the next trial, the same on all ranks; None at the end of the sweep. Collective.
+        """Starts and returns the next trial, the same on all ranks; returns None at the end of the sweep. All ranks
+        call it.
 
-        Rank 0 sends the trial through the key-value store of the job, so no process group is needed. ``tell`` must have
-        ended the previous trial.
+        Rank 0 sends the trial through the key-value store of the job, so no process group is needed. The caller must
+        have ended the previous trial by ``tell``.
 
         Args:
-            leaves: True if the end of the trial raises ``TrialEnd``, to leave a script.
+            leaves: True if pruning of the trial raises ``TrialEnd``, which ends a script; False if it only makes
+                ``should_prune`` return True.
 
         Raises:
             ConfigError: the journal cannot be used; on all ranks.
@@ -73,12 +76,12 @@ class Sweep:
         return self.trial
 
     def tell(self, failed: bool = False) -> TrialRow | None:
-        """Ends the current trial as pruned, complete or, with ``failed``, failed.
+        """Ends the current trial as pruned or complete, or with ``failed`` as failed.
 
-        Returns its row on rank 0, and None on other ranks.
+        Returns the trial's row in the table of results on rank 0, and None on other ranks.
 
         Raises:
-            ConfigError: the trial has ended without a report; on all ranks.
+            ConfigError: the trial has ended without a report of its metric; on all ranks. The trial counts as failed.
         """
         if self.trial is None:
             raise EngineError("tell() before ask(): there is no trial; call ask() first.")
@@ -100,11 +103,14 @@ class Sweep:
             self.tell()
 
     def rows(self) -> list[TrialRow]:
-        """Returns all trials in the journal on rank 0; an empty list on other ranks."""
+        """Returns one row for each trial in the journal on rank 0, and an empty list on other ranks."""
         return self._study.rows() if self._study is not None else []
 
     def best(self) -> TrialRow | None:
-        """Returns the complete trial with the best value on rank 0; None on other ranks, and if there is none."""
+        """Returns the row of the complete trial with the best metric on rank 0.
+
+        Returns None on other ranks, and if no trial is complete.
+        """
         return self._study.best() if self._study is not None else None
 
     def _next(self) -> dict[str, Any] | None:

@@ -37,12 +37,12 @@ class TrialEnd(SystemExit):
 
 
 class SweepTrial:
-    """One trial of a sweep, from :meth:`engine.Sweep.ask`: values for the configuration, reports and pruning.
+    """One trial of a sweep, as ``Sweep.ask`` returns it: values for the configuration, reports and pruning.
 
     Args:
         settings: settings of the sweep.
         assignment: number, values and folder of the trial.
-        report: on rank 0, function that stores (value, update) in the journal and returns True if the pruner stops the
+        report: on rank 0, callback that stores (value, update) in the journal and returns True if the pruner stops the
             trial; None on other ranks.
         leaves: True if pruning raises ``TrialEnd``; False if it makes ``should_prune`` return True.
     """
@@ -69,7 +69,9 @@ class SweepTrial:
 
     @property
     def updates(self) -> int:
-        """Number of updates that the trial's engine has made, including updates before a restart."""
+        """Number of weight updates that the trial's engine has made, including updates before a restart of the
+        process.
+        """
         return self.engine.step_count if self.engine is not None else self._updates
 
     def release(self) -> None:
@@ -80,7 +82,8 @@ class SweepTrial:
         self.engine = None
 
     def configuration(self, config: Mapping[str, Any] | str | Any) -> Mapping[str, Any]:
-        """Returns ``config`` with the values of this trial, and with the trial's folder for checkpoints and logs.
+        """Returns ``config`` with this trial's values, and with paths inside the trial's folder for checkpoints and
+        logs.
 
         Args:
             config: path of a configuration file, a dict or a ``Config``.
@@ -103,10 +106,10 @@ class SweepTrial:
         return load_raw(raw, [f"checkpoint.folder={json.dumps(str(self.folder / CHECKPOINTS))}", *own])
 
     def initialize(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Engine:
-        """Calls ``engine.initialize`` with the trial's configuration; the engine then reports the sweep's metric by
-        itself.
+        """Calls :func:`engine.initialize` with ``config`` changed to the trial's configuration, and returns the engine.
 
-        Takes the arguments of :func:`engine.initialize`, and returns the engine. Collective.
+        The engine then reports the sweep's metric to the pruner. Takes the arguments of :func:`engine.initialize`; all
+        ranks call it.
 
         Raises:
             EngineError: the trial has an engine already.
@@ -143,11 +146,11 @@ class SweepTrial:
             self.asked = True
 
     def should_prune(self) -> bool:
-        """Returns True once the trial is pruned; it changes on all ranks after the same step."""
+        """Returns True once the trial is pruned; the result changes on all ranks after the same step."""
         return self._pruned
 
     def end(self) -> None:
-        """Marks the trial as pruned, after its checkpoint was written.
+        """Marks the trial as pruned; the engine calls it after writing the trial's checkpoint.
 
         Raises:
             TrialEnd: the trial runs in a script (``leaves``).
@@ -157,18 +160,19 @@ class SweepTrial:
             raise TrialEnd(0)
 
     def save_folder(self, folder: Path) -> Path:
-        """Returns ``folder`` if it is inside the trial's folder, else the folder of the same name inside the trial's.
+        """Returns the folder in which a checkpoint for ``folder`` is saved, always inside the trial's folder.
 
-        Thus trials do not overwrite each other's checkpoints.
+        It is ``folder`` if that is inside, else the folder of the same name inside the trial's folder. Thus trials do
+        not overwrite each other's checkpoints.
         """
         return folder if folder.is_relative_to(self.folder) else self.folder / folder.name
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the trial's folder that replaces ``folder`` for loading; ``folder`` itself if the trial has no
-        checkpoint.
+        """Returns the folder from which a checkpoint is loaded in place of ``folder``.
 
-        Before the first update, this is the folder with the trial's newest checkpoint, so that the trial continues.
-        Later it is the folder of the same name.
+        Before the first update of the engine, it is the folder with the trial's newest checkpoint, so that the trial
+        continues. Later, it is the folder of the same name inside the trial's folder. If there is no such checkpoint,
+        it is ``folder`` itself.
         """
         if folder.is_relative_to(self.folder) and self.updates:
             return folder

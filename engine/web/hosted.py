@@ -19,7 +19,7 @@ class HostedApplication:
     Args:
         application: ASGI application.
         listening: listening socket; the caller closes it.
-        before_stop: function that answers requests which wait for events; called when the server stops.
+        before_stop: callback that ``stop`` calls first; it answers requests that wait for an event, so that they end.
         options: options of ``uvicorn.Config``, such as ``ssl_certfile``.
     """
 
@@ -44,8 +44,9 @@ class HostedApplication:
         await self._server.serve([self._listening])
 
     def stop(self) -> None:
-        """Stops the server after it has answered the requests that have arrived; call it in the thread of its event
-        loop.
+        """Stops the server after it has answered the requests that have arrived.
+
+        Call it in the thread in which the server's event loop runs.
         """
         self._before_stop()
         self._server.should_exit = True
@@ -61,7 +62,10 @@ class _Server(uvicorn.Server):
 
 
 def run_until_signal(hosted: HostedApplication, ready: Callable[[], None]) -> None:
-    """Runs the server in this thread until SIGTERM or SIGINT; calls ``ready`` just before it begins to serve."""
+    """Runs the server ``hosted`` in this thread until SIGTERM or SIGINT.
+
+    Calls the callback ``ready`` just before the server begins to serve.
+    """
 
     async def run() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -74,7 +78,8 @@ def run_until_signal(hosted: HostedApplication, ready: Callable[[], None]) -> No
 
 @contextmanager
 def run_in_thread(hosted: HostedApplication, name: str) -> Iterator[None]:
-    """Runs the server in a thread called ``name`` for the duration of the ``with`` block.
+    """Returns a context that runs the server ``hosted`` in a thread called ``name``, and stops it at the end of its
+    block.
 
     Raises:
         Exception: the error that has ended the server, at the end of the block.

@@ -118,7 +118,7 @@ class RemoteLine:
         return next(iter(reply.tensors.values()), None)
 
     def new_ticket(self) -> str:
-        """Returns a unique name, under which the server retains the autograd graph of one forward."""
+        """Returns a new unique name (ticket), under which the server retains the autograd graph of one forward."""
         with self._lock:
             return f"{self._client.headers[SESSION]}-{next(self._tickets)}"
 

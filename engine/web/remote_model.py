@@ -20,11 +20,12 @@ from engine.web.remote_line import RemoteError, RemoteLine
 
 
 class RemoteModel:
-    """Model on a training service, called as a function of tensors; gradients flow through the call over the network.
+    """Model on a training service, called like a local module with tensors; ``backward`` sends gradients over the
+    network.
 
     Args:
         url: address of the server.
-        model: id of the model; by default the one that all clients share.
+        model: id of the model; by default "shared", the model that all clients share.
         token: secret of the server; empty: none.
         optimize: AdamW options (lr, beta1, beta2, eps, weight_decay, max_norm) of an update after each backward; None:
             gradients accumulate until ``step``.
@@ -76,7 +77,9 @@ class RemoteModel:
         return self
 
     def step(self, **adam: float) -> int:
-        """Updates the weights on the server by AdamW with the accumulated gradient; returns their new version.
+        """Updates the weights on the server by AdamW with the accumulated gradient.
+
+        Returns the new version of the weights: the number of their updates and loads so far.
 
         Args:
             adam: AdamW options: lr, beta1, beta2, eps, weight_decay and max_norm.
@@ -85,19 +88,22 @@ class RemoteModel:
         return self.version
 
     def function(self, name: str, tensor: Tensor | None = None) -> Tensor | None:
-        """Calls the function ``name`` that the server has registered, with one tensor or none; returns its tensor, if
-        any.
+        """Calls the function that the server has registered as ``name``, with ``tensor`` or without arguments.
 
-        No gradient flows through the call.
+        Returns the tensor that the function returns, or None if it returns none. No gradient flows through the call.
         """
         return self.line.fetch(f"/v1/call/{name}", tensor)
 
     def statistics(self) -> Any:
-        """Returns the server's number of requests, their seconds and refusals for each route, as JSON values."""
+        """Returns a dict with statistics of the server for each route: "requests", "refused", and the "seconds" they
+        took.
+        """
         return self.line.ask("/v1/statistics", method="GET")
 
     def close(self) -> None:
-        """Closes the connection; later, the server drops the retained graphs of this session."""
+        """Closes the connection. The server drops the autograd graphs that it retains for this session after a time
+        limit.
+        """
         self.line.close()
 
     def _outputs(self, names: list[str], values: list[Tensor], version: int) -> Any:
@@ -106,7 +112,7 @@ class RemoteModel:
 
     @property
     def options(self) -> Mapping[str, str]:
-        """Query parameters of each backward: "step" with the AdamW options as JSON, or none."""
+        """Query parameters of each backward: "step" with the AdamW options as JSON; empty if gradients accumulate."""
         return self._optimize
 
 

@@ -50,13 +50,15 @@ def repeat_request(
     describe: Callable[[Exception], Exception],
     pause: Callable[[float], object] = sleep,
 ) -> T:
-    """Calls ``attempt`` until it succeeds, and returns its result; repeats it after TroubleError and connection errors.
+    """Calls ``attempt`` until it succeeds, and returns its result.
+
+    Repeats it after TroubleError and after connection errors, with growing pauses; raises any other error at once.
 
     Args:
-        until: function that returns the time (``monotonic``) after which no attempt begins.
-        describe: function from the error of a failed attempt to the error that is raised if none follows; called each
-            time.
-        pause: function that waits for the given seconds.
+        until: callback that returns the time (``monotonic``) after which no attempt begins.
+        describe: callback from the error of a failed attempt to the error that is raised if no attempt follows. It is
+            called after each failed attempt.
+        pause: callback that waits for the given number of seconds.
     """
     seconds = _FIRST_PAUSE
     while True:
@@ -72,7 +74,10 @@ def repeat_request(
 
 
 def field_of(response: httpx.Response, name: str) -> object:
-    """Returns the field ``name`` of a reply's JSON object; None if it has none, or is no JSON object."""
+    """Returns the value of the field ``name`` in the JSON object of the reply ``response``.
+
+    Returns None if the object has no such field, or the reply is no JSON object.
+    """
     try:
         return parse_json(response.content).get(name)
     except ValueError:
@@ -80,7 +85,7 @@ def field_of(response: httpx.Response, name: str) -> object:
 
 
 def sentence_of(response: httpx.Response) -> str:
-    """Returns the error sentence in a reply's JSON, its field "error" or "detail"; empty if it has none."""
+    """Returns the error sentence in the JSON of the reply ``response``: its field "error" or "detail", or ""."""
     return str(field_of(response, "error") or field_of(response, "detail") or "")
 
 

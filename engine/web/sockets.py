@@ -37,7 +37,10 @@ def listen(host: str, port: int, server: str) -> socket.socket:
 
 
 def reachable(host: str) -> str:
-    """Returns ``host``, or this host's name if ``host`` is the unspecified address, such as 0.0.0.0."""
+    """Returns ``host`` if other hosts can use it as an address.
+
+    For the unspecified address, such as 0.0.0.0, returns this host's name.
+    """
     try:
         return socket.gethostname() if ip_address(host).is_unspecified else host
     except ValueError:
@@ -45,7 +48,7 @@ def reachable(host: str) -> str:
 
 
 def address_of(listening: socket.socket, scheme: str = "http") -> str:
-    """Returns the URL at which clients reach a listening socket."""
+    """Returns the URL at which clients reach the server on the socket ``listening``, such as "http://host:8000"."""
     host, port = listening.getsockname()[:2]
     host = reachable(host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

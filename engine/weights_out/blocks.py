@@ -22,27 +22,33 @@ Memory = Callable[[], Mapping[str, Tensor]]
 
 
 class WeightConsumer(Protocol):
-    """Interface of a consumer of published versions of the weights, such as a folder or inference servers.
+    """Interface of a consumer of published versions of a model's weights, such as a folder or inference servers.
 
-    It takes a version over in three phases: ``prepare`` gets the version, ``hold`` ends the use of the current one, and
-    ``commit`` makes the new one current.
+    A consumer changes its version in three phases: ``prepare`` reads the new version, ``hold`` ends the use of the old
+    one, and ``commit`` makes the new version the current one.
     """
 
     @property
     def last(self) -> int:
-        """Number of the last version that this consumer has taken over; 0 before the first."""
+        """Number of the last version that this consumer has committed; 0 before the first."""
 
     def prepare(self, blocks: "WeightBlocks") -> None:
-        """Gets ready for the new version without a change of the current one; raises if this fails."""
+        """Prepares the take-over of the new version, to which ``blocks`` gives access; the current version does not
+        change.
+
+        Raises an error if this fails.
+        """
 
     def hold(self) -> None:
-        """Stops the use of the current version, after ``prepare`` of all consumers."""
+        """Ends the use of the current version, for example by a pause of generation, after all consumers have
+        prepared.
+        """
 
     def commit(self, blocks: "WeightBlocks") -> None:
-        """Makes the prepared version the current one."""
+        """Makes the prepared version, to which ``blocks`` gives access, the current one."""
 
     def drop(self) -> None:
-        """Drops the version that is prepared or partly prepared, and continues with the current one."""
+        """Drops the version that ``prepare`` has read, or has read in part, and continues with the current version."""
 
 
 def deliver(blocks: "WeightBlocks", consumers: Sequence[WeightConsumer]) -> None:
@@ -76,9 +82,13 @@ def _on_each(consumers: Sequence[WeightConsumer], phase: Callable[[WeightConsume
 
 
 def published(values: Mapping[str, Tensor], tensors: Mapping[str, PublishedTensor]) -> dict[str, Tensor]:
-    """Returns ``values``, whole tensors by key of the state dict, under the Hugging Face names of a checkpoint.
+    """Returns the tensors of ``values`` under the names that they have in a Hugging Face checkpoint, as views.
 
-    One value may become several tensors, such as single experts. All are views of ``values``.
+    One tensor may become several, for example one for each expert.
+
+    Args:
+        values: whole tensors by key of the model's state dict.
+        tensors: descriptions of all published tensors by the same keys.
     """
     return {
         part.key: whole.view(-1)[part.start : part.start + part.elements].view(part.shape)
@@ -88,13 +98,13 @@ def published(values: Mapping[str, Tensor], tensors: Mapping[str, PublishedTenso
 
 
 class WeightBlocks:
-    """Access to the whole tensors of one published version, a bucket of tensors at a time.
+    """Access to the whole tensors of one published version, a bucket (group of tensors) at a time.
 
     Args:
         reader: connections to the ranks that serve the version.
         version: the version to read.
         until: time (``monotonic``) after which reading fails.
-        bucket: bytes of a bucket; a larger tensor is a bucket of its own.
+        bucket: maximum bytes of a bucket; a larger tensor is a bucket alone.
     """
 
     def __init__(self, reader: WeightReader, version: WeightVersion, until: float, bucket: int = AT_ONCE) -> None:
@@ -102,12 +112,14 @@ class WeightBlocks:
         self.geometry: Geometry = reader.geometry(version.run, until)
 
     def groups(self) -> list[list[str]]:
-        """Returns the tensor keys of each bucket."""
+        """Returns, for each bucket, the list of its tensors' keys."""
         served = self.geometry.served
         return list(in_batches(served, lambda key: served[key].kind.bytes, self._bucket))
 
     def iter_groups(self) -> Iterator[dict[str, Tensor]]:
-        """Yields the tensors of each bucket by key, new host tensors with checked hashes.
+        """Yields, for each bucket, its tensors by key.
+
+        The tensors are newly read into host memory, and their hashes are checked.
 
         Raises:
             EngineError: the version has not arrived in time, or the training has dropped it.
@@ -123,25 +135,30 @@ class WeightBlocks:
             yield from group.items()
 
     def bucket(self, keys: Sequence[str], memory: Memory, old: bool = False) -> Shadows:
-        """Returns the destination for reading the tensors ``keys``.
+        """Returns a destination into which ``fetch`` reads the tensors ``keys``.
 
         Args:
-            memory: function that returns a host tensor for each key; it is called once.
-            old: True if this memory has values of an earlier version, so that only changed blocks are read.
+            memory: callback that returns a mapping from each key to a host tensor; it is called once.
+            old: True if these host tensors have values of an earlier version, so that only changed blocks are read.
         """
         opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]
         return Shadows(wanted, values=lambda key: opened()[key] if old else None, make=lambda key: opened()[key])
 
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:
-        """Reads all blocks that differ from the values of ``into``; returns the hashes of all blocks by owner.
+        """Reads all blocks (256 KiB of a tensor) that differ from the current values of the destination ``into``.
 
-        See ``WeightReader.fetch``.
+        Returns the hashes of all blocks: for the number of each serving rank, a list with one array for each piece.
+
+        Args:
+            known: result of an earlier call for the current values of ``into``; None: their hashes are computed.
         """
         return self._reader.fetch(self.version, into, known, self.until)
 
     @property
     def lacked(self) -> int:
-        """Bytes of blocks that differed and were requested, over all versions that the reader has read."""
+        """Bytes of the blocks that this reader requested because its values differed, over all versions that it has
+        read.
+        """
         return self._reader.traffic.lacked
 
     def _of(self, keys: Sequence[str]) -> Iterator[tuple[str, PublishedTensor]]:

@@ -23,9 +23,9 @@ _POLL_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class CommitGroup:
-    """Group of receivers that either all take a version over, or none of them.
+    """Group of receivers of published weights that either all take a version over, or none of them.
 
-    They agree through files in a shared folder.
+    The receivers agree through files in a shared folder.
 
     Args:
         folder: shared folder; it is created.
@@ -43,8 +43,9 @@ class CommitGroup:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def settle(self, version: str, until: float) -> bool:
-        """Announces that this receiver is prepared, and waits for the others; returns True if all take the version
-        over.
+        """Announces that this receiver has prepared ``version``, and waits for the decision of the group.
+
+        Returns True if all receivers take the version over, False if they drop it.
 
         Args:
             version: name of the version.

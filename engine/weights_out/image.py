@@ -32,7 +32,9 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class BlockReply:
-    """Reply with the bytes of blocks; each block is copied from the image when it is sent."""
+    """Reply with the bytes of blocks (256 KiB of a tensor). Each block is copied from the served memory when it is
+    sent.
+    """
 
     size: int
     """Bytes of all of them."""
@@ -40,13 +42,14 @@ class BlockReply:
 
 
 class WeightImage:
-    """Host memory with the elements of one version that a rank or receiver serves to others. Threads may share it.
+    """Host memory with the elements of one version that a rank, or a receiver, serves to receivers. Threads may share
+    it.
 
     Args:
-        owned: piece of each tensor that is served, by key.
+        owned: elements of each tensor that are served (a piece), by key.
         tensors: descriptions of all tensors, by key.
-        filled: True if the image has memory of its own, which ``put`` fills; False if it serves a receiver's tensors,
-            which ``share`` adds.
+        filled: True if the image allocates memory, which ``put`` fills; False if it serves a receiver's tensors without
+            a copy, which ``share`` adds.
     """
 
     def __init__(self, owned: Mapping[str, Piece], tensors: Mapping[str, PublishedTensor], filled: bool = True) -> None:
@@ -63,48 +66,62 @@ class WeightImage:
 
     @property
     def size(self) -> int:
-        """Bytes of the image."""
+        """Bytes of the tensors that the image serves."""
         return sum(values.nbytes for values in self._values.values())
 
     def begin(self, number: int) -> None:
-        """Ends the version that is served, and begins version ``number``, of which no tensor is served yet."""
+        """Ends serving of the current version, and begins version ``number``; no tensor is served until it is
+        written.
+        """
         with self._lock:
             self._number, self._ready = number, set()
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Begins version ``number``; serves all its tensors after the block, which calls ``put`` for changed ones."""
+        """Returns a context that begins version ``number`` and, at the end of its block, serves all tensors of the
+        version.
+
+        The block calls ``put`` for each tensor that has changed since the last version.
+        """
         self.begin(number)
         yield
         with self._lock:
             self._ready = set(self.owned)
 
     def put(self, key: str, values: Tensor, held: Piece) -> None:
-        """Copies the served elements of tensor ``key`` from ``values``, the elements of another piece on any device."""
+        """Copies the elements of tensor ``key`` that this image serves from ``values`` into the image.
+
+        Args:
+            values: elements of a piece of the tensor that contains the served elements, on any device.
+            held: this piece.
+        """
         copy_shared(values, held, self._values[key], self.owned[key])
         with self._lock:
             self._written[key] = self._number
 
     def share(self, key: str, values: Tensor) -> None:
-        """Serves ``values`` itself as the piece of tensor ``key``; it must not change until the next version begins."""
+        """Serves ``values`` as the elements of tensor ``key``, without a copy.
+
+        The caller does not change ``values`` until the next version begins.
+        """
         with self._lock:
             self._values[key] = values.reshape(-1)
             self._written[key] = self._number
             self._ready.add(key)
 
     def lacks(self, key: str) -> bool:
-        """Returns True if no version has written tensor ``key`` yet."""
+        """Returns True if the elements of tensor ``key`` were never written into this image, by any version."""
         return key not in self._written
 
     def hashes(self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True) -> tuple[str, list[Hashes]]:
-        """Returns a name for the list ``wanted``, by which ``read`` finds it, and the block hashes of each flow.
+        """Returns a name for the list ``wanted``, by which ``read`` finds it, and the hashes of the blocks to serve.
 
-        A flow contains the elements of one wanted piece that this image has. Only hashes of rewritten tensors are
-        computed.
+        There is one array of hashes for each flow: the elements of one wanted piece that this image has. A hash is
+        computed again only if its tensor was written since.
 
         Args:
             number: number of the version.
-            wanted: pieces that a receiver wants.
+            wanted: pieces (elements of a tensor) that a receiver wants.
             hashed: False to return the name only.
 
         Raises:
@@ -151,12 +168,13 @@ class WeightImage:
         return hashes
 
     def read(self, number: int, layout: str, blocks: Sequence[tuple[int, int, int]], limit: int) -> "BlockReply":
-        """Returns the bytes of the requested blocks.
+        """Returns the bytes of the requested blocks (256 KiB of a tensor), in the order of ``blocks``.
 
         Args:
+            layout: name of the list of wanted pieces, which ``hashes`` has returned.
+            blocks: ranges of blocks, each (flow, first block, block after the last). A flow is a position in the list
+                of the wanted pieces of which this image has elements.
             number: number of the version.
-            layout: name of the wanted pieces, from ``hashes``.
-            blocks: ranges of blocks, each (flow, first block, block after the last).
             limit: maximum bytes of all blocks.
 
         Raises:

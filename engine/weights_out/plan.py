@@ -26,14 +26,20 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def elements_of(tensor: Tensor) -> Elements:
-    """Returns the elements of a contiguous host tensor as NumPy integers of their width, [elements], without a copy."""
+    """Returns the elements of a contiguous host tensor, [elements], as NumPy integers, without a copy.
+
+    The integers have the width of the tensor's dtype: int16 for bf16, for example.
+    """
     found: Elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()
     return found
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Elements of one wanted piece that one owner serves, in the order of the full tensor, in blocks of 256 KiB."""
+    """Elements of one wanted piece that one serving rank has, in the order of the full tensor.
+
+    They are divided into blocks of 256 KiB, which are compared by hash and transferred if they differ.
+    """
 
     wanted: int
     """Index of the wanted piece."""
@@ -49,12 +55,12 @@ class Flow:
 
     @property
     def size(self) -> int:
-        """Size of all elements in bytes."""
+        """Total bytes of the elements of this flow."""
         return int(self._ends[-1]) * self.width
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
+        """Number of blocks of 256 KiB into which the elements of this flow are divided; the last may be shorter."""
         return block_count(self.size)
 
     def block_bytes(self, block: int) -> int:
@@ -62,8 +68,10 @@ class Flow:
         return min(BLOCK, self.size - block * BLOCK)
 
     def places(self, block: int, side: Side) -> slice | Numbers:
-        """Returns the positions of a block's elements in the owner's piece (``side`` "source") or in the wanted one
-        ("target").
+        """Returns the positions of the elements of block ``block``, as a slice or an array of indices.
+
+        They count in the serving rank's piece if ``side`` is "source", and in the receiver's wanted piece if it is
+        "target".
         """
         ends, starts = self._ends, self.runs.source if side == "source" else self.runs.target
         first = block * (BLOCK // self.width)
@@ -80,13 +88,19 @@ class Flow:
         return np.repeat(offsets - (np.cumsum(counts) - counts), counts) + np.arange(stop - first)
 
     def hash(self, values: Elements, block: int, side: Side) -> int:
-        """Returns the xxh3-64 hash of block ``block`` of ``values``, the elements of the owner's or of the wanted
-        piece.
+        """Returns the xxh3-64 hash of block ``block``.
+
+        Args:
+            values: elements of the serving rank's piece if ``side`` is "source", of the wanted piece if it is "target".
         """
         return digest_of(values[self.places(block, side)].data)
 
     def hashes(self, values: Elements, side: Side) -> Hashes:
-        """Returns the hashes of all blocks of ``values``, uint64 [blocks]; ``side`` as in ``places``."""
+        """Returns the hashes of all blocks, uint64 [blocks].
+
+        Args:
+            values: elements of the serving rank's piece if ``side`` is "source", of the wanted piece if it is "target".
+        """
         return np.fromiter((self.hash(values, i, side) for i in range(self.blocks)), np.uint64, self.blocks)
 
 
@@ -98,10 +112,12 @@ def digest_of(data: memoryview) -> int:
 def find_flows(
     owned: Mapping[str, Piece], wanted: Sequence[WantedPiece], tensors: Mapping[str, PublishedTensor]
 ) -> list[Flow]:
-    """Returns the flows from one owner to a receiver, in the order of the wanted pieces, without empty ones.
+    """Returns the flows from one serving rank to a receiver: for each wanted piece, the elements that the rank has.
+
+    They have the order of ``wanted``; a piece of which the rank has no element has no flow.
 
     Args:
-        owned: pieces that the owner serves, by tensor key.
+        owned: pieces (elements of a tensor) that the rank serves, by tensor key.
         wanted: pieces that the receiver wants.
         tensors: descriptions of all tensors, by key.
     """
@@ -113,10 +129,14 @@ def find_flows(
 
 
 def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list[tuple[WantedPiece, OwnerRank | None]]:
-    """Divides wanted pieces by their source: for each element, the last of ``peers`` that has it, else its owner rank
-    (None).
+    """Divides wanted pieces by the source from which a receiver reads them, so that the training sends each element
+    once.
 
-    ``peers`` are receivers that began to read the version earlier. Thus an owner sends each element once.
+    Returns (part of a wanted piece, source). The source of an element is the last of ``peers`` that has the element, or
+    None for a rank of the training.
+
+    Args:
+        peers: receivers that began to read the version earlier, and that serve the parts that they have received.
     """
     found = list[tuple[WantedPiece, OwnerRank | None]]()
     for each in wanted:
@@ -136,9 +156,9 @@ def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list
 
 
 def share_of(shape: tuple[int, ...], index: int, parts: int, dim: int = 0) -> Piece:
-    """Returns part ``index`` of ``parts`` of a tensor, cut into nearly equal ranges of rows along ``dim``.
+    """Returns the elements of part ``index`` of a tensor that is cut into ``parts`` nearly equal ranges along ``dim``.
 
-    Scalars are not cut.
+    Scalars are not cut: every part is the whole scalar.
     """
     if parts == 1 or not shape:
         return Part(shape).whole()
@@ -147,11 +167,12 @@ def share_of(shape: tuple[int, ...], index: int, parts: int, dim: int = 0) -> Pi
 
 
 def batches(flows: Sequence[Flow], lacked: Sequence[Numbers], limit: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields lists of (flow number, block) with at most ``limit`` bytes each, for all lacking blocks.
+    """Yields lists of (flow number, block) with at most ``limit`` bytes each, which together have all blocks to
+    request.
 
     Args:
-        flows: all flows.
-        lacked: numbers of the lacking blocks of each flow.
+        flows: elements that one rank serves, one flow for each wanted piece.
+        lacked: numbers of the blocks to request of each flow.
     """
     batch: list[tuple[int, int]] = []
     size = 0

@@ -50,7 +50,7 @@ Together = Callable[[str], AbstractContextManager[None]]
 
 
 class PendingVersion:
-    """Handle of a published version, while its consumers on rank 0, such as a folder, take it over in a thread."""
+    """Handle of a published version. Consumers on rank 0, such as a folder, take the version over in a thread."""
 
     def __init__(self, number: int, url: str, together: Together, consume: Callable[[], None] | None) -> None:
         self.number, self.url = number, url
@@ -63,13 +63,15 @@ class PendingVersion:
 
     @property
     def done(self) -> bool:
-        """True once the consumers on this rank have ended with the version; always True on ranks other than 0."""
+        """True once the consumers on this rank have taken the version over or failed; always True on ranks other than
+        0.
+        """
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until the consumers on rank 0 have the version; does not wait for receivers.
+        """Waits until the consumers on rank 0 have taken the version over; does not wait for receivers of weights.
 
-        Collective: 8 bytes over the world, label "start".
+        All ranks call it. It communicates 8 bytes over all ranks, named "start" in call counts and errors.
 
         Raises:
             EngineError: a consumer has failed to take the version over; on all ranks.
@@ -149,7 +151,7 @@ class WeightPublisher:
 
     @property
     def url(self) -> str:
-        """Address of rank 0, which receivers need."""
+        """Address of rank 0's server, from which receivers learn about versions and the other ranks."""
         return self._geometry.owners[0].url
 
     @property
@@ -158,13 +160,15 @@ class WeightPublisher:
         return sum(image.size for image in self._images)
 
     def close(self) -> None:
-        """Stops this rank's server; receivers retain the last version that they have taken over."""
+        """Stops this rank's server. Receivers continue with the last version that they have taken over."""
         self._reads.wait()
         self._served.close()
         self._reader.close()
 
     def after_step(self, made: bool) -> None:
-        """Publishes every ``settings.every`` updates, unless the last version is still being read. Collective.
+        """Publishes a version after every ``settings.every`` updates; skips it while a receiver reads the last version.
+
+        All ranks call it after each step.
 
         Args:
             made: True if the step has made an update.
@@ -175,12 +179,14 @@ class WeightPublisher:
 
     @torch.no_grad()
     def publish(self, waits: bool = True) -> PendingVersion | None:
-        """Copies this rank's part of the weights to host memory, and offers it as the next version. Collective.
+        """Copies this rank's part of the weights to host memory, and offers it as the next version. All ranks call it.
+
+        Returns a handle, or None if ``waits`` is False and the last version is still read.
 
         Args:
-            waits: True to wait for readers of the last version, at most until its deadline; the weights are copied on
-                return. False to return None while the last version is read; a thread may copy host weights until the
-                next update.
+            waits: True to wait until receivers have read the last version, at most until its deadline; on return, the
+                weights are copied. False not to wait; then a thread may copy weights in host memory until the next
+                update.
         """
         told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
         if not told:
@@ -292,7 +298,10 @@ class WeightPublisher:
 
 
 def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[str, Piece]:
-    """Returns the elements that ``rank`` serves, by tensor key: the elements that it saves in checkpoints."""
+    """Returns the elements that ``rank`` serves to receivers, by tensor key.
+
+    They are the elements that this rank saves in checkpoints, so that each element has one owner.
+    """
     ownership, found = run.ownership, dict[str, Piece]()
     grid, coord = ownership.grid, ownership.grid.coord(rank)
     for tensor in run.tensors:
@@ -313,7 +322,10 @@ def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[s
 
 
 def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
-    """Returns the next rank that has the same values of ``tensor`` as ``rank``; None if no other has, as at ZeRO 3."""
+    """Returns the next rank that has the same values of ``tensor`` as ``rank``, for serving a second copy.
+
+    Returns None if no other rank has them, as at ZeRO 3.
+    """
     row, grid = tensor.row, run.ownership.grid
     if row is None or row.quantized is not None or run.runtime.gatherer is not None:
         return None
@@ -325,10 +337,10 @@ def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
 def make_owners(
     run: RunState, settings: WeightsOutConfig, urls: Sequence[str]
 ) -> Iterator[tuple[list[int], OwnerRank]]:
-    """Yields owners, each with the ranks that serve it: the rank itself and, with ``copies`` > 1, a rank with equal
-    values.
+    """Yields (ranks, owner). An owner is a set of elements that one rank serves, with the rank's address.
 
-    An owner is a rank with a set of elements that it saves in checkpoints. The first one belongs to rank 0.
+    ``ranks`` lists the ranks that serve the elements: the owner's rank and, with ``copies`` > 1 configured, a rank with
+    equal values. The first owner belongs to rank 0.
 
     Args:
         urls: address of each rank.
@@ -347,9 +359,10 @@ def make_owners(
 
 
 def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> tuple[list[list[int]], Geometry]:
-    """Returns the ranks that serve each owner, and the geometry: descriptions of all tensors, and their owners.
+    """Returns a list of serving ranks for each owner, and the geometry: all tensors and owners of this run.
 
-    Equal on all ranks. All-gathers the addresses of the ranks over the world, label "start".
+    An owner is a set of elements that one rank serves. The result is equal on all ranks. All-gathers the addresses of
+    the ranks, named "start" in call counts and errors.
 
     Args:
         url: address of this rank.

@@ -29,7 +29,7 @@ Known = dict[int, list[Hashes]]
 
 
 class SenderConnection(BoundedConnection):
-    """HTTP connection to one rank that serves weights."""
+    """HTTP connection to one rank of a training, or to a receiver, that serves published weights."""
 
     noun = "trainer"
     remedy = "read the newest version once it trains again, or check address and network."
@@ -41,8 +41,9 @@ class WeightReader:
     Args:
         url: address of rank 0 of the training.
         token: secret that the training and its receivers share; empty: none.
-        deadline: seconds for reading one version; the training retains a version no longer than its own deadline.
-        connect: function from address and token to a connection, which replaces the network in tests.
+        deadline: seconds for reading one version; the training drops a version after its own deadline, even if this is
+            longer.
+        connect: callback from (address, token) to a connection, which replaces the network in tests.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class WeightReader:
         """Returns the geometry: descriptions of all published tensors, and the ranks that serve them.
 
         Args:
-            run: name of the run that it must belong to; another known geometry is read again. None: any.
-            until: time (``monotonic``) at which waiting ends; None: after the deadline.
+            run: name of the training's run that the geometry must belong to; a known geometry of another run is read
+                again. None: any run.
+            until: time (``monotonic``) at which waiting ends; None: ``deadline`` seconds from now.
 
         Raises:
             EngineError: the training does not answer in time, refuses, or is another run.
@@ -90,10 +92,10 @@ class WeightReader:
         return self._geometry
 
     def newest(self, until: float | None = None) -> WeightVersion | None:
-        """Returns the newest published version; None before the first.
+        """Returns the newest published version; None if there is none yet.
 
         Args:
-            until: time (``monotonic``) at which waiting ends; None: after the deadline.
+            until: time (``monotonic``) at which waiting ends; None: ``deadline`` seconds from now.
 
         Raises:
             EngineError: the training does not answer in time, or refuses.
@@ -105,13 +107,15 @@ class WeightReader:
     def leased(
         self, known: WeightVersion | None, until: float, peer: OwnerRank | None = None
     ) -> Iterator[WeightVersion | None]:
-        """Yields the newest version, which the training retains until the block ends; None if there is none after
-        ``known``.
+        """Returns a context with the newest version, which the training does not replace until the context's block
+        ends.
+
+        The value is None if no version is newer than ``known``.
 
         Args:
-            known: version that the receiver has.
+            known: version that the receiver has; None: none.
             until: time (``monotonic``) at which the lease ends.
-            peer: elements that this receiver serves to later receivers; None: it serves none.
+            peer: address and elements that this receiver serves to later receivers; None: it serves none.
 
         Raises:
             EngineError: the training does not answer in time, or refuses.
@@ -138,13 +142,14 @@ class WeightReader:
         yield None
 
     def fetch(self, version: WeightVersion, into: Shadows, known: Known | None, until: float) -> Known:
-        """Reads all blocks of ``version`` that differ from the values of ``into``; returns the hashes of all blocks.
+        """Reads all blocks (256 KiB of a tensor) of ``version`` that differ from the receiver's values, into ``into``.
 
-        The result maps the number of an owner to the hashes of each of its flows.
+        Returns the hashes of all blocks: for the number of each owner (serving rank), one array for each piece it has.
 
         Args:
             into: destination, with the wanted pieces and the receiver's current values.
-            known: hashes of the current values, from an earlier call with the same ``peers``; None: they are computed.
+            known: result of an earlier call for the current values, with the same earlier receivers in ``peers``; None:
+                hashes are computed.
             until: time (``monotonic``) after which reading fails.
 
         Raises:
@@ -194,7 +199,7 @@ class WeightReader:
 
 @contextmanager
 def as_engine_errors() -> Iterator[None]:
-    """Turns a refusal by the training, raised in the block, into an EngineError."""
+    """Returns a context that turns a StoreRefusedError in its block, a refusal by the training, into an EngineError."""
     try:
         yield
     except StoreRefusedError as refusal:

@@ -32,7 +32,7 @@ from engine.weights_out.version import Geometry, OwnerRank, WantedPiece, WeightV
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Tensor of a receiver that gets published values."""
+    """Tensor of a receiver that published values are copied into, with its position in the full tensor."""
 
     piece: Piece
     """Elements of the full tensor that it contains."""
@@ -41,9 +41,9 @@ class Target:
 
 
 def targets_of(model: nn.Module) -> dict[str, Target]:
-    """Returns the parameters and persistent buffers of ``model`` as targets, by their keys in its state dict.
+    """Returns the parameters and persistent buffers of ``model`` as targets for published weights, by state dict key.
 
-    Tied tensors occur once, under their first key.
+    Each target shares the memory of its tensor. Tied tensors occur once, under their first key.
     """
     found: dict[str, Target] = {}
     seen: set[int] = set()
@@ -57,10 +57,12 @@ def targets_of(model: nn.Module) -> dict[str, Target]:
 def empty_targets(
     geometry: Geometry, part: int, parts: int, dims: Mapping[str, int] | None = None
 ) -> dict[str, Target]:
-    """Returns new host tensors for part ``part`` of ``parts`` of every published tensor, cut into rows.
+    """Returns new host tensors, by key, for part ``part`` of ``parts`` of every published tensor.
+
+    Each tensor is cut into ``parts`` nearly equal ranges along one dimension.
 
     Args:
-        dims: dim along which a tensor is cut, by key; 0 for other tensors.
+        dims: dimension along which a tensor is cut, by key; 0 for tensors that are not in it.
     """
     found = {}
     for key, tensor in geometry.served.items():
@@ -110,7 +112,9 @@ class PeerServer:
         return made
 
     def begin(self, version: WeightVersion) -> None:
-        """Ends the version that is served, and begins ``version``; each tensor is served once it has arrived."""
+        """Ends serving of the current version, and begins ``version``; each tensor is served once this receiver
+        has it.
+        """
         self.server.run = version.run
         self.image.begin(version.number)
 
@@ -120,13 +124,13 @@ class PeerServer:
 
 
 class WeightReceiver:
-    """Receiver that updates tensors of this process, ``targets``, to published versions of a training's weights.
+    """Receiver that updates tensors of this process, ``targets``, to the newest version of a training's weights.
 
     Args:
         reader: connections to the training.
-        targets: tensors to update, by key; every published tensor must have one.
-        architecture: class name of the model, which is checked; empty: not checked.
-        group: receivers that take versions over together; None: this one alone.
+        targets: tensors to update, by key of the trained model's state dict; every published tensor must have one.
+        architecture: class name of the model, which must be that of the trained model; empty: not checked.
+        group: receivers that take each version over together or not at all; None: this one alone.
 
     Raises:
         EngineError: architecture, keys, dtypes or shapes differ from the published model; names the first difference.
@@ -150,20 +154,20 @@ class WeightReceiver:
         """Version in the live tensors; None before the first one."""
 
     def serve(self, peer: PeerServer) -> None:
-        """Makes ``peer`` serve received tensors to later receivers, until ``close``."""
+        """Makes ``peer`` serve the tensors that this receiver has received to later receivers, until ``close``."""
         self._peer = peer
 
     def close(self) -> None:
-        """Closes the connections and stops the server of ``serve``; the targets do not change."""
+        """Closes the connections, and stops the server that ``serve`` was given; the targets do not change."""
         self._reader.close()
         if self._peer is not None:
             self._peer.close()
 
     def update(self) -> WeightVersion | None:
-        """Copies the newest version into the targets and returns it; returns None if the targets have it, or there is
+        """Copies the newest version into the targets and returns it; None if the targets have it already, or there is
         none.
 
-        Call it while nothing uses the targets; all receivers of the group must call it. It returns or raises within the
+        Call it while nothing uses the targets. All receivers of the group must call it. It returns or raises within the
         reader's deadline.
 
         Raises:
@@ -211,10 +215,11 @@ class WeightReceiver:
 
 
 def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0, serve: str = "") -> WeightReceiver:
-    """Returns a receiver that updates ``model``, a whole model in this process, to the versions of a training.
+    """Returns a receiver that copies published weights of a training into ``model`` when its ``update`` is called.
 
     Args:
-        model: the model that is trained, such as a transformers model, in the dtypes of the training's forward.
+        model: whole model in this process, of the class that is trained, such as a transformers model, in the dtypes of
+            the training's forward.
         url: address of rank 0, as ``eng.publish_weights().url`` gives it.
         token: secret that the training and its receivers share; empty: none.
         deadline: seconds for reading one version.
@@ -231,10 +236,10 @@ def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0, 
 
 
 def check_targets(geometry: Geometry, targets: Mapping[str, Target], architecture: str) -> None:
-    """Checks that a receiver's targets fit the published model: architecture, keys, dtypes and shapes.
+    """Checks that a receiver's ``targets`` fit the published model: architecture, keys, dtypes and shapes.
 
     Raises:
-        EngineError: names the first difference.
+        EngineError: something differs; the message names the first difference.
     """
     theirs, again = geometry.tensors, "build the receiver for the model that is trained."
     if architecture and geometry.architecture != architecture:

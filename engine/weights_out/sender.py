@@ -52,7 +52,7 @@ T = TypeVar("T")
 class NoticeBoard:
     """State of rank 0: the newest published version, and the receivers that read it at present.
 
-    A version that nobody reads can be replaced at once.
+    A version that no receiver reads can be replaced at once.
 
     Args:
         geometry: descriptions of all tensors, and the ranks that serve them.
@@ -68,9 +68,9 @@ class NoticeBoard:
         self._lock = Lock()
 
     def begin(self) -> bool:
-        """Withdraws the newest version, so that the next one may overwrite its memory.
+        """Withdraws the newest version, so that the next one may overwrite its memory, and returns True.
 
-        Returns False, without change, while a receiver reads it.
+        Returns False and does nothing while a receiver reads the newest version.
         """
         with self._lock:
             if any(until > monotonic() for until in self._readers.values()):
@@ -79,7 +79,7 @@ class NoticeBoard:
             return True
 
     def withdraw(self) -> None:
-        """Withdraws the newest version, even if receivers read it."""
+        """Withdraws the newest version, even if receivers read it, so that its memory can be overwritten."""
         with self._lock:
             self._forget()
 
@@ -92,7 +92,10 @@ class NoticeBoard:
             self._newest, self._peers = version, {}
 
     def answer(self, path: str, data: bytes) -> bytes | None:
-        """Returns the JSON reply to the request ``data`` at ``path``; None if this class does not serve the path."""
+        """Returns the JSON reply to the request with the content ``data`` at ``path``.
+
+        Returns None if this class does not serve the path.
+        """
         if path == wire.GEOMETRY:
             return self._geometry
         if path == wire.NEWEST:
@@ -129,7 +132,7 @@ class WeightServer:
     """ASGI application by which one rank of a training, or a receiver, serves weights.
 
     Args:
-        images: served elements, by number of their owner in the geometry.
+        images: memory with the served elements, by number of their owner (serving rank) in the geometry.
         run: name of the run.
         token: secret that every request must carry; empty: none.
         board: newest version and its readers; on rank 0 only.
@@ -143,7 +146,8 @@ class WeightServer:
         self._thread = ThreadPoolExecutor(1, "weights-out")  # one core at most besides the training
 
     def answer(self, path: str, data: bytes) -> BlockReply:
-        """Returns the reply to the request ``data`` at ``path``: hashes, blocks, or a reply of ``board``.
+        """Returns the reply to the request with the content ``data`` at ``path``: hashes, blocks, or a reply of
+        ``board``.
 
         Raises:
             StoreRefusedError: the request is refused; the error has the HTTP status.

@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Shadows:
-    """Destination of a transfer: host memory for each tensor with changed blocks, while the live tensors remain
-    unchanged.
+    """Destination of a transfer: host copies of the tensors with changed blocks, while the live tensors do not
+    change.
     """
 
     wanted: Sequence[WantedPiece]
@@ -59,16 +59,20 @@ class Shadows:
     _lock: Lock = field(default_factory=Lock)
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Counts the flows (elements from one owner) of each tensor: one for each occurrence of its key in ``keys``.
+        """Counts the flows of each tensor; a flow is the tensor's elements from one serving rank.
 
         Call it before the first block is read.
+
+        Args:
+            keys: key of the tensor of each flow; a key occurs once for each flow of its tensor.
         """
         for key in keys:
             self._left[key] = self._left.get(key, 0) + 1
 
     def arrived(self, key: str) -> None:
-        """Notes that one flow (the elements from one owner) of tensor ``key`` has arrived; calls ``ready`` after the
-        last one.
+        """Notes that one flow (the elements from one serving rank) of tensor ``key`` has arrived.
+
+        Calls the callback ``ready`` when the last flow of the tensor has arrived.
         """
         with self._lock:
             self._left[key] -= 1
@@ -77,14 +81,17 @@ class Shadows:
             self.ready(key)
 
     def current(self, key: str) -> Elements | None:
-        """Returns the receiver's current values of tensor ``key`` as integers [elements]; None if it has none."""
+        """Returns the receiver's current values of tensor ``key`` as integers [elements]; None if the receiver has no
+        values.
+        """
         with self._lock:
             found = self.values(key)
         return elements_of(found) if found is not None else None
 
     def shadow(self, key: str) -> Elements:
-        """Returns the memory for tensor ``key`` as integers [elements]; the first call allocates it with the current
-        values.
+        """Returns the memory into which blocks of tensor ``key`` are read, as integers [elements].
+
+        The first call for a tensor allocates the memory, and copies the current values into it.
         """
         with self._lock:
             if key not in self.made:
@@ -94,7 +101,7 @@ class Shadows:
 
 @dataclass(slots=True)
 class WeightTraffic:
-    """Counts of the bytes of blocks that a receiver has read."""
+    """Counts of the bytes of blocks that a receiver has requested and read, over all versions."""
 
     lacked: int = 0
     """Bytes of the blocks that it lacked; a complete version has received all of them."""
@@ -107,7 +114,7 @@ class WeightTraffic:
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, lacked: int = 0, received: int = 0, repeated: int = 0, from_peers: int = 0) -> None:
-        """Adds to the counts; any thread may call it."""
+        """Adds each argument, a number of bytes, to the count of the same name; any thread may call it."""
         with self._lock:
             self.lacked += lacked
             self.received += received
@@ -117,7 +124,7 @@ class WeightTraffic:
 
 @dataclass(slots=True)
 class Transfer:
-    """Transfer of all elements that one owner serves to a receiver."""
+    """Transfer of all elements that one owner, a rank of the training, serves to a receiver."""
 
     version: WeightVersion
     number: int
@@ -145,7 +152,9 @@ class Transfer:
     """Receivers from which nothing more is read."""
 
     def run(self, known: Sequence[Hashes] | None) -> list[Hashes]:
-        """Reads all blocks that differ from the receiver's values; returns the hashes of all blocks of each flow.
+        """Reads all blocks (256 KiB of a tensor) that differ from the receiver's values, and stores them in ``into``.
+
+        Returns the hashes of all blocks of each flow, the elements of one wanted piece that the owner has.
 
         Args:
             known: hashes of the receiver's values for each flow; None: they are computed.

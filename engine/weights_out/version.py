@@ -17,7 +17,10 @@ TOKEN_VARIABLE = "TRINE_WEIGHTS_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """Description of one tensor of the published model; its key is the one in ``model.state_dict()``."""
+    """Description of one tensor of the published model: dtype, shape and names.
+
+    Mappings have the tensor under its key in the model's ``state_dict()``.
+    """
 
     dtype: str
     """Dtype as safetensors names it, such as "BF16"."""
@@ -35,8 +38,11 @@ class PublishedTensor:
         return TensorKind(self.dtype, self.shape)
 
     def entries(self, key: str) -> Sequence[FilePart]:
-        """Returns the tensors of a Hugging Face checkpoint that have the elements of this tensor, which has the key
-        ``key``.
+        """Returns the tensors of a Hugging Face checkpoint that have this tensor's elements, such as one for each
+        expert.
+
+        Args:
+            key: key of this tensor in the model's state dict.
         """
         return file_parts(key, self.shape, self.parts)
 
@@ -57,15 +63,17 @@ class WantedPiece:
     """Pieces that contain none of them, because other sources have these."""
 
     def overlap(self, owned: Piece) -> Runs:
-        """Returns the wanted elements that the piece ``owned`` has, as ranges in the order of the full tensor."""
+        """Returns the wanted elements that are also in the piece ``owned``, as ranges in the order of the full
+        tensor.
+        """
         return runs(owned, self.piece, self.inside, self.outside)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerRank:
-    """Address of a rank or receiver, with the pieces of tensors that it serves, by key.
+    """Address of a rank or receiver that serves weights, with the elements of each tensor that it serves, by key.
 
-    In a geometry, no element has two owners.
+    In a geometry, the description of all serving ranks of a training, no element has two owners.
     """
 
     url: str
@@ -112,20 +120,23 @@ class WeightVersion:
 
     @property
     def name(self) -> str:
-        """Unique name, from the run and the number."""
+        """Name of the version, unique over all runs: the run's random name and the version's number."""
         return f"{self.run}-{self.number:06d}"
 
 
 @dataclass(frozen=True, slots=True)
 class NewestReply:
-    """Reply with the newest version; None before the first."""
+    """Reply with the newest version; its field is None before the first version is published."""
 
     version: WeightVersion | None
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseCall:
-    """Request by which a receiver begins or ends reading a version; the training retains it for at most ``seconds``."""
+    """Request by which a receiver begins or ends reading a version.
+
+    The training does not replace the version until the end, for at most ``seconds``.
+    """
 
     run: str
     number: int
@@ -139,8 +150,9 @@ class LeaseCall:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """Reply with the receivers that began to read the version earlier, in this order; each serves the parts it has
-    received.
+    """Reply with the receivers that began to read the version earlier, in the order in which they began.
+
+    Each of them serves the parts of the version that it has received.
     """
 
     peers: tuple[OwnerRank, ...]
@@ -148,7 +160,9 @@ class LeaseReply:
 
 @dataclass(frozen=True, slots=True)
 class HashesCall:
-    """Request for the block hashes of the wanted pieces, as far as one owner has them."""
+    """Request for hashes of blocks (256 KiB of a tensor), for the elements of the wanted pieces that one owner
+    serves.
+    """
 
     run: str
     """Run of the version: a trainer that has started again must not complete a version of the one before it."""
@@ -162,7 +176,11 @@ class HashesCall:
 
 @dataclass(frozen=True, slots=True)
 class HashesReply:
-    """Reply with the xxh3-64 hashes of each flow's blocks of 256 KiB: 16 hexadecimal digits for each, little-endian."""
+    """Reply with the xxh3-64 hashes of blocks of 256 KiB: one text for each wanted piece of which the owner has
+    elements.
+
+    The owner is a serving rank. Each hash is 16 hexadecimal digits, little-endian.
+    """
 
     layout: str
     """Name of the wanted pieces in ``BlocksCall``."""
@@ -171,7 +189,11 @@ class HashesReply:
 
 @dataclass(frozen=True, slots=True)
 class BlocksCall:
-    """Request for the bytes of blocks, in order; ``blocks`` has entries (flow, first block, block after the last)."""
+    """Request for the bytes of blocks of 256 KiB, in the order of ``blocks``.
+
+    An entry is (flow, first block, block after the last). A flow is a position in the list of the wanted pieces of
+    which the owner (serving rank) has elements.
+    """
 
     number: int
     owner: int

@@ -31,7 +31,9 @@ BACKEND = "trine_http"
 
 @dataclass(frozen=True, slots=True)
 class BackendInit:
-    """Request that makes a vLLM server follow a training."""
+    """Request that makes a vLLM server read the published weights of a training, at the address and of the run it
+    names.
+    """
 
     url: str
     """Address of rank 0 of the training."""
@@ -41,7 +43,9 @@ class BackendInit:
 
 @dataclass(frozen=True, slots=True)
 class BackendUpdate:
-    """Request that makes vLLM's workers read one bucket of a version; empty ``keys`` drop the version."""
+    """Request that makes vLLM's workers read some tensors of a version, ``keys``; if ``keys`` is empty, they drop the
+    version.
+    """
 
     number: int
     keys: Sequence[str]
@@ -52,7 +56,9 @@ class BackendUpdate:
 
 @dataclass(frozen=True, slots=True)
 class VllmModel:
-    """Description of the model in vLLM, from its transformers configuration."""
+    """Description of the model that vLLM serves: its class name, dtype and shapes, from its transformers
+    configuration.
+    """
 
     architecture: str
     dtype: torch.dtype
@@ -60,10 +66,10 @@ class VllmModel:
     """Full shapes by key; empty if transformers does not have the model."""
 
     def compare(self, geometry: Geometry) -> None:
-        """Checks that this model is the published one: architecture, keys, shapes and dtype.
+        """Checks that this model is the one that ``geometry`` describes: architecture, keys, shapes and dtype.
 
         Raises:
-            EngineError: names the first difference.
+            EngineError: something differs; the message names the first difference.
         """
         again = "start vLLM with the model that is trained."
         if self.architecture != geometry.architecture:
@@ -96,7 +102,7 @@ class StagedVersion:
     """Host memory of one vLLM worker, in which all tensors of a version arrive before they replace the live weights.
 
     Args:
-        connect: function from the address of rank 0 to a reader, which replaces the network in tests.
+        connect: callback from the address of the training's rank 0 to a reader, which replaces the network in tests.
     """
 
     def __init__(self, connect: Callable[[str], WeightReader] | None = None) -> None:
@@ -109,10 +115,10 @@ class StagedVersion:
         self._arrived: set[str] = set()
 
     def open(self, init: BackendInit, model: Callable[[], VllmModel]) -> None:
-        """Connects to the training of ``init``, unless the connection exists.
+        """Connects to the training that ``init`` names; does nothing if this connection exists.
 
         Args:
-            model: function that returns the description of vLLM's model, for a comparison with the published one.
+            model: callback that returns the description of vLLM's model, which is compared with the published one.
 
         Raises:
             EngineError: the training has another model, or does not answer.
@@ -125,9 +131,10 @@ class StagedVersion:
         self._init = init
 
     def read(self, update: BackendUpdate) -> None:
-        """Reads the tensors ``update.keys`` of a version; only blocks that differ from the memory are transferred.
+        """Reads the tensors ``update.keys`` of a version into host memory; transfers only blocks that differ from the
+        memory.
 
-        Empty keys drop the version.
+        If ``update.keys`` is empty, drops the version.
 
         Raises:
             EngineError: the version has not arrived in time, or the training has dropped it.
@@ -163,7 +170,7 @@ class StagedVersion:
         return published(self._values, geometry.tensors)
 
     def drop(self) -> None:
-        """Drops the version; the memory remains, so that the next version transfers changed blocks only."""
+        """Drops the version. The memory remains allocated, so that the next version transfers changed blocks only."""
         self._number, self._arrived = None, set()
 
     def close(self) -> None:
@@ -176,7 +183,10 @@ class StagedVersion:
 
 
 def vllm_model(config: Any, dtype: torch.dtype) -> VllmModel:
-    """Returns the description of the model with the transformers configuration ``config``; allocates no weights."""
+    """Returns the description of the model with the transformers configuration ``config`` and dtype ``dtype``.
+
+    Allocates no weights.
+    """
     import transformers
 
     architecture = (config.architectures or [type(config).__name__])[0]

@@ -31,7 +31,7 @@ _IDLE_SECONDS = 600.0
 
 
 class DamagedBodyError(StoreRefusedError):
-    """Refusal (status 422) of bytes that were damaged on their way; the sender sends them again."""
+    """Refusal (HTTP status 422) of bytes that the network has damaged. The sender sends these bytes again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 422)
@@ -39,9 +39,11 @@ class DamagedBodyError(StoreRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class BodyKey:
-    """Identity of one body: the payload of a push or of initial weights, which one rank sends for one fragment.
+    """Identity of one body: the payload of a push or of initial weights, which one rank sends for one group of tensors.
 
-    A body with a new ``seq`` replaces an unfinished body of the same life, rank and fragment.
+    ``life`` numbers a run of a training site, and ``fragment`` the group of tensors. ``seq`` is the number of the push,
+    or -1 for initial weights. A body with another ``seq`` replaces an unfinished body of the same life, rank and
+    fragment.
     """
 
     life: int
@@ -52,13 +54,17 @@ class BodyKey:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Life (run of a site), rank and fragment of the body; at most one body at each place is under way."""
+        """The triple of life (run of a site), rank and fragment. The store receives at most one body at a time for each
+        triple.
+        """
         return self.life, self.rank, self.fragment
 
 
 @dataclass(frozen=True, slots=True)
 class BodyRange:
-    """Position of a range in its body; a range is the part of a body that one request carries."""
+    """Position of a range of bytes in a body (payload of a push or of initial weights); one request carries one
+    range.
+    """
 
     offset: int
     total: int
@@ -71,7 +77,10 @@ class BodyRange:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Reply of the store to a range: bytes of the body that have arrived without a gap, and the state of the push."""
+    """Reply of the store to a range: the number of bytes that have arrived without a gap, and the state of the push.
+
+    The state is None until the body is complete.
+    """
 
     arrived: int
     state: PushState | None
@@ -93,15 +102,17 @@ def tensor_from(data: bytearray) -> Tensor:
 
 
 def frame(head: object, data: bytes | memoryview = b"") -> bytes:
-    """Returns the content of one request: the length of the JSON, ``head`` as JSON, then the bytes ``data``."""
+    """Returns the content of one request: 4 bytes with the length of the JSON, ``head`` as JSON, then the bytes
+    ``data``.
+    """
     text = dump_json(head)
     return b"".join((_LENGTH.pack(len(text)), text, data))
 
 
 class FrameReader:
-    """Reader of the content of one request, as ``frame`` makes it, while it arrives in pieces.
+    """Reader of the content of one request, as ``frame`` makes it, while the content arrives in pieces.
 
-    It refuses content with more than 1 MiB of JSON or more than one range of 4 MiB, before it stores all of it.
+    It refuses a request as soon as its JSON is longer than 1 MiB or its range longer than 4 MiB.
     """
 
     def __init__(self) -> None:
@@ -157,17 +168,21 @@ class _Upload:
 
 @dataclass(slots=True)
 class Uploads:
-    """Bodies, the payloads of pushes and initial weights, that a store receives range by range.
+    """Bodies, the payloads of pushes and initial weights, that a store receives in ranges of bytes.
 
-    For each life, rank and fragment, it has the body that is under way, and the reply to the last complete body.
+    For each life (run of a site), rank and fragment (group of tensors), it has the body that is under way, and the
+    reply to the last complete body.
     """
 
     under_way: dict[tuple[int, int, int], _Upload] = field(default_factory=dict)
     finished: dict[tuple[int, int, int], tuple[BodyKey, str, Arrived]] = field(default_factory=dict)
 
     def arrived(self, key: BodyKey, whole: str) -> Arrived:
-        """Returns how many bytes of body ``key`` with hash ``whole`` have arrived; if it is complete, also its push
-        state.
+        """Returns the number of bytes of the body ``key`` that have arrived, and for a complete body the state of its
+        push.
+
+        Args:
+            whole: hash of the whole body; if the store has begun a body with another hash, the number is 0.
         """
         last, upload = self.finished.get(key.place), self.under_way.get(key.place)
         if last is not None and last[:2] == (key, whole):
@@ -176,13 +191,17 @@ class Uploads:
         return Arrived(upload.arrived if upload is not None and is_known else 0, None)
 
     def add(self, key: BodyKey, part: BodyRange, data: memoryview, now: float) -> bytearray | None:
-        """Adds the range ``part`` with bytes ``data`` to body ``key``; returns the whole body if it is now complete.
+        """Adds the range ``part`` with bytes ``data`` to the body ``key``.
 
-        Ignores a range that has arrived already, and one that does not follow the bytes that have arrived. A complete
-        body stays here until ``finish`` or ``drop``, so that a store with a full disk can store it later.
+        Returns the whole body if it is now complete, else None. Ignores a range that has arrived already, and one that
+        does not follow the bytes that have arrived. A complete body stays here until ``finish`` or ``drop``, so that a
+        store with a full disk can store it later.
+
+        Args:
+            now: time in seconds, from which ``expire`` counts.
 
         Raises:
-            DamagedBodyError: the hash of the range or of the whole body differs.
+            DamagedBodyError: the bytes of the range or of the whole body do not have the hash that ``part`` names.
             StoreRefusedError: the range ends after the end of the body.
         """
         if digest(data) != part.hash:
@@ -214,21 +233,23 @@ class Uploads:
         return upload.data
 
     def finish(self, key: BodyKey, whole: str, result: Arrived) -> None:
-        """Replaces the complete body ``key`` by ``result``, the reply that repeated requests for this body receive."""
+        """Removes the complete body ``key`` with hash ``whole``, and stores ``result``, the reply to repeated requests
+        for it.
+        """
         self.drop(key)
         self.finished[key.place] = key, whole, result
 
     def drop(self, key: BodyKey) -> None:
-        """Drops the body under way at the life, rank and fragment of ``key``."""
+        """Removes the unfinished body with the life, rank and fragment of ``key``, if there is one."""
         self.under_way.pop(key.place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Drops all bodies and replies except for the lives in ``lives``."""
+        """Removes all bodies and replies, except for the lives (runs of training sites) in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
         self.finished = {place: one for place, one in self.finished.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:
-        """Drops bodies of which no range has arrived in the ten minutes before ``now`` (seconds)."""
+        """Removes unfinished bodies of which no range has arrived in the ten minutes before ``now`` (seconds)."""
         for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
             del self.under_way[place]
 
@@ -243,15 +264,21 @@ class _Download:
 
 @dataclass(slots=True)
 class Downloads:
-    """Bodies with merged weights that a store sends range by range.
+    """Bodies with merged weights that a store sends in ranges of bytes.
 
-    For each place (life, rank, fragment), it has the body that is under way.
+    For each life (run of a site), rank and fragment (group of tensors), it has the body that is under way.
     """
 
     under_way: dict[tuple[int, int, int], _Download] = field(default_factory=dict)
 
     def find(self, place: tuple[int, int, int], version: int, now: float) -> tuple[memoryview, str] | None:
-        """Returns bytes and hash of the body under way at ``place``; None if there is none of this ``version``."""
+        """Returns the bytes of the body under way at ``place`` and their hash; None if there is no body of this
+        ``version``.
+
+        Args:
+            place: (life, rank, fragment) of the body.
+            now: time in seconds, from which ``expire`` counts.
+        """
         found = self.under_way.get(place)
         if found is None or found.version != version:
             return None
@@ -259,18 +286,26 @@ class Downloads:
         return found.data, found.hash
 
     def keep(self, place: tuple[int, int, int], version: int, body: tuple[memoryview, str], now: float) -> None:
-        """Stores ``body``, its bytes and their hash, at ``place`` for requests of its further ranges."""
+        """Stores ``body``, bytes and their hash, so that requests for its further ranges need not read the store.
+
+        Args:
+            place: (life, rank, fragment) of the body.
+            version: version of the fragment that the body contains.
+            now: time in seconds, from which ``expire`` counts.
+        """
         self.under_way[place] = _Download(version, *body, now)
 
     def drop(self, place: tuple[int, int, int]) -> None:
-        """Drops the body at ``place``; a later request for one of its ranges reads the store again."""
+        """Removes the body under way at ``place`` (life, rank, fragment); a later request for one of its ranges makes
+        it again.
+        """
         self.under_way.pop(place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Drops all bodies except for the lives in ``lives``."""
+        """Removes all bodies, except for the lives (runs of training sites) in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:
-        """Drops bodies of which no range was asked for in the ten minutes before ``now`` (seconds)."""
+        """Removes bodies of which no range was requested in the ten minutes before ``now`` (seconds)."""
         for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
             del self.under_way[place]

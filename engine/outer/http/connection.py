@@ -43,7 +43,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class BodyTraffic:
-    """Bytes of bodies that a connection has sent and received; a body counts once, also if ranges repeat."""
+    """Bytes of bodies (pushes, initial and merged weights) that a connection has sent and received.
+
+    A body counts once, even if some of its ranges are sent again.
+    """
 
     sent: int = 0
     received: int = 0
@@ -110,7 +113,9 @@ class StoreConnection:
         return self.repeat(lambda: _message(kind, self._reply("GET", path)), patience)
 
     def repeat(self, request: Callable[[], T], patience: float = FOREVER) -> T:
-        """Calls ``request`` until it succeeds, and returns its result.
+        """Calls the callback ``request`` until it succeeds, and returns its result.
+
+        Repeats it after connection errors and after HTTP statuses that mean trouble of the server, such as 503.
 
         Raises:
             StoreRefusedError: the store refuses the request.
@@ -186,8 +191,8 @@ class StoreConnection:
         After an interruption, asks the store how many bytes have arrived, and continues there.
 
         Args:
-            head: function from the position of a range to the JSON object that precedes its bytes.
-            where: function from the hash of the body to the question how many of its bytes have arrived.
+            head: callback from the position of a range to the JSON object that precedes its bytes in the request.
+            where: callback from the hash of the body to the request for the number of its bytes that have arrived.
 
         Raises:
             StoreRefusedError: the store refuses the body, or it has arrived damaged 4 times.
@@ -222,10 +227,10 @@ class StoreConnection:
         return arrived.state
 
     def receive(self, where: Mapping[str, int]) -> Tensor:
-        """Reads a body range by range, and returns its values, fp32 [elements]; continues after interruptions.
+        """Downloads merged weights range by range, and returns them, fp32 [elements]. Continues after interruptions.
 
         Args:
-            where: query of the pull request: life, rank, fragment and version.
+            where: query of the request: "life", "rank", "fragment" and "version", each with its number.
 
         Raises:
             StoreRefusedError: the store refuses the request, or the body has arrived damaged 4 times.
@@ -313,9 +318,15 @@ LONGEST_SECONDS = 60.0
 
 
 class BoundedConnection(StoreConnection):
-    """Connection to a peer that may accept a request and never reply: a limit also bounds each single attempt."""
+    """Connection to a peer that may accept a request and never reply.
+
+    Its ``limit`` bounds both the repeats of a request, as that of ``StoreConnection`` does, and each single attempt.
+    """
 
     def limit(self, seconds: float) -> None:
-        """Sets a deadline for repeats, and a timeout of each attempt: both ``seconds``, the latter from 0.1 to 60 s."""
+        """Sets a deadline ``seconds`` from now, after which no request is repeated, and a timeout for each attempt.
+
+        The timeout is ``seconds`` too, but at least 0.1 and at most 60 seconds.
+        """
         super().limit(seconds)
         self._client.timeout = httpx.Timeout(min(LONGEST_SECONDS, max(0.1, seconds)))

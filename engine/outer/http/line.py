@@ -87,12 +87,18 @@ class HttpLink:
             store.close()
 
     def limit(self, seconds: float) -> None:
-        """Makes calls that wait for a store raise a GridError in ``seconds``: the end of a run does not hang."""
+        """Sets a deadline ``seconds`` from now, after which calls that wait for a store raise a GridError.
+
+        The end of a run sets it, so that a store that does not answer cannot block the end.
+        """
         for store in self._stores:
             store.limit(seconds)
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life (run) of the site on every store, and combines the replies.
+        """Starts a new life (run) of the site on every store, and combines the replies into one.
+
+        The result has the stores' lives as one packed number and their lowest ``rows`` and ``clock``. Its ``seeds`` is
+        True if any store asks this site for initial weights.
 
         Raises:
             GridError: a store does not answer within ``join_seconds``.
@@ -108,7 +114,9 @@ class HttpLink:
         )
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers the elements that this rank pushes and pulls, ``layout``, on every store."""
+        """Registers ``layout``, the elements that this rank pushes and pulls, for the run ``life`` of the site on every
+        store.
+        """
         for number, store in enumerate(self._stores):
             call = wire.RegisterCall(self._life(life, number), rank, layout)
             store.ask(wire.REGISTER, call, wire.Done, self._join_seconds)
@@ -116,7 +124,7 @@ class HttpLink:
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
         """Sends this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the store of the fragment.
 
-        With several stores, does nothing if this store has chosen another site to send them.
+        With several stores, does nothing if the fragment's store has asked another site for its initial weights.
         """
         number = self._number(fragment)
         own = self._life(life, number)
@@ -131,7 +139,14 @@ class HttpLink:
                 raise
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Sends this rank's ``body`` of a push to the fragment's store; returns once the store has it on its disk."""
+        """Sends ``body``, this rank's encoded values of a push, to the store of the pushed fragment.
+
+        Returns the state of the push, once the store has ``body`` on its disk.
+
+        Args:
+            meta: description of the push, equal on all ranks of the site.
+            share: loss and loss weight that this rank adds to the push.
+        """
         number = self._number(meta.key.fragment)
         key = replace(meta.key, life=self._life(meta.key.life, number))
         own = replace(meta, key=key)
@@ -143,9 +158,9 @@ class HttpLink:
         return self._stores[number].send(wire.PUSH, head, where, body)
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version of ``fragment`` that the store offers to this life.
+        """Returns the newest version of ``fragment`` that its store offers to this life.
 
-        Returns None if the store offers none, and while it does not answer.
+        Returns None if the store offers no version, and while the store does not answer.
         """
         with self._lock:
             self._asked += 1
@@ -158,13 +173,18 @@ class HttpLink:
             return None  # ``outage`` has the sentence; the site asks again
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns this rank's elements of ``fragment`` in the offered ``version``, fp32 [elements]."""
+        """Downloads the elements of ``fragment`` that this rank updates, and returns them, fp32 [elements].
+
+        Args:
+            version: version of the fragment, from the last offer.
+        """
         number = self._number(fragment)
         where = {"life": self._life(life, number), "rank": rank, "fragment": fragment, "version": version}
         return self._stores[number].receive(where)
 
     def renew(self, life: int) -> None:
-        """Renews the lease of the site's life on every store that answers.
+        """Renews the lease of ``life``, the site's run, on every store that answers; without it, a store counts the
+        site as lost.
 
         Raises:
             GridError: a store does not answer this request or another one that is under way.
@@ -181,7 +201,10 @@ class HttpLink:
             raise silent
 
     def leave(self, life: int) -> None:
-        """Ends the site's life on every store; a store that does not answer in 2 seconds ends it after its lease."""
+        """Ends the site's life on every store, so that merges do not wait for the site.
+
+        A store that does not answer in 2 seconds ends the life itself, when its lease has passed.
+        """
         for number, store in enumerate(self._stores):
             try:
                 store.ask(wire.LEAVE, wire.LifeCall(self._life(life, number)), wire.Done, _LEAVE_SECONDS)
@@ -192,7 +215,7 @@ class HttpLink:
                     raise
 
     def status(self) -> StoreStatus:
-        """Returns the state of the first store, for displays."""
+        """Returns the state of the first store: its versions, its live sites and its traffic."""
         return self._stores[0].get(wire.STATUS, StoreStatus, _STATUS_SECONDS)
 
     def _number(self, fragment: int) -> int:
@@ -220,5 +243,10 @@ def joined_lives(lives: Sequence[int]) -> int:
 
 
 def life_on(number: int, life: int, stores: int) -> int:
-    """Returns the number that store ``number`` gave to a site's run; ``life`` is a result of ``joined_lives``."""
+    """Returns the number that store ``number`` gave to a site's run.
+
+    Args:
+        life: packed numbers of all stores, a result of ``joined_lives``.
+        stores: number of stores.
+    """
     return life if stores == 1 else (life >> LIFE_BITS * number) & ((1 << LIFE_BITS) - 1)

@@ -42,9 +42,13 @@ def read_secret(file: str | None, variable: str, key: str) -> str:
 
 
 def open_link(outer: OuterConfig, fragments: Sequence[Fragment]) -> StoreLink:
-    """Returns this rank's connection to the configured stores, or for rule "hogwild" to shared memory of this host.
+    """Returns this rank's connection to the configured stores, which merge the weights of several training sites.
 
-    Sends nothing yet.
+    With rule "hogwild", returns an object that updates shared memory of this host in place of a store. Sends nothing
+    yet.
+
+    Args:
+        fragments: groups of tensors that are merged together, as ``divide`` returns them.
     """
     if outer.rule == "hogwild":
         from engine.outer.store.shared_weights import SharedWeights

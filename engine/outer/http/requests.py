@@ -15,7 +15,7 @@ SEED_NUMBER = -1
 
 
 def authorization(token: str) -> str:
-    """Returns the value of the HTTP header "authorization" for ``token``.
+    """Returns ``Bearer <token>``, the value of the HTTP header "authorization".
 
     Raises:
         ConfigError: the token is not one word of printable ASCII.
@@ -30,7 +30,10 @@ def authorization(token: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JoinCall:
-    """Request of a training site to join a store; repeats with the same ``attempt`` get the same reply."""
+    """Request of a training site to join a store.
+
+    ``attempt`` is a random text; repeats with the same text get the same reply and start no second run.
+    """
 
     request: JoinRequest
     attempt: str
@@ -47,7 +50,9 @@ class RegisterCall:
 
 @dataclass(frozen=True, slots=True)
 class PushHead:
-    """JSON before one range of a pushed body: the push, the rank, and the position of the range."""
+    """JSON before one range of a pushed body: the description of the push, the rank with its loss, and the range's
+    position.
+    """
 
     meta: PushMeta
     rank: int
@@ -56,13 +61,17 @@ class PushHead:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body to which the range belongs."""
+        """Identity of the body to which the range belongs: life (run of the site), rank, fragment, and number of the
+        push.
+        """
         return BodyKey(self.meta.key.life, self.rank, self.meta.key.fragment, self.meta.key.seq)
 
 
 @dataclass(frozen=True, slots=True)
 class SeedHead:
-    """JSON before one range of a rank's initial weights."""
+    """JSON before one range of a rank's initial weights: the life (run of the site), rank, fragment, and range's
+    position.
+    """
 
     life: int
     rank: int
@@ -71,7 +80,9 @@ class SeedHead:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body to which the range belongs."""
+        """Identity of the body to which the range belongs: life (run of the site), rank, fragment, and -1 for initial
+        weights.
+        """
         return BodyKey(self.life, self.rank, self.fragment, SEED_NUMBER)
 
 
@@ -91,7 +102,9 @@ class ArrivedCall:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body."""
+        """Identity of the body: life (run of the site), rank, fragment, and number of the push, or -1 for initial
+        weights.
+        """
         return BodyKey(self.life, self.rank, self.fragment, SEED_NUMBER if self.seq is None else self.seq)
 
 
@@ -104,9 +117,10 @@ class LifeCall:
 
 @dataclass(frozen=True, slots=True)
 class OfferCall:
-    """Request for the newest version of ``fragment`` that ``life`` may take over.
+    """Request for the newest version of ``fragment`` that ``life``, one run of a training site, may take over.
 
-    A repeat with the same ``asked`` receives the same offer, and the store retains that version for pulls.
+    ``asked`` numbers the requests of a life. A repeat with the same number receives the same offer. The store retains
+    the offered version for the downloads that follow.
     """
 
     life: int
@@ -117,7 +131,7 @@ class OfferCall:
 
 @dataclass(frozen=True, slots=True)
 class OfferReply:
-    """Reply to a request for an offer; None if the life may not take over a version now."""
+    """Reply to a request for an offer. Its field ``offer`` is None if the life may not take over a version now."""
 
     offer: Offer | None
 

@@ -43,7 +43,9 @@ def check_host(host: str, token: str) -> None:
 
 
 class StoreService(HostedApplication):
-    """HTTP server that serves one store on a listening socket."""
+    """HTTP server that serves one store on the socket ``listening``, and calls the store's periodic work
+    (``Store.tick``).
+    """
 
     def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
         self._application = StoreServer(store, token)
@@ -67,7 +69,7 @@ def serve_store(store: Store, token: str, listening: socket.socket, ready: Calla
 
 
 def serving(store: Store, token: str, listening: socket.socket) -> AbstractContextManager[None]:
-    """Serves ``store`` on the socket ``listening`` in a thread of this process, for the duration of a ``with`` block.
+    """Returns a context that serves ``store`` on the socket ``listening``, in a thread of this process, until its end.
 
     Raises:
         Exception: the error that has stopped the store's periodic work, at the end of the block.
@@ -76,7 +78,9 @@ def serving(store: Store, token: str, listening: socket.socket) -> AbstractConte
 
 
 class HostedLink(HttpLink):
-    """Connection of a site to a store that it starts in its own process; the store ends when the site leaves.
+    """Connection of a site to its only store, which this object starts in the site's own process.
+
+    The store ends when the site leaves.
 
     Raises:
         LaunchError: the address cannot be served, or a store without a token would serve other hosts.
@@ -95,6 +99,8 @@ class HostedLink(HttpLink):
         super().__init__(outer.urls, fragments, token)
 
     def leave(self, life: int) -> None:
-        """Ends the life on the store, then the store itself, after it has answered the requests under way."""
+        """Ends the life (run of the site) on the store. Then ends the store, after it has answered the requests under
+        way.
+        """
         super().leave(life)
         self._served.close()

@@ -31,7 +31,7 @@ from engine.zero.optim.master_weights import clip_factor, gradient_norm
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Push of one training site as an input of a merge, with its weight and learning rates."""
+    """Push of one training site (gradients or weight differences) in a merge, with its weight and learning rates."""
 
     finite: bool
     """True if every value is finite; other contributions have no effect, except on SUMS."""
@@ -46,12 +46,17 @@ class Contribution:
 
 
 class FragmentUpdate(Protocol):
-    """Interface of an optimizer that the store runs for one fragment; every update changes its state."""
+    """Interface of an optimizer that the store runs for one fragment (group of tensors).
+
+    Every update changes its state, such as momentum.
+    """
 
     def update(self, weights: Flats, gradient: Flats, rates: Sequence[float]) -> Flats:
-        """Returns new weights, fp32, one flat tensor for each parameter group; does not change ``weights``.
+        """Returns new weights, fp32, as one flat tensor for each parameter group; does not change ``weights``.
 
-        ``rates`` are the learning rates of the groups; empty: the optimizer's own.
+        Args:
+            gradient: gradient of each element, in the same flat tensors as ``weights``.
+            rates: learning rate of each parameter group; if empty, the rates with which the optimizer was made.
         """
 
     def state(self) -> dict[str, Tensor]:
@@ -62,7 +67,9 @@ class FragmentUpdate(Protocol):
 
 
 class MergeArithmetic:
-    """Computation of merges for one fragment: from the pushes of training sites to new weights, by the store's
+    """Computation of merges for one fragment (group of tensors) on the store.
+
+    A merge makes new weights from the pushes (gradients or weight differences) of training sites, by the store's
     optimizer.
     """
 
@@ -73,9 +80,14 @@ class MergeArithmetic:
         self._updates = None if content is Content.SUMS else _make_update(content, settings, tensors, groups)
 
     def merge(self, weights: Flats, contributions: Sequence[Contribution]) -> Flats:
-        """Returns the next version of ``weights``, or for summed gradients their sum; does not change ``weights``.
+        """Returns the next version of the fragment's weights, from ``weights`` and the pushes; does not change
+        ``weights``.
 
-        ``contributions`` are ordered by site, so that the order in which pushes arrive changes no bit.
+        If sites push gradients to update their weights themselves (``Content.SUMS``), returns the sum of the gradients.
+
+        Args:
+            contributions: pushes ordered by number of the site, so that their order of arrival changes no bit of the
+                result.
         """
         if self._updates is None:
             return _sum(contributions)

@@ -60,8 +60,8 @@ def read_body(folder: Path, name: str) -> Tensor:
 
 
 class Journal:
-    """Journal of a store in a folder. One file, the trace, has all events; each body, the bytes that a rank sends, has
-    a file.
+    """Journal of a store in a folder: one file of events, the trace, and one file for each body, the bytes that a rank
+    sends.
 
     One process at a time may open it.
 

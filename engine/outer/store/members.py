@@ -14,8 +14,9 @@ from engine.outer.messages import RankLayout, StoreRefusedError
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of one life (run of a training site) in one fragment: its pushes, its merges, and the versions that it
-    has.
+    """Counters of one life (run of a training site) in one fragment (group of tensors).
+
+    It has the life's pushes, the merges that contain them, and the versions of the fragment that the life has.
     """
 
     clock: int = 0
@@ -58,12 +59,12 @@ class Life:
 
     @property
     def live(self) -> bool:
-        """True if the life is neither lost nor ended, so that merges and clocks wait for it."""
+        """True if this life (run of a site) is neither lost nor ended, so that merges wait for its pushes."""
         return not self.lost and not self.ended
 
     @property
     def registered(self) -> bool:
-        """True once all ranks have registered the elements that they push and pull."""
+        """True once all ranks of the site have registered the elements that they push and pull."""
         return len(self.layouts) == self.ranks
 
 
@@ -83,7 +84,8 @@ class Members:
         return len({life.site for life in self.lives.values()})
 
     def minimum_clock(self, fragment: int, apart: Life | None = None) -> int | None:
-        """Returns the lowest number of merged pushes (clock) in ``fragment`` among live sites other than ``apart``.
+        """Returns the lowest number of merged pushes (clock) that a live site has in ``fragment``; the life ``apart``
+        is left out.
 
         Returns None if there is no such site.
         """
@@ -91,10 +93,10 @@ class Members:
         return min(clocks, default=None)
 
     def credit(self, life: Life) -> None:
-        """Raises the clocks (numbers of merged pushes) of ``life``, which starts or comes back.
+        """Raises the clocks (numbers of merged pushes, one for each fragment) of ``life``, which starts or comes back.
 
-        They become at least the lowest clock of the other live sites, so that no site waits for pushes that it has
-        missed.
+        Each becomes at least the lowest clock of the other live sites, so that no site waits for pushes that ``life``
+        has missed.
         """
         for fragment, own in enumerate(life.progress):
             slowest = self.minimum_clock(fragment, apart=life)

@@ -34,7 +34,11 @@ class FlatPlace:
 
 @dataclass(frozen=True, slots=True)
 class FlatTensors:
-    """Positions of a fragment's tensors in flat tensors, one for each parameter group, in the order of the model."""
+    """Positions of a fragment's tensors in flat tensors.
+
+    There is one flat tensor for each parameter group; it has the group's tensors one after the other, in the order of
+    the model.
+    """
 
     places: Mapping[str, FlatPlace]
     sizes: tuple[int, ...]
@@ -42,7 +46,12 @@ class FlatTensors:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], int]], groups: int) -> "FlatTensors":
-        """Returns the layout of ``tensors`` (name, shape, group), one after the other in ``groups`` flat tensors."""
+        """Returns positions for ``tensors``, which follow one another in ``groups`` flat tensors.
+
+        Args:
+            tensors: (name, shape, number of the parameter group) of each tensor.
+            groups: number of parameter groups.
+        """
         sizes, places = [0] * groups, {}
         for name, shape, group in tensors:
             start = sizes[group]
@@ -51,28 +60,43 @@ class FlatTensors:
         return cls(MappingProxyType(places), tuple(sizes))
 
     def empty(self, dtype: torch.dtype) -> Flats:
-        """Returns uninitialized flat tensors of this dtype, one for each parameter group."""
+        """Returns uninitialized flat tensors of ``dtype``, one for each parameter group."""
         return tuple(torch.empty(size, dtype=dtype) for size in self.sizes)
 
     def view(self, flats: Flats, name: str) -> Tensor:
-        """Returns a view of the tensor ``name`` in ``flats``, in its own shape."""
+        """Returns a view of the tensor called ``name`` in the flat tensors ``flats``, in the original shape of the
+        tensor.
+        """
         place = self.places[name]
         return flats[place.group][place.start : place.stop].view(place.shape)
 
     def own(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
-        """Yields the pieces among ``pieces`` that belong to tensors of this fragment."""
+        """Yields the entries of ``pieces`` (ranges of elements of tensors) that belong to tensors of this fragment."""
         return (each for each in pieces if each.name in self.places)
 
     def message_bytes(self, layout: RankLayout, codec: DeltaCodec) -> int:
-        """Returns the size in bytes of the body that a rank with this layout pushes for the fragment."""
+        """Returns the size in bytes of the body that one rank pushes for this fragment.
+
+        Args:
+            layout: elements that the rank pushes and pulls.
+            codec: codec of pushes.
+        """
         return sum(codec.message_bytes(each.piece.elements) for each in self.own(layout.pushed))
 
     def seed_bytes(self, layout: RankLayout) -> int:
-        """Returns the size in bytes of the initial weights that a rank with this layout sends for the fragment."""
+        """Returns the size in bytes of the initial weights, fp32, that one rank sends for this fragment.
+
+        Args:
+            layout: elements that the rank pushes and pulls; it sends initial weights for the pushed ones.
+        """
         return 4 * sum(each.piece.elements for each in self.own(layout.pushed))
 
     def is_finite(self, layout: RankLayout, body: Tensor, codec: DeltaCodec) -> bool:
         """Returns True if every value of ``body``, which one rank has pushed, is finite in fp32.
+
+        Args:
+            layout: elements that the rank pushes and pulls.
+            codec: codec that decodes ``body``.
 
         Raises:
             ValueError: the codec cannot decode the body.
@@ -83,17 +107,25 @@ class FlatTensors:
     def assemble(
         self, layouts: Mapping[int, RankLayout], bodies: Mapping[int, Tensor], codec: DeltaCodec, dtype: torch.dtype
     ) -> Flats:
-        """Decodes the pushed bodies of all ranks of a training site, by rank, and joins them to whole tensors.
+        """Decodes the bodies that all ranks of a training site have pushed, and joins their pieces to whole tensors.
 
         Returns flat tensors of ``dtype``, one for each parameter group.
+
+        Args:
+            layouts: elements that each rank pushes and pulls, by rank.
+            bodies: body that each rank has pushed, uint8 [bytes], by rank.
         """
         decoded = (entry for rank in sorted(bodies) for entry in self._decoded(layouts[rank], bodies[rank], codec))
         return self._placed(decoded, dtype)
 
     def assemble_seeds(self, layouts: Mapping[int, RankLayout], bodies: Mapping[int, Tensor]) -> Flats:
-        """Joins the initial weights of all ranks of a training site, by rank, to whole tensors.
+        """Joins the initial weights from all ranks of a training site to whole tensors.
 
         Returns flat tensors, fp32, one for each parameter group.
+
+        Args:
+            layouts: elements that each rank pushes and pulls, by rank.
+            bodies: initial weights of the elements that each rank pushes, fp32 as uint8 [bytes], by rank.
         """
         found: list[tuple[NamedPiece, Tensor]] = []
         for rank in sorted(bodies):
@@ -103,7 +135,12 @@ class FlatTensors:
         return self._placed(found, torch.float32)
 
     def cut(self, flats: Flats, layout: RankLayout) -> Tensor:
-        """Returns the elements that a rank with this layout pulls, concatenated, [elements]."""
+        """Returns the elements of this fragment that one rank pulls, concatenated, [elements].
+
+        Args:
+            flats: values of the fragment, one flat tensor for each parameter group.
+            layout: elements that the rank pushes and pulls.
+        """
         parts: dict[tuple[str, Part], Tensor] = {}
         found = []
         for name, piece in ((each.name, each.piece) for each in self.own(layout.pulled)):
@@ -155,7 +192,7 @@ def check_layout(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> N
 
 
 def check_body(body: Tensor, expected: int, subject: str) -> None:
-    """Refuses a body that is not uint8 [``expected``].
+    """Refuses a body that is not one-dimensional uint8 with ``expected`` bytes.
 
     Raises:
         StoreRefusedError: size or dtype differ; the message begins with ``subject``.
@@ -168,8 +205,11 @@ def check_body(body: Tensor, expected: int, subject: str) -> None:
 
 
 def check_coverage(layouts: Mapping[int, RankLayout], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses the layouts of a training site's ranks, by rank, unless they push each element of ``shapes`` exactly
-    once.
+    """Refuses the layouts of a training site's ranks unless they push each element of every tensor exactly once.
+
+    Args:
+        layouts: elements that each rank pushes and pulls, by rank.
+        shapes: shape of each trained tensor by name.
 
     Raises:
         StoreRefusedError: an element is pushed twice or never; the message names its tensor.

@@ -21,14 +21,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def hash_of(flats: Flats) -> str:
-    """Returns the hash of flat tensors: 16 hexadecimal digits for each tensor, concatenated."""
+    """Returns a text with the hash of each tensor in ``flats``, 16 hexadecimal digits each, one after the other."""
     function = hash_function(DEFAULT_ALGORITHM)
     arrays = (values.detach().flatten().view(torch.uint8).numpy() for values in flats)
     return "".join(f"{function(array.data):016x}" for array in arrays)
 
 
 def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``values`` as JSON would return them: tuples become lists, and keys become texts."""
+    """Returns ``values`` after a round trip through JSON: tuples become lists, and keys become texts."""
     found: dict[str, Any] = json.loads(json.dumps(dict(values)))
     return found
 
@@ -49,10 +49,14 @@ def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
 
 
 def check_model(site: int, model: Event, known: Event) -> None:
-    """Refuses a training site with other tensors, parameter groups or frozen values than the first site.
+    """Refuses training site number ``site`` if its model differs from the first site's.
 
-    ``model`` and ``known``, that of the first site, are results of ``model_record``. Frozen values of different dtypes
-    are not compared, since each site chooses its precision.
+    Compares tensors, parameter groups and frozen values. Frozen values of different dtypes are not compared, since each
+    site chooses its precision.
+
+    Args:
+        model: model of this site, a result of ``model_record``.
+        known: model of the first site, a result of ``model_record``.
 
     Raises:
         StoreRefusedError: the records differ; the message names the first difference.
@@ -94,7 +98,9 @@ def _first_difference(theirs: Sequence[Any], ours: Sequence[Any]) -> str:
 
 
 def model_record(request: JoinRequest) -> dict[str, Any]:
-    """Returns a join request's tensors, parameter groups, and digests of untrained tensors as JSON values."""
+    """Returns the tensors, parameter groups, and digests of frozen values that ``request`` names, as JSON values by
+    name.
+    """
     groups, untrained = [dict(group) for group in request.groups], dict(request.untrained)
     return json_values(
         {"tensors": request.tensors, "groups": groups, "group_of": request.group_of, "untrained": untrained}
@@ -102,7 +108,14 @@ def model_record(request: JoinRequest) -> dict[str, Any]:
 
 
 def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, finite: bool) -> dict[str, Any]:
-    """Returns the "push" event that records the body of one rank, as a JSON object."""
+    """Returns the "push" event of the store's journal, a JSON object, which records the body that one rank has sent.
+
+    Args:
+        meta: description of the push.
+        share: loss and loss weight that the rank adds to the push.
+        body_hash: hash of the body.
+        finite: True if all values of the body are finite.
+    """
     return {
         "kind": "push", "life": meta.key.life, "fragment": meta.key.fragment, "seq": meta.key.seq, "base": meta.base,
         "steps": meta.steps, "tokens": meta.tokens, "rows": meta.rows, "step": meta.step, "rates": list(meta.rates),
@@ -112,7 +125,7 @@ def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, fin
 
 
 def read_meta(event: Event) -> PushMeta:
-    """Returns the description of the push from its "push" event."""
+    """Returns the description of a push from ``event``, the "push" event of the store's journal."""
     return PushMeta(
         key=read_key(event), base=event["base"], steps=event["steps"], tokens=event["tokens"], rows=event["rows"],
         step=event["step"], rates=tuple(event["rates"]), taken=tuple((at, version) for at, version in event["taken"]),
@@ -120,18 +133,24 @@ def read_meta(event: Event) -> PushMeta:
 
 
 def read_key(event: Event) -> PushKey:
-    """Returns the identity of the push from its "push" event."""
+    """Returns the identity of a push from ``event``, the "push" event of the store's journal."""
     return PushKey(event["life"], event["fragment"], event["seq"])
 
 
 def layout_record(life: int, rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Returns the "layout" event that records the elements one rank pushes and pulls, as a JSON object."""
+    """Returns the "layout" event of the store's journal, a JSON object with the elements that one rank pushes and
+    pulls.
+    """
     pushed, pulled = _pieces(layout.pushed), _pieces(layout.pulled)
     return {"kind": "layout", "life": life, "rank": rank, "pushed": pushed, "pulled": pulled}
 
 
 def read_layout(event: Event, shapes: Shapes) -> RankLayout:
-    """Returns the layout of one rank from its "layout" event; ``shapes`` are the shapes of all tensors by name."""
+    """Returns the elements that one rank pushes and pulls from ``event``, a "layout" event of the store's journal.
+
+    Args:
+        shapes: shape of each trained tensor by name.
+    """
     return RankLayout(_read_pieces(event["pushed"], shapes), _read_pieces(event["pulled"], shapes))
 
 
@@ -158,7 +177,7 @@ def _read_pieces(rows: Sequence[Sequence[Any]], shapes: Shapes) -> tuple[NamedPi
 
 
 def differing_entry(theirs: list[Any], ours: list[Any]) -> str:
-    """Returns the position and both values of the first difference of two lists, in words for an error."""
+    """Returns a text for an error: the first position at which two lists differ, and the value of each list there."""
     at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
     named = [repr(values[at]) if at < len(values) else "nothing" for values in (theirs, ours)]
     return f"at number {at} {named[0]} instead of {named[1]}"

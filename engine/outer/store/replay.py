@@ -28,7 +28,8 @@ def body_name(event: Event) -> str | None:
 
 
 def apply_stored(state: StoreState, folder: Path, event: Event) -> None:
-    """Applies one event of the journal in ``folder`` to ``state``, and reads its body if it has one.
+    """Applies one event of the journal in ``folder`` to ``state``; reads the stored body that the event refers to, if
+    any.
 
     Raises:
         CheckpointError: the body is missing, or its hash differs.
@@ -46,7 +47,10 @@ def apply_stored(state: StoreState, folder: Path, event: Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Result of the replay of a store's journal: the number of equal merges, and the first different one."""
+    """Result of the replay of a store's journal.
+
+    It has the number of merges with the same bits as in the journal, and the first merge with other bits.
+    """
 
     merges: int
     """Merges with the bits that the journal says."""
@@ -57,10 +61,11 @@ class Replayed:
 
 
 def replay(folder: str | Path) -> Replayed:
-    """Recomputes every merge of the journal in ``folder`` and compares the hash of the new weights with the journal.
+    """Recomputes every merge of the store's journal in ``folder``, and compares the hash of the new weights with the
+    journal.
 
-    Stops at the first difference. Needs all bodies since the first event, so the store must have run with ``keep``.
-    Changes nothing in the folder.
+    Stops at the first difference. Needs all stored pushes since the first event, so the store must have run with
+    ``keep``. Changes nothing in the folder.
 
     Raises:
         CheckpointError: there is no journal, it is damaged, or a body is missing.
@@ -93,9 +98,12 @@ def _versions(state: StoreState) -> tuple[int, ...]:
 
 
 def recover(journal: Journal, state: StoreState, settings: Mapping[str, Any]) -> None:
-    """Restores ``state`` from the journal: the newest snapshot, then all later events.
+    """Restores ``state`` from the journal: from the newest snapshot, then from all events after it.
 
-    Cuts a half-written last line, and removes bodies that nothing refers to.
+    Cuts a half-written last line of the journal, and removes bodies that nothing refers to.
+
+    Args:
+        settings: settings that all sites and the store share, as JSON values.
 
     Raises:
         CheckpointError: the folder is damaged, or a store with other ``settings`` has written it.

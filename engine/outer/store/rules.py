@@ -37,7 +37,7 @@ class WaitingPush:
 
 @dataclass(frozen=True, slots=True)
 class FragmentView:
-    """Read-only state of one fragment, from which a merge rule decides."""
+    """Read-only state of one fragment (group of tensors), from which a merge rule decides on merges and take-overs."""
 
     index: int
     version: int
@@ -49,7 +49,7 @@ class FragmentView:
     """Seconds between the first and the last push of each merge."""
 
     def oldest(self) -> dict[int, WaitingPush]:
-        """Returns the oldest waiting push of each training site, by number of the site."""
+        """Returns the push of each training site that has waited longest for a merge, by number of the site."""
         found: dict[int, WaitingPush] = {}
         for push in self.waiting:
             found.setdefault(push.site, push)
@@ -57,13 +57,23 @@ class FragmentView:
 
 
 class MergeRule(Protocol):
-    """Interface of a merge rule: it decides when pushes are merged, and when a training site takes the result."""
+    """Interface of a merge rule: it decides when the store merges pushes, and when a training site may take the result
+    over.
+    """
 
     def due(self, fragment: FragmentView, members: Members, now: float) -> tuple[PushKey, ...]:
-        """Returns the keys of the pushes to merge at time ``now`` (seconds); empty if no merge is due."""
+        """Returns the keys of the pushes of ``fragment`` to merge at time ``now`` (seconds); empty if no merge is due.
+
+        Args:
+            members: lives (runs) of the training sites, with their progress.
+        """
 
     def answerable(self, fragment: FragmentView, members: Members, life: Life) -> bool:
-        """Returns True if ``life`` may take over the newest version of ``fragment`` now."""
+        """Returns True if ``life``, one run of a training site, may take over the newest version of ``fragment`` now.
+
+        Args:
+            members: lives of all training sites, with their progress.
+        """
 
 
 def make_merge_rule(settings: Mapping[str, Any]) -> MergeRule:

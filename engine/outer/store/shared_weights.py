@@ -59,9 +59,10 @@ class SharedWeights:
         self._moved = [0, 0]
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life (run) of a site. The first site creates the folder's description of the model.
+        """Starts a new life (run) of a site. The reply has its number, and ``seeds`` = True for the first site.
 
-        Only that site sends initial weights.
+        The first site writes the names and shapes of the tensors to the folder, and is the only site that sends initial
+        weights.
         """
         told = json.dumps({"tensors": request.tensors, "ranks": request.ranks})
         path, life = self._folder / "tensors", 0
@@ -77,7 +78,10 @@ class SharedWeights:
         return JoinReply(life=life, rows=0, clock=0, seeds=mine)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Maps the shared weights into memory, and notes the elements ``layout`` that this rank pushes and pulls.
+        """Maps the file of shared weights into memory, and stores ``layout``, the elements that this rank pushes and
+        pulls.
+
+        Waits until the first site has described the model in the folder.
 
         Raises:
             StoreRefusedError: the first site has another model.
@@ -98,15 +102,17 @@ class SharedWeights:
         self._values = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Writes this rank's initial weights ``body``, fp32 as uint8 [bytes], to the shared weights."""
+        """Writes ``body``, this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the shared
+        weights.
+        """
         for shared, own in self._pushed(body.view(torch.float32)):
             shared.copy_(own)
         (self._folder / f"seeded-{rank}").touch()
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Subtracts the differences in ``body``, fp32 as uint8 [bytes], from the shared weights.
+        """Subtracts ``body``, weight differences in fp32 as uint8 [bytes], from the shared weights in place.
 
-        Other sites may write at the same time. Returns ``MERGED``, since there is no merge to wait for.
+        Other sites may write at the same time. Returns ``PushState.MERGED``, since there is no merge to wait for.
         """
         values = self._codec.decode(body, body.numel() // 4).float()
         for shared, own in self._pushed(values):
@@ -115,13 +121,15 @@ class SharedWeights:
         return PushState.MERGED
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns an offer of the current weights; None before all ranks of the first site have written theirs."""
+        """Returns an offer of the current weights; None before all ranks of the first site have written their initial
+        weights.
+        """
         if not all((self._folder / f"seeded-{rank}").exists() for rank in range(self._seeders)):
             return None
         return Offer(version=self._merged + 1, merged=self._merged, members=1)
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns a copy of the current weights that this rank updates, fp32 [elements]."""
+        """Returns a copy of the current values of the elements that this rank updates, fp32 [elements]."""
         assert self._values is not None, "this rank has registered its pieces"
         found = self._tensors.cut((self._values,), self._layout)
         self._moved[1] += found.nbytes
@@ -131,7 +139,7 @@ class SharedWeights:
         """Does nothing: there are no leases, since no site waits for another."""
 
     def leave(self, life: int) -> None:
-        """Unmaps the weights from memory; the files remain."""
+        """Unmaps the shared weights from this process's memory; the files remain for other sites."""
         self._values = None
 
     def status(self) -> StoreStatus:

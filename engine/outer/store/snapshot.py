@@ -61,9 +61,9 @@ def snapshot_names(folder: Path) -> list[str]:
 
 
 def read_snapshot(folder: Path, state: StoreState) -> int:
-    """Restores the newest snapshot in ``folder`` into ``state``, which is new.
+    """Restores the newest snapshot in ``folder`` into ``state``, which is empty before.
 
-    Returns the offset in the journal after which events are to be applied; 0 without a snapshot.
+    Returns the offset in the journal from which later events are to be applied; 0 if there is no snapshot.
 
     Raises:
         CheckpointError: the snapshot is damaged.

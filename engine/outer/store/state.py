@@ -21,12 +21,14 @@ Bodies = Callable[[str], Tensor]
 
 
 def seed_name(life: int, fragment: int, rank: int) -> str:
-    """Returns the file name of one rank's body of initial weights."""
+    """Returns the name of the file with the initial weights that ``rank`` has sent for ``fragment`` in the run
+    ``life``.
+    """
     return f"seed-{life}-{fragment}-{rank}"
 
 
 def push_name(key: PushKey, rank: int) -> str:
-    """Returns the file name of one rank's body of push ``key``."""
+    """Returns the name of the file with the values that ``rank`` has sent in the push ``key``."""
     return f"push-{key}-{rank}"
 
 
@@ -47,7 +49,9 @@ class MergedVersion:
 
 @dataclass(slots=True)
 class StoredPush:
-    """Push that no merge contains yet, with bodies, loss shares and hashes from the ranks that have sent it."""
+    """Push that is in no merge yet, with bodies, losses and hashes from the ranks of the site that have sent their
+    part.
+    """
 
     meta: PushMeta
     life: Life
@@ -64,7 +68,7 @@ class StoredPush:
 
 
 class FragmentState:
-    """Retained versions, waiting pushes and optimizer of one fragment on this store."""
+    """Retained versions, waiting pushes and optimizer of one fragment (group of tensors) on this store."""
 
     def __init__(self, index: int, tensors: FlatTensors, arithmetic: MergeArithmetic) -> None:
         self.index, self.tensors, self.arithmetic = index, tensors, arithmetic
@@ -81,12 +85,14 @@ class FragmentState:
         """Names of bodies that are needless after a snapshot: merged or dropped ones."""
 
     def install(self, version: MergedVersion) -> None:
-        """Makes ``version`` the newest version."""
+        """Makes ``version`` the newest version of this fragment."""
         self.version = version.number
         self.versions[version.number] = version
 
     def view(self) -> FragmentView:
-        """Returns the part of the state that merge rules read."""
+        """Returns the part of this fragment's state that merge rules read, such as its version and its waiting
+        pushes.
+        """
         waiting = [WaitingPush(key, push.life.site, push.arrived) for key, push in self.pushes.items() if push.complete]
         lives = frozenset(push.life.number for push in self.pushes.values())
         return FragmentView(self.index, self.version, waiting, lives, self.spreads)
@@ -95,10 +101,10 @@ class FragmentState:
 class StoreState:
     """All state of one store: lives (runs) of training sites, and versions and pushes of its fragments.
 
-    Only events change it.
+    Events of the journal change it through ``apply``, so that a replay of the journal makes the same state.
 
     Args:
-        settings: settings that all sites share, as JSON values.
+        settings: settings that all sites and the store share, as JSON values.
         number: number of this store among all stores of the training.
     """
 
@@ -130,14 +136,15 @@ class StoreState:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Newest version of each fragment, also of other stores; -1 for their fragments, and before the initial
-        weights.
+        """Newest version of each fragment of the training.
+
+        It is -1 for a fragment of another store, and before the fragment has its initial weights.
         """
         found = dict.fromkeys(range(self.count), -1)
         return tuple((found | {each.index: each.version for each in self.fragments.values()}).values())
 
     def apply(self, event: Event, bodies: Bodies) -> None:
-        """Applies one event of the journal; ``bodies`` returns a stored body by its name."""
+        """Applies one event of the journal; ``bodies`` is a callback that returns a stored body by its file name."""
         match event["kind"]:
             case "join":
                 self._join(event)
@@ -157,7 +164,10 @@ class StoreState:
     # ------------------------------------------------------------------ members
 
     def set_model(self, model: Event) -> None:
-        """Divides the tensors of ``model``, a result of ``model_record``, into fragments; the first join calls it.
+        """Divides the tensors of ``model``, a result of ``model_record``, into fragments (groups that are merged
+        together).
+
+        The first join of a site calls it.
 
         Raises:
             ValueError: the tensors cannot be divided into the configured fragments.
@@ -198,7 +208,10 @@ class StoreState:
         return self.now + float(self.settings["lease"])
 
     def renew(self, life: Life) -> None:
-        """Renews the lease of a training site's life: it ends the configured seconds after the current event."""
+        """Renews the lease of ``life``, a run of a training site.
+
+        The lease then ends the configured number of seconds after the time of the current event.
+        """
         life.expires = self._lease()
 
     def _change(self, life: Life, kind: str) -> None:
@@ -224,7 +237,8 @@ class StoreState:
         fragment.spent_bodies += [push_name(key, rank) for rank in fragment.pushes.pop(key).bodies]
 
     def rows_of(self, site: int) -> int:
-        """Returns the number of data rows that a training site has trained, by its merged and its complete pushes.
+        """Returns the number of data rows that training site ``site`` has trained, up to its last merged or complete
+        push.
 
         A new life (run) of the site continues after these rows.
         """
@@ -237,8 +251,9 @@ class StoreState:
         return max([self.members.rows.get(site, 0), *waiting])
 
     def restart(self, now: float) -> None:
-        """Continues at time ``now`` after a start of the store: renews all leases, and counts waiting pushes as just
-        arrived.
+        """Continues at time ``now`` (seconds) after a start of the store.
+
+        Renews the leases of all lives, and counts waiting pushes as arrived at ``now``.
         """
         self.now = now
         for life in self.members.lives.values():
@@ -274,10 +289,10 @@ class StoreState:
     # ------------------------------------------------------------------ versions
 
     def merge(self, event: Event) -> Event:
-        """Merges the pushes that a "merge" event names into the next version of their fragment.
+        """Merges the pushes that ``event``, a "merge" event, names into the next version of their fragment.
 
-        Returns the event with three more fields: the version, the hash of its weights, and a flag for each push that is
-        True if a value is not finite.
+        Returns ``event`` with three more fields: the number of the version, the hash of its weights, and a flag for
+        each push that is True if one of its values is not finite.
 
         Raises:
             DifferentMergeError: the event has a hash already, and the new weights have another one.
@@ -346,5 +361,5 @@ class StoreState:
         return Offer(version, own.merged, made.weight, made.loss, made.members, own.staleness)
 
     def pullers(self, life: Life, fragment: FragmentState) -> Sequence[int]:
-        """Returns the ranks of a training site, in its run ``life``, that pull elements of ``fragment``."""
+        """Returns the ranks of ``life``, a training site's run, that pull elements of ``fragment``."""
         return [rank for rank, layout in life.layouts.items() if any(True for _ in fragment.tensors.own(layout.pulled))]

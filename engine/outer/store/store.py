@@ -56,8 +56,7 @@ Listener = Callable[[Event], None]
 
 
 class Store:
-    """Outer store, which merges the pushes of training sites into new weights; implements ``StoreLink`` in this
-    process.
+    """Outer store: merges the pushes of training sites into new weights; implements ``StoreLink`` in this process.
 
     Threads may share it. No method waits for a merge: the request that makes a merge due computes it.
 
@@ -164,8 +163,8 @@ class Store:
             self._advance()
 
     def tick(self) -> None:
-        """Marks lives as lost after their leases, and makes merges that time makes due; call it several times in a
-        lease.
+        """Marks lives (runs of sites) as lost if their leases have ended, and makes merges that are due after a time
+        limit; call it several times within the seconds of a lease.
         """
         with self._request():
             now = self._clock()
@@ -174,7 +173,7 @@ class Store:
             self._advance()
 
     def status(self) -> StoreStatus:
-        """Returns the state of the store; version -1: no initial weights yet, or a fragment of another store."""
+        """Returns the state of the store; version -1 marks a fragment without initial weights, or of another store."""
         with self._request():
             state, live = self._state, list(self._state.members.live())
             clocks = {life.site: min((life.progress[i].clock for i in state.fragments), default=0) for life in live}
@@ -192,7 +191,7 @@ class Store:
     # ------------------------------------------------------------------ pushes
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Stores initial weights of ``fragment`` that ``rank`` pushes, fp32 as uint8 [bytes], unless it has them.
+        """Stores ``rank``'s initial weights of ``fragment``, fp32 as uint8 [bytes], unless the store has them already.
 
         Raises:
             StoreRefusedError: another life is to send them, their size is wrong, or a value is not finite.
@@ -218,7 +217,7 @@ class Store:
             self._record(event, seed_name(life, fragment, rank), body)
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Stores ``rank``'s encoded values ``body``, uint8 [bytes]; on return they survive a crash of the store.
+        """Stores ``rank``'s encoded values of the push ``meta``, uint8 [bytes], on disk; returns the state of the push.
 
         Raises:
             StoreRefusedError: the body cannot be decoded, has a wrong size, or is out of sequence.
@@ -244,8 +243,8 @@ class Store:
             return PushState.COMPLETE if complete else PushState.PARTIAL
 
     def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
-        """Returns the bytes of a push of ``fragment`` by ``rank``, or (``initial``) of its initial weights; renews the
-        lease.
+        """Returns the size in bytes of the body that ``rank`` sends for ``fragment``: a push, or with ``initial`` its
+        initial weights. Renews the lease of ``life``.
         """
         with self._request():
             layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors
@@ -254,9 +253,9 @@ class Store:
     # ------------------------------------------------------------------ versions
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version of ``fragment`` that this life may take over, and retains it for ``pull``.
+        """Returns the newest version of ``fragment`` that this life may take over; the store retains it for ``pull``.
 
-        Returns None before the initial weights have come, and while the merge rule forbids a take-over.
+        Returns None before the initial weights have come, and while the merge rule forbids this life a new version.
         """
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
@@ -268,7 +267,9 @@ class Store:
             return self._state.offer_of(found, part, part.version)
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns the elements of ``fragment`` that ``rank`` updates, from the offered ``version``, fp32 [elements]."""
+        """Returns the elements of ``fragment`` that ``rank`` updates, fp32 [elements]; ``offer`` has named the
+        version.
+        """
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
             layout, own = self._layout(found, rank), found.progress[fragment]

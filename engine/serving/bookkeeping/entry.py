@@ -36,7 +36,7 @@ class RequestRefusedError(Exception):
 
 
 class EntryState(Enum):
-    """State of an accepted command, until its result is removed."""
+    """State of an accepted command of a client, from its arrival until its result is removed."""
 
     STORING = "is written to the journal"
     HELD = "waits for an earlier number of its model"
@@ -48,7 +48,11 @@ class EntryState(Enum):
 
 @dataclass(eq=False, slots=True)
 class FutureEntry:
-    """Accepted command with its future result; ``key`` is the future's id, and repeated requests find this entry."""
+    """Accepted command and, once the command has ended, its result. ``key`` is the id by which clients ask for the
+    result.
+
+    A repeated request finds this entry.
+    """
 
     key: str
     session: str
@@ -82,13 +86,15 @@ class FutureEntry:
 
     @property
     def has_failed(self) -> bool:
-        """True if the command has ended with a failure."""
+        """True if the command has ended and its result is a failure."""
         return isinstance(self.result, Failure)
 
 
 def cost_of(command: Command) -> int:
-    """Returns the cost of a command in the fair queue, at least 1: roughly its tokens, and three times that with a
-    backward.
+    """Returns the cost of ``command`` in the fair queue, at least 1.
+
+    It is roughly the number of tokens: once for a forward or a sample, twice for a backward alone, and three times for
+    a forward with backward. Other commands cost 1.
     """
     match command:
         case ForwardBackward():

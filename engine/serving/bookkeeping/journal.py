@@ -53,11 +53,12 @@ class _Place:
 class CommandJournal:
     """Journal on disk of the commands that a service has accepted. One process at a time may open it.
 
-    Any thread may call its methods; a thread of its own writes the file.
+    Any thread may call its methods; a thread that the journal starts writes the file.
 
     Args:
         folder: existing or new folder of the journal.
-        dead_bytes: bytes of replaced records from which the file is rewritten without them, once they are the majority.
+        dead_bytes: number of bytes of replaced records from which the file is rewritten without these records, once
+            they are more than half of it.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.
@@ -85,12 +86,15 @@ class CommandJournal:
         self._thread.start()
 
     def take_records(self) -> list[JournalRecord]:
-        """Returns the records of earlier processes in the order of writing; a second call returns an empty list."""
+        """Returns the records that earlier processes have written, in the order of writing, without replaced records.
+
+        A second call returns an empty list.
+        """
         found, self.records = self.records or [], None
         return found
 
     def append(self, *records: JournalRecord) -> Future[None]:
-        """Queues records for writing, all or none, and returns a future.
+        """Queues records for writing; either all of them are written or none. Returns a future.
 
         The future is done when the records are on disk, or has an OSError if they cannot be written.
         """
@@ -99,7 +103,9 @@ class CommandJournal:
         return stored
 
     def forget(self, identities: Iterable[str]) -> None:
-        """Marks the records with these identities as removable: the next rewrite of the file leaves them out."""
+        """Marks the records with the given ``identities`` as removable: the next rewrite of the file leaves
+        them out.
+        """
         self._waiting.put(([JournalRecord(one, _FORGET) for one in identities], pending()))
 
     def close(self) -> None:
@@ -259,7 +265,8 @@ def journal_numbers(folder: Path) -> list[int]:
 
 
 def read_journal(folder: Path) -> list[JournalRecord]:
-    """Returns the current records of the journal in ``folder``, in order, without changing it or locking it.
+    """Returns the records of the journal in ``folder`` in order, without replaced ones. Neither changes nor locks the
+    journal.
 
     Raises:
         CheckpointError: there is no journal, or it is damaged.

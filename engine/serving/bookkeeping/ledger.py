@@ -131,7 +131,7 @@ class Ledger:
         return entries[-1]
 
     def enter(self, session: ClientSession, entry: FutureEntry) -> None:
-        """Adds ``entry`` to its session and, if it is numbered, to the command sequence of its model."""
+        """Adds ``entry`` to ``session`` and, if the command has a number, to the command sequence of its model."""
         session.entries[entry.key] = entry
         if entry.command is not None:
             session.open[entry.key] = entry
@@ -193,7 +193,7 @@ class Ledger:
             )
 
     def append(self, *records: JournalRecord) -> "Future[None]":
-        """Writes records to the journal; returns a future that is done once they are stored (or without a journal)."""
+        """Writes records to the journal. The future is done once they are on disk; without a journal, at once."""
         if self.journal is None:
             stored: Future[None] = Future()
             stored.set_result(None)
@@ -249,7 +249,7 @@ class Ledger:
             return entry
 
     def watch(self, entry: FutureEntry, listener: Callable[[], None]) -> bool:
-        """Calls ``listener`` once when the command is done; returns False, without a call, if it is done already."""
+        """Registers callback ``listener`` for the end of ``entry``; only returns False if the command is done."""
         with self._lock:
             if entry.state in (EntryState.DONE, EntryState.FORGOTTEN):
                 return False
@@ -263,7 +263,7 @@ class Ledger:
                 entry.listeners.remove(listener)
 
     def mark_fetched(self, entry: FutureEntry) -> None:
-        """Notes that a client has received the result of ``entry``, so that it may be removed when memory is short."""
+        """Notes that a client has received the result of ``entry``, which may be removed when memory is short."""
         with self._lock:
             session = self.sessions.get(entry.session)
             if entry.is_fetched or session is None:
@@ -292,7 +292,7 @@ class Ledger:
         entry.result, entry.result_bytes, entry.state = None, 0, EntryState.FORGOTTEN
 
     def cancel(self, key: str) -> bool:
-        """Cancels the sampling command with id ``key`` if it has not begun; otherwise returns False."""
+        """Cancels the sampling command ``key`` and returns True; returns False if it has begun or is no sampling."""
         with self._lock:
             entry = self.find(key)
             if not entry.is_sample or entry.state is not EntryState.QUEUED or not self.queue.remove(entry):
@@ -301,7 +301,9 @@ class Ledger:
             return True
 
     def tick(self) -> None:
-        """Ends overdue commands and sessions without a heartbeat; drops forwards that were retained for too long."""
+        """Ends commands that have waited, and sessions that have sent no heartbeat, for longer than their limits; drops
+        forwards that were retained for too long.
+        """
         now = self.clock()
         with self._lock:
             self._drop_retained(self.retained.late(now))
@@ -338,7 +340,7 @@ class Ledger:
     # ---------------------------------------------------------------- results, in the main thread
 
     def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
-        """Stores the result of a command that has run; ``retained``: bytes of retained forwards, maximum over ranks."""
+        """Stores the result of a command that has run; ``retained``: largest bytes of retained forwards of a rank."""
         records = self.on_finish(entry, result)
         if records:
             try:
@@ -445,7 +447,9 @@ class Ledger:
     # ---------------------------------------------------------------- sessions
 
     def end_session(self, name: str, reason: str, saved: bool = True) -> None:
-        """Ends a session: drops its commands that have not begun, saves its models if ``saved``, and unloads them."""
+        """Ends session ``name``: drops its commands that have not begun, saves its models if ``saved``, and unloads
+        them. Later requests to the session get the text ``reason``.
+        """
         with self._lock:
             session = self.sessions.get(name)
             if session is None or session.is_ending:

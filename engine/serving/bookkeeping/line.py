@@ -25,7 +25,7 @@ from engine.serving.commands import (
 
 @dataclass(eq=False, slots=True)
 class ModelLine:
-    """Sequence of one model's commands, which run in the order of their numbers, whatever their order of arrival."""
+    """Sequence of one model's commands, which run in the order of their numbers, in any order of arrival."""
 
     model: str
     session: str
@@ -60,16 +60,21 @@ class ModelLine:
         return any(own == name and (self.snapshot is None or at > self.covered) for at, own in self.loaded)
 
     def waits_for(self, number: int) -> bool:
-        """Returns True if ``number`` is the next to run and higher ones have arrived; a full queue still accepts it."""
+        """Returns True if command ``number`` is the next to run, and commands with higher numbers have arrived before
+        it.
+
+        A full queue accepts such a command, since the others cannot run without it.
+        """
         return number == self.following and bool(self.held)
 
     def hold(self, entry: FutureEntry) -> None:
-        """Stores a numbered command until it is the next one."""
+        """Stores the numbered command of ``entry`` until all commands with lower numbers have arrived."""
         assert entry.number is not None
         self.held[entry.number] = entry
 
     def released(self) -> Iterator[FutureEntry]:
-        """Yields the stored commands that may run now, in order, up to the first missing number.
+        """Removes and yields the stored commands that may run now, in order of their numbers, up to the first missing
+        number.
 
         Skips commands that have ended without running.
         """
@@ -84,7 +89,11 @@ class ModelLine:
         return not self.has_gradient and not self.tickets
 
     def advance(self, entry: FutureEntry, result: Result) -> None:
-        """Notes the effect of the command of ``entry``, which has ended with ``result``, on the state of this model."""
+        """Updates the state of this model, such as its number of commands, after the command of ``entry`` has ended.
+
+        Args:
+            result: result of the command; a failure changes less.
+        """
         if entry.number:
             self.done = max(self.done, entry.number)
         if isinstance(entry.command, BackwardTensors | DropTicket):
@@ -110,7 +119,9 @@ def command_digest(entry: FutureEntry) -> str:
 
 
 def record_of(entry: FutureEntry) -> JournalRecord:
-    """Returns the journal's record of the accepted command in ``entry``."""
+    """Returns the record by which the journal stores the accepted command of ``entry``, so that a restart runs it
+    again.
+    """
     values = {
         "session": entry.session, "line": entry.line, "number": entry.number, "route": entry.route,
         "about": dict(entry.about), "digest": entry.digest,
@@ -122,9 +133,10 @@ def record_of(entry: FutureEntry) -> JournalRecord:
 
 
 def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalRecord:
-    """Returns the journal's record of a model's newest snapshot.
+    """Returns the journal's record of the newest snapshot of the model of ``line``.
 
-    It contains the number of the last command in the snapshot, and results that clients may request again.
+    It contains the number of the last command in the snapshot, and the results of the given entries, which clients may
+    request again.
     """
     bodies, rows = list[bytes](), list[Any]()
     for entry in kept:

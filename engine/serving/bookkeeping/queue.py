@@ -76,12 +76,12 @@ class _Turns:
 
 
 class FairQueue:
-    """Queue of commands between the HTTP thread and the command loop, with deficit round robin over client sessions.
+    """Queue of commands between the HTTP thread and the command loop, fair to client sessions by deficit round robin.
 
     Any thread may call its methods.
 
     Args:
-        quantum: tokens that a session may spend in each round.
+        quantum: tokens that the commands of a session may spend in each round.
     """
 
     def __init__(self, quantum: int = QUANTUM) -> None:
@@ -93,7 +93,7 @@ class FairQueue:
         """True once ``close`` was called; ``next`` returns None at once."""
 
     def put(self, entry: FutureEntry) -> None:
-        """Adds ``entry`` to the end of its session's queue."""
+        """Adds the command ``entry`` to the end of the queue of its client session."""
         with self._changed:
             entry.state = EntryState.QUEUED
             if entry.session == INTERNAL:
@@ -132,7 +132,10 @@ class FairQueue:
         return self._training.take()
 
     def remove(self, entry: FutureEntry) -> bool:
-        """Removes ``entry``; returns False if it is not in the queue, for example because it runs already."""
+        """Removes the command ``entry`` and returns True.
+
+        Returns False if it is not in the queue, for example because it runs already.
+        """
         with self._changed:
             return self._training.remove(entry) or self._samples.remove(entry)
 
@@ -159,7 +162,7 @@ class FairQueue:
         return len(self._internal) + self._training.count + self._samples.count
 
     def close(self) -> None:
-        """Makes present and later calls of ``next`` return None."""
+        """Closes the queue: calls of ``next``, also ones that wait at present, return None."""
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()

@@ -20,9 +20,10 @@ RESTORE = "restore"
 def open_ledger(
     queue: FairQueue, folder: Path, limits: LedgerLimits, clock: Callable[[], float] = monotonic
 ) -> tuple[Ledger, "Restart"]:
-    """Opens the journal in ``folder``; returns a ledger, and a ``Restart`` that restores it.
+    """Opens the journal in ``folder``.
 
-    The caller runs the commands of ``Restart.entries`` before it serves requests.
+    Returns a ledger (record of commands and results), and a ``Restart`` that restores the ledger from the journal. The
+    caller runs the commands of ``Restart.entries`` before it serves requests.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.
@@ -37,7 +38,7 @@ def open_ledger(
 
 
 class Restart:
-    """Restoration of a ledger from the journal of an earlier process.
+    """Restoration of a ledger (record of commands and results) from the journal of an earlier process.
 
     Args:
         ledger: new ledger, which receives sessions, models and results.
@@ -94,8 +95,9 @@ class Restart:
                 self._ledger.open_session(name)
 
     def entries(self) -> Iterator[FutureEntry]:
-        """Yields the commands that all ranks must run again, in order; the caller passes each result to
-        ``Ledger.finish``.
+        """Yields the commands that all ranks must run again, in order.
+
+        The caller runs each, and passes its result to ``Ledger.finish`` before it takes the next.
 
         Raises:
             CheckpointError: a snapshot could not be loaded.

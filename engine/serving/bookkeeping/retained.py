@@ -34,10 +34,9 @@ class _Waiting:
 
 
 class RetainedForwards:
-    """List of the forwards of all models with an autograd graph that the ranks retain for a later backward, oldest
-    first.
+    """List of the retained forwards of all models, and choice of the ones that are dropped.
 
-    It decides which of them are dropped.
+    A retained forward is an autograd graph that the ranks store until a client sends gradients for a backward.
 
     Args:
         most_bytes: limit of the bytes of retained graphs, and of earlier weights that they need, on one rank.
@@ -73,7 +72,10 @@ class RetainedForwards:
             own.backward = entry
 
     def record(self, command: Command | None, result: Result, now: float) -> None:
-        """Adds or removes forwards after ``command`` has ended with ``result`` at time ``now`` (seconds)."""
+        """Updates the list after ``command`` has ended with ``result`` at time ``now`` (seconds).
+
+        A forward with a ticket is added; a forward that has run its backward, or was dropped, is removed.
+        """
         match command:
             case ForwardTensors(model=model, ticket=ticket) if ticket and not isinstance(result, Failure):
                 self._waiting[ticket] = _Waiting(model, now)
@@ -84,9 +86,12 @@ class RetainedForwards:
                     del self._waiting[ticket]
 
     def above(self, size: int) -> Iterator[DropTicket]:
-        """Yields a command that drops the oldest forward, if ``size`` exceeds the limit and no other drop is under way.
+        """Yields a command that drops the oldest retained forward, if ``size`` exceeds the limit of bytes.
 
-        ``size`` is the number of bytes that retained forwards take on the rank with the most.
+        Yields nothing while an earlier drop is under way, or if all forwards have an accepted backward.
+
+        Args:
+            size: bytes that retained forwards take on the rank with most of them.
         """
         self.bytes = size
         if size > self._most_bytes and not any(own.is_dropped for own in self._waiting.values()):
@@ -97,8 +102,10 @@ class RetainedForwards:
                 )
 
     def late(self, now: float) -> Iterator[DropTicket]:
-        """Yields a command for each forward that has waited longer than the limit at time ``now`` (seconds), to drop
-        it.
+        """Yields a command for each forward to drop: one that at time ``now`` (seconds) is retained for longer than the
+        limit.
+
+        A forward with an accepted backward is not dropped.
         """
         for ticket, own in list(self._waiting.items()):
             if now - own.since <= self._seconds:

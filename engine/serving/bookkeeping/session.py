@@ -15,7 +15,10 @@ WAITS = (EntryState.STORING, EntryState.HELD, EntryState.QUEUED)
 
 @dataclass(frozen=True, slots=True)
 class LedgerLimits:
-    """Limits of a ledger: of its queue, its sessions, and the memory for results and retained forwards."""
+    """Limits of a ledger, the record of a service's commands.
+
+    They bound its queue, its client sessions, and the memory for results and for forwards that wait for a backward.
+    """
 
     depth: int = 256
     """Commands that wait, over all sessions."""

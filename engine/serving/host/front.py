@@ -28,7 +28,9 @@ SERVER = "the service"
 
 
 def service_token(serve: ServeConfig) -> str:
-    """Returns the secret token of a service, from the environment variable ``serve.token_env``; "" if it is unset.
+    """Returns the secret token that clients of a service must send, or "" if there is none.
+
+    It is the value of the environment variable that ``serve.token_env`` names.
 
     Raises:
         ConfigError: the token is not one word of printable ASCII.
@@ -71,10 +73,10 @@ class LedgerSource:
     It first returns the commands that a restart runs again, then the commands of the ledger's queue.
 
     Args:
-        ledger: ledger that receives the results.
+        ledger: record of commands and results; it receives the result of each command.
         stored: commands of an earlier process that run again.
-        end: function that answers every waiting and later request with status 503 and a given reason; any thread calls
-            it.
+        end: callback that answers every waiting and later request with status 503 and a given reason; any thread may
+            call it.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class LedgerSource:
         self._running: FutureEntry | None = None
 
     def take(self, seconds: float) -> tuple[str, Command] | None:
-        """Returns the next command with its key; None if none arrives within ``seconds``, and ``Stop`` after ``stop``.
+        """Returns the next command as (key, command), in which the key identifies the command for ``finish``.
+
+        Returns None if no command arrives within ``seconds``, and ("", ``Stop()``) after ``stop``.
 
         Raises:
             CheckpointError: a snapshot of the earlier process could not be loaded.
@@ -102,7 +106,7 @@ class LedgerSource:
 
         Args:
             key: key of the command.
-            retained: largest number of bytes of retained forwards on a rank.
+            retained: bytes of forwards that wait for a backward, on the rank with most of them.
         """
         assert self._running is not None and self._running.key == key
         self._ledger.finish(self._running, result, retained)
@@ -113,7 +117,7 @@ class LedgerSource:
 
 
 def limits_of(serve: ServeConfig) -> LedgerLimits:
-    """Returns the limits of the ledger from the configuration section ``serve``."""
+    """Returns the limits of the ledger (record of commands and results) from the configuration section ``serve``."""
     queue, held = serve.queue, serve.held
     return LedgerLimits(
         queue.depth, queue.per_session, queue.seconds, serve.session_seconds, serve.journal.snapshot_every,

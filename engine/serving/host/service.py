@@ -245,10 +245,11 @@ def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def answering_late_stops(end: Callable[[str], None]) -> Iterator[None]:
-    """Calls ``end`` with a reason if the block still runs ``STOP_SECONDS`` after SIGTERM or SIGINT.
+    """Returns a context; calls the callback ``end`` with a reason if the context's block does not end after a signal.
 
-    Python runs signal handlers only in the main thread, which a collective with an ended rank may block. This function
-    reads the number of the signal in a thread of its own.
+    The signals are SIGTERM and SIGINT, and the block has ``STOP_SECONDS`` to end. Python runs signal handlers only in
+    the main thread, which a collective with an ended rank may block. This function reads the number of the signal in a
+    thread that it starts.
     """
     over, (ours, theirs) = Event(), socket.socketpair()
     theirs.setblocking(False)

@@ -38,7 +38,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Numbers of models by kind in a pool, and facts about them, on this rank."""
+    """Numbers of LoRA adapters and of full copies in a pool of clients' models, with facts about them, on this rank."""
 
     adapters: int
     full: int
@@ -106,7 +106,8 @@ class TenantPool:
     def create(self, model_id: str, adapter: LowRank | None) -> Engine:
         """Creates the tenant ``model_id`` and returns its engine.
 
-        ``adapter`` None: a full-parameter tenant, which starts with the weights of the base.
+        With an ``adapter``, the tenant is a LoRA adapter over the base. With None, it is a full copy that starts with
+        the weights of the base and trains all parameters.
 
         Raises:
             ConfigError: the pool is full, or the adapter does not fit the base.
@@ -151,7 +152,9 @@ class TenantPool:
         self._base.close()
 
     def statistics(self) -> PoolStatistics:
-        """Returns the numbers of tenants on this rank. No communication."""
+        """Returns the numbers of LoRA adapters and of full copies, with facts about them, on this rank. No
+        communication.
+        """
         full = {name: tenant for name, tenant in self._tenants.items() if tenant.full}
         return PoolStatistics(
             adapters=len(self._tenants) - len(full),

@@ -24,7 +24,10 @@ from engine.serving.tenants.adapters import adapted_name
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """Returns a copy of ``model`` with frozen parameters on the meta device; tied parameters stay tied."""
+    """Returns a copy of ``model`` in which all parameters are frozen and on the meta device, without memory.
+
+    Tied parameters stay tied.
+    """
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
         for parameter in model.parameters()
@@ -33,9 +36,9 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def lender_of(base: Engine, model: nn.Module) -> Lender:
-    """Returns the frozen tensors of ``base`` that an engine of the adapted ``model`` uses instead of its own copies.
+    """Returns the process groups and frozen tensors of ``base`` that an engine of the adapted ``model`` uses.
 
-    Their names are the names in ``model``.
+    That engine makes no copies of them. The tensors have their names in ``model``.
     """
     runtime = base._runtime
     placed, here = dict(base.module.named_parameters()), runtime.plan.table.held_by(runtime.comm.grid.holder())
@@ -49,11 +52,12 @@ def lender_of(base: Engine, model: nn.Module) -> Lender:
 
 
 def adapted_styles(model: nn.Module, skeleton: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
-    """Returns the tensor-parallel styles of an adapted ``model`` by module name, such as "column" or "row".
+    """Returns the tensor-parallel style of each module of an adapted ``model`` by name, such as "column" or "row".
 
-    They derive from ``styles``, the styles of the base model ``skeleton``. For each LoRA pair, A [rank, inputs] and B
-    [outputs, rank], they are chosen so that it adds no communication:
+    They derive from ``styles``, the styles of the base model ``skeleton``. A LoRA pair, A [rank, inputs] and B
+    [outputs, rank], gets the styles with which it adds no communication to its layer:
 
+        style of the layer    styles of the pair
         column, vocabulary    A replicated, B sharded as the layer
         row                   A sharded as the layer, B replicated
     """
@@ -82,8 +86,10 @@ def _with_heads(skeleton: nn.Module, name: str, style: Style) -> str:
 
 
 def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.Module) -> Config:
-    """Returns ``config`` for an engine of the adapted ``model``: with the pipeline stages, tensor-parallel styles and
-    quantized weights of ``base``.
+    """Returns a copy of ``config`` for an engine of the adapted ``model``.
+
+    It has the pipeline stages, tensor-parallel styles and quantized weights of ``base``, the engine of the base model
+    ``skeleton``, under the names in ``model``.
     """
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}

@@ -76,7 +76,10 @@ def _dense(csr: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Array:
 
 
 def batched_tensor(arrays: Sequence[Array]) -> Any:
-    """Returns a protobuf message with ``arrays``, one for each datum, fp32 or int64 [n, ...]; n may differ."""
+    """Returns a protobuf message with ``arrays``, one array [n, ...] for each datum.
+
+    n may differ from array to array; the dimensions after it are equal. Floats are sent as fp32 and integers as int64.
+    """
     dtype = np.float32 if arrays[0].dtype.kind == "f" else np.int64
     parts = [np.ascontiguousarray(array, dtype) for array in arrays]
     offsets = np.cumsum([0, *(part.nbytes for part in parts)], dtype=np.int64)
@@ -89,10 +92,11 @@ def batched_tensor(arrays: Sequence[Array]) -> Any:
 
 
 def top_tokens(tokens: Array, logprobs: Array) -> Any:
-    """Returns a protobuf message with the k most probable tokens and their log-probabilities at each position, both [n,
-    k].
+    """Returns a protobuf message with the k most probable tokens at each of n positions.
 
-    A NaN in ``logprobs`` marks an empty cell.
+    Args:
+        tokens: token ids, [n, k].
+        logprobs: their log-probabilities, [n, k]; NaN marks an empty cell.
     """
     empty = np.isnan(logprobs)
     return message_class("TopkLogprobs")(

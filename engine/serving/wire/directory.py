@@ -62,15 +62,17 @@ class Directory:
         return self.ledger.notes.setdefault(kind, {})
 
     def session_of_attempt(self, attempt: str) -> str | None:
-        """Returns the id of the open session that a request with idempotency key ``attempt`` has opened; None without
-        one.
+        """Returns the id of the open session that a request with idempotency key ``attempt`` has opened; None if there
+        is none.
         """
         found = self._by_attempt.get(attempt) if attempt else None
         return found if found in self.ledger.sessions else None
 
     def open_session(self, name: str, attempt: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Opens the session ``name`` for a request with idempotency key ``attempt``; returns the record for the
-        journal.
+        """Opens the client session ``name``, and stores ``values`` about it, with the idempotency key ``attempt`` of
+        its request.
+
+        Returns the record of these facts, which the caller appends to the journal.
         """
         self.ledger.open_session(name)
         if attempt:
@@ -78,7 +80,9 @@ class Directory:
         return self.ledger.note(SESSION, name, {"attempt": attempt, "time": now(), **values})
 
     def forget_sessions(self) -> None:
-        """Removes the notes of ended sessions, with their sampling sessions and unnamed saves."""
+        """Removes the entries of ended client sessions, with the sampling sessions and unnamed saves that belong to
+        them.
+        """
         for name in [one for one in self.notes(SESSION) if one not in self.ledger.sessions]:
             self._by_attempt.pop(self.notes(SESSION).pop(name).get("attempt"), None)
             for kind in (SAMPLER, RUN):
@@ -90,19 +94,35 @@ class Directory:
                     self.remove_weights(path)
 
     def run(self, model: str) -> Mapping[str, Any]:
-        """Returns the JSON values of the training run of ``model``; raises RequestRefusedError (404) without one."""
+        """Returns the JSON values of the training run with the id ``model``.
+
+        Raises:
+            RequestRefusedError: 404, there is no such run.
+        """
         return self._found(RUN, model, "model", "create it first")
 
     def sampler(self, name: str) -> Mapping[str, Any]:
-        """Returns the JSON values of the sampling session ``name``; raises RequestRefusedError (404) without one."""
+        """Returns the JSON values of the sampling session with the id ``name``.
+
+        Raises:
+            RequestRefusedError: 404, there is no such session.
+        """
         return self._found(SAMPLER, name, "sampling session", "create it first")
 
     def weights(self, path: str) -> Mapping[str, Any]:
-        """Returns the JSON values of the weights saved under ``path``; raises RequestRefusedError (404) without any."""
+        """Returns the JSON values about the weights that are saved under ``path``.
+
+        Raises:
+            RequestRefusedError: 404, there are no such weights.
+        """
         return self._found(WEIGHTS, path, "path of saved weights", "save them, or give another path")
 
     def session(self, name: str) -> Mapping[str, Any]:
-        """Returns the JSON values of the client session ``name``; raises RequestRefusedError (404) without one."""
+        """Returns the JSON values of the client session with the id ``name``.
+
+        Raises:
+            RequestRefusedError: 404, there is no such session.
+        """
         return self._found(SESSION, name, "session", "list sessions for those that are open")
 
     def sessions(self) -> list[str]:
@@ -121,10 +141,9 @@ class Directory:
         return found
 
     def record_result(self, entry: FutureEntry, result: Result) -> list[JournalRecord]:
-        """Notes a new run or saved weights after a command has ended with ``result``; returns the records for the
-        journal.
+        """Adds the new training run or the saved weights, if the command of ``entry`` has made any, to the directory.
 
-        The journal stores them before a client sees the result.
+        Returns the records that the journal stores before a client sees ``result``.
         """
         if isinstance(result, Failure):
             return []
@@ -186,13 +205,16 @@ class Directory:
         self.ledger.forget(f"note/{kind}/{name}")
 
     def remove_expired(self) -> None:
-        """Removes all saved weights after their time of expiry."""
+        """Removes all saved weights with a time of expiry that has passed."""
         time = now()
         for path in [one for one, note in self.notes(WEIGHTS).items() if (note["expires_at"] or time) < time]:
             self.remove_weights(path)
 
     def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
-        """Returns the named saves of the training run ``run`` (None: of all runs), newest first, as Tinker's JSON."""
+        """Returns the saves under a name that the training run ``run`` has made (None: all runs), newest first.
+
+        Each is a mapping in the JSON form of the Tinker training API.
+        """
         found = [
             _checkpoint(path, note)
             for path, note in list(self.notes(WEIGHTS).items())
@@ -201,7 +223,7 @@ class Directory:
         return sorted(found, key=lambda one: str(one["time"]), reverse=True)
 
     def training_run(self, model: str) -> dict[str, Any]:
-        """Returns the training run of ``model`` as Tinker's JSON.
+        """Returns facts about the training run of ``model``, in the JSON form of the Tinker training API.
 
         Raises:
             RequestRefusedError: 404, there is no such run.

@@ -37,7 +37,10 @@ class BodyFields:
             raise RequestRefusedError(f"the body is no JSON object: {str(error)[:120]}; send one.") from None
 
     def refuse(self, name: str, rule: str) -> RequestRefusedError:
-        """Returns the error for the field ``name``; ``rule`` ends its sentence, such as "give true or false"."""
+        """Returns, without raising it, the error for the field ``name``.
+
+        ``rule`` ends the error's sentence, such as "give true or false".
+        """
         given = repr(self.values.get(name))
         shown = given if len(given) <= _SHOWN else given[:_SHOWN] + "..."
         what = f"is {shown}" if name in self.values else "is missing"

@@ -23,14 +23,14 @@ class ListingRoutes:
         self._model, self._ledger, self._directory, self._read_body = model, ledger, directory, read_body
 
     def posts(self) -> Mapping[str, Handler]:
-        """Returns the handlers of POST requests by path."""
+        """Returns a handler for each path of the POST requests about client settings, the service and saved weights."""
         return {
             "client/config": self._client_config, "client/dynamic_config": self._dynamic_config,
             "get_info": self._get_info, "weights_info": self._weights_info, "telemetry": self._telemetry,
         }  # fmt: skip
 
     def gets(self) -> Mapping[str, Handler]:
-        """Returns the handlers of GET requests by path."""
+        """Returns a handler for each path of the GET requests that list sessions, training runs and saved weights."""
         return {
             "healthz": self._health, "get_server_capabilities": self._capabilities,
             "samplers/{sampler:path}": self._sampler, "training_runs": self._runs,

@@ -16,7 +16,10 @@ _STOPPED, _TOO_LONG = 0, 1
 
 
 def reply_of(entry: FutureEntry) -> tuple[bytes, str]:
-    """Returns body and media type of the reply with a command's result; a failure becomes JSON with "error"."""
+    """Returns the body and media type of the HTTP reply with the result of the command of ``entry``.
+
+    A failure becomes JSON with "error" and "category"; other results become JSON or protobuf.
+    """
     result: Result | None = entry.result
     match result:
         case TrainedOutput():
@@ -45,8 +48,9 @@ def _values(entry: FutureEntry, result: PlainOutput) -> Mapping[str, Any]:
 
 
 def trained_bytes(result: TrainedOutput) -> bytes:
-    """Returns a serialized ForwardBackwardOutput: metrics, and a record for each run of data with equal trailing
-    shapes.
+    """Returns ``result`` as a serialized ForwardBackwardOutput message: metrics, and the outputs of each datum.
+
+    Consecutive data with outputs of equal shapes, apart from the first dimension, share one record.
     """
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     for name, value in result.metrics.items():
@@ -71,9 +75,11 @@ def _add_record(message: Any, outputs: list[Mapping[str, Array]]) -> None:
 
 
 def sampled_bytes(result: SampledOutput, last: int | None) -> bytes:
-    """Returns a serialized SampleResponse.
+    """Returns ``result`` as a serialized SampleResponse message.
 
-    Log-probabilities of the prompt are NaN before its last ``last`` tokens; with ``last`` None, all are sent.
+    Args:
+        last: number of tokens at the end of the prompt with log-probabilities; the log-probabilities of earlier tokens
+            are sent as NaN. None: the log-probabilities of all prompt tokens are sent.
     """
     message = message_class("SampleResponse")()
     for one in result.sequences:

@@ -45,7 +45,7 @@ _NODE_KINDS = ("placeholder", "call_function", "call_method", "output")
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """Commands of one request as ledger entries, and further fields of the immediate reply.
+    """Result of parsing one request: its commands as ledger entries, and further fields of the immediate reply.
 
     The client waits for the result of the last entry.
     """
@@ -171,7 +171,8 @@ class RequestReader:
     def load_weights(self, body: BodyFields) -> ParsedRequest:
         """Returns the commands of a ``load_weights`` request.
 
-        It loads weights into ``model_id``, or without one into a model that a first command creates.
+        The request loads weights into the model ``model_id``. Without this field, a first command creates a new model
+        for them.
         """
         path, optimizer = body.text("path", most=1024), body.flag("optimizer")
         about = {"type": "load_weights", "path": path}

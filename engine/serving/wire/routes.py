@@ -54,7 +54,9 @@ class FutureRoutes:
         self._news: set[asyncio.Future[None]] = set()
 
     def posts(self) -> Mapping[str, Handler]:
-        """Returns the handlers of POST requests by path."""
+        """Returns a handler for each path of the POST requests that open sessions, accept commands, or return
+        results.
+        """
         reader = self._reader
         work: dict[str, Callable[[BodyFields], ParsedRequest]] = {
             "create_model": reader.create_model, "optim_step": reader.optim_step, "save_weights": reader.save_weights,
@@ -200,7 +202,9 @@ class FutureRoutes:
             raise self.ended
 
     def end_waits(self) -> None:
-        """Answers all requests that wait for results, before the server stops; runs in the event loop's thread."""
+        """Answers all requests that wait for results, before the server stops; call it in the thread of its
+        event loop.
+        """
         self.is_stopping.set()
         for one in self._news:
             if not one.done():

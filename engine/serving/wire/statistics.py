@@ -24,14 +24,19 @@ class ServiceStatistics:
         self._failures = 0
 
     def record_request(self, route: str, seconds: float, status: int) -> None:
-        """Counts one request of ``route``, its seconds, and if ``status`` is 400 or higher, except 408, as refused."""
+        """Counts one request of ``route``, which took ``seconds`` and was answered with HTTP ``status``.
+
+        Counts it as refused, too, if ``status`` is 400 or higher, except for 408.
+        """
         row = self._routes.setdefault(route, [0, 0.0, 0])
         row[0] += 1
         row[1] += seconds
         row[2] += status >= 400 and status != 408
 
     def record_result(self, entry: FutureEntry, result: Result) -> None:
-        """Counts ``result`` if it is a failure; from a forward_backward, stores the loss per token of its model."""
+        """Counts ``result`` as a failure if it is one. From a ``forward_backward``, stores the loss per token of its
+        model.
+        """
         self._failures += isinstance(result, Failure)
         command = entry.command
         if isinstance(result, TrainedOutput) and isinstance(command, ForwardBackward) and not command.forward_only:
@@ -42,7 +47,9 @@ class ServiceStatistics:
             curve.append(result.metrics.get("loss:sum", float("nan")) / tokens)
 
     def status(self, model: ServedModel, ledger: Ledger) -> Mapping[str, Any]:
-        """Returns the state of the service as JSON values: queue, sessions, models with their losses, and routes."""
+        """Returns the state of the service as JSON values by name: its queue, sessions, models with their losses, and
+        routes.
+        """
         now, is_well = ledger.clock(), ledger.journal is None or ledger.journal.problem is None
         facts = {"name": model.names[0], "architecture": model.architecture, "grid": model.grid}
         sessions = [
@@ -63,7 +70,9 @@ class ServiceStatistics:
         }
 
     def routes(self) -> Mapping[str, Any]:
-        """Returns "requests", "seconds" and "refused" of each route."""
+        """Returns a mapping for each route, with the numbers of "requests" and "refused" requests and the total
+        "seconds".
+        """
         return {
             route: {"requests": int(row[0]), "seconds": row[1], "refused": int(row[2])}
             for route, row in list(self._routes.items())

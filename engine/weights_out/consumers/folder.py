@@ -48,7 +48,7 @@ class VersionFolder:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the completely written versions, ascending."""
+        """Numbers of the versions that are completely written in the folder, ascending."""
         names = self.files.names(self.folder) if self.files.is_folder(self.folder) else []
         return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
 
@@ -68,7 +68,7 @@ class VersionFolder:
             self._prepare(blocks)
 
     def hold(self) -> None:
-        """Does nothing, since programs may read the current version while the next one is committed."""
+        """Does nothing: programs may read the current version's folder while the next version is committed."""
 
     def commit(self, blocks: WeightBlocks) -> None:
         """Renames the written version to its final name, and removes old versions.
@@ -85,7 +85,7 @@ class VersionFolder:
             remove_tree(self.files, self._path(number))
 
     def drop(self) -> None:
-        """Removes the version that ``prepare`` has written."""
+        """Removes the files of the version that ``prepare`` has written; earlier versions remain."""
         if self._written is not None:
             remove_tree(self.files, self._written)
         self._written = None

@@ -24,16 +24,19 @@ class InferenceServer(BoundedConnection):
     """HTTP connection to one inference server, such as vLLM or SGLang."""
 
     def absent(self, path: str) -> str:
-        """Returns the remedy, for an error, if the server does not have the route ``path``."""
+        """Returns a remedy, such as "start vLLM 0.32 or later", for the error that the server lacks the route
+        ``path``.
+        """
         return "check the address."
 
     def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, patience: float = FOREVER,
         longest: float = LONGEST_SECONDS,
     ) -> Any:  # fmt: skip
-        """Sends a request with ``body`` as JSON, and returns the JSON of the reply.
+        """Sends a request with ``body`` as JSON, and returns the parsed JSON of the reply.
 
-        While the server does not answer, repeats the request for ``patience`` seconds, up to the connection's limit.
+        While the server does not answer, repeats the request for at most ``patience`` seconds, and not beyond the
+        deadline that ``limit`` has set.
 
         Args:
             longest: maximum seconds of each attempt.
@@ -76,7 +79,8 @@ S = TypeVar("S", bound=InferenceServer)
 
 
 def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
-    """Calls ``step`` with each server, in parallel threads; raises the first error after all have ended.
+    """Calls the callback ``step`` with each server, in parallel threads; raises the first error after all calls have
+    ended.
 
     Raises:
         EngineError: a server refuses or does not answer; the message names it.
@@ -90,6 +94,9 @@ def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
 
 
 def after_failure(server: S, step: Callable[[S], None]) -> None:
-    """Calls ``step`` with ``server`` and a new limit of one second, since the deadline of the version may be over."""
+    """Calls ``step`` with ``server``, after setting the server's deadline to one second from now.
+
+    After a failure, the deadline of the version may be over, and ``step``, such as resuming, still needs time.
+    """
     server.limit(1.0)
     step(server)

@@ -50,27 +50,27 @@ class SglangServer(InferenceServer):
         self.ranks, self._pause = ranks, "retract" if pause == "wait" else pause
 
     def absent(self, path: str) -> str:
-        """Returns the remedy, for an error, if the server does not have the route ``path``."""
+        """Returns a remedy, the SGLang version to start, for the error that the server lacks the route ``path``."""
         return "start SGLang 0.5.23 or later."
 
     @property
     def version(self) -> str:
-        """Name of the weights' version that the server reports."""
+        """Version name that the server reports for its weights."""
         return str(self.call("GET", "/model_info")["weight_version"])
 
     def name_version(self, text: str) -> None:
-        """Sets the name of the weights' version that the server reports."""
+        """Sets ``text`` as the version name that the server reports for its weights."""
         self.call("POST", "/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
     def join(self, host: str, port: int, offset: int, size: int, group: tuple[str, str]) -> None:
-        """Makes the server's ranks join a collective group, with which rank 0 of the training broadcasts weights.
+        """Makes the server's ranks join a collective group, through which rank 0 of the training broadcasts weights.
 
         Args:
             host: address of the group's rank 0.
-            port: its port.
+            port: port of the group's rank 0.
             offset: rank of the server's first rank in the group.
-            size: number of ranks in the group.
-            group: name and backend of the group.
+            size: number of ranks in the group: rank 0 of the training and the ranks of all servers.
+            group: (name, backend) of the group.
         """
         body = {
             "master_address": host, "master_port": port, "rank_offset": offset, "world_size": size,
@@ -84,16 +84,22 @@ class SglangServer(InferenceServer):
             self.call("POST", "/destroy_weights_update_group", {"group_name": name}, 0.0)
 
     def pause(self) -> None:
-        """Pauses generation; the constructor's ``pause`` decides on running requests."""
+        """Pauses generation. Requests that run are aborted, computed again or continued, as the constructor's ``pause``
+        names.
+        """
         self.call("POST", "/pause_generation", {"mode": self._pause})
 
     def resume(self) -> None:
-        """Continues generation, unless the last update has failed and left a mix of weights."""
+        """Continues generation. Does nothing if the last update has failed and left weights of two versions in the
+        server.
+        """
         if not self.version.endswith(INCOMPLETE):
             self.call("POST", "/continue_generation", {})
 
     def begin(self) -> None:
-        """Begins a weight update; first ends an update that a killed trainer has left open."""
+        """Begins a weight update on the server. If an earlier trainer was killed during an update, ends that update
+        first.
+        """
         try:
             self.call("POST", "/begin_weight_update", {})
         except StoreRefusedError:
@@ -101,9 +107,9 @@ class SglangServer(InferenceServer):
             self.call("POST", "/begin_weight_update", {})
 
     def update(self, tensors: Mapping[str, Tensor], group: str) -> None:
-        """Makes the server receive ``tensors`` by broadcasts of the group ``group``, in this order.
+        """Makes the server receive ``tensors``, in this order, by broadcasts of the collective group called ``group``.
 
-        The request is never repeated, since the broadcast happens once.
+        Does not repeat the request if it fails, since rank 0 broadcasts the tensors once.
         """
         body = {
             "names": [*tensors], "dtypes": [str(each.dtype).removeprefix("torch.") for each in tensors.values()],
@@ -112,13 +118,16 @@ class SglangServer(InferenceServer):
         self.call("POST", "/update_weights_from_distributed", body, 0.0)
 
     def end(self) -> None:
-        """Ends the weight update and, unless requests continue in place, empties the cache of the old weights."""
+        """Ends the weight update, and empties the prefix cache, which the old weights have computed.
+
+        With ``pause`` = "in_place", requests continue, and the cache remains.
+        """
         self.call("POST", "/end_weight_update", {})
         if self._pause != _IN_PLACE:
             self.call("POST", "/flush_cache", {})
 
     def checksum(self) -> str:
-        """Returns the server's own hash of all its parameters."""
+        """Returns a hash of all parameters of the server, as the server computes it."""
         found: Any = self.call("POST", "/weights_checker", {"action": "checksum"})
         return str(found["per_engine_checksum"])
 
@@ -151,7 +160,7 @@ class SglangServers:
         return found
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Opens the broadcast group with all servers, unless it is open.
+        """Opens the collective group through which rank 0 broadcasts weights to all servers, unless it is open already.
 
         Raises:
             EngineError: a server fails; the message names it.
@@ -162,14 +171,15 @@ class SglangServers:
             self._join(f"trine-{blocks.version.name}", blocks.until)
 
     def hold(self) -> None:
-        """Pauses all servers; raises EngineError with the name of a server that fails."""
+        """Pauses generation on all servers; raises EngineError with the name of a server that fails."""
         on_all(self._servers, SglangServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:
-        """Broadcasts the version into the servers' weights, a bucket at a time; then the servers generate again.
+        """Broadcasts the version into the servers' weights, a bucket of tensors at a time; then the servers generate
+        again.
 
         Raises:
-            EngineError: a server fails, and the message names it. Servers with a mix of weights stay paused.
+            EngineError: a server fails, and the message names it. Servers with weights of two versions stay paused.
         """
         number, group = blocks.version.number, self._group
         assert group is not None, "the version is prepared"
@@ -186,9 +196,7 @@ class SglangServers:
         on_all(self._servers, SglangServer.resume)
 
     def drop(self) -> None:
-        """Makes all servers continue with the old weights, except for a server with a mix of weights, which stays
-        paused.
-        """
+        """Makes all servers generate again with the old weights. A server with weights of two versions stays paused."""
         with suppress(EngineError):
             on_all(self._servers, lambda server: after_failure(server, SglangServer.resume))
 

@@ -49,19 +49,22 @@ class VllmServer(InferenceServer):
         self._pause = pause
 
     def absent(self, path: str) -> str:
-        """Returns the remedy, for an error, if the server does not have the route ``path``."""
+        """Returns a remedy, the vLLM version and option to start, for the error that the server lacks the route
+        ``path``.
+        """
         started = "--enable-scale-out" if path.startswith("/inference") else "VLLM_SERVER_DEV_MODE=1"
         return f"start vLLM 0.32 or later with {started}."
 
     @property
     def version(self) -> str:
-        """Name of the weights' version that the server reports."""
+        """Version name that the server reports for its weights."""
         return str(self.call("GET", "/weight_info")["weight_version"])
 
     def prepare(self, blocks: WeightBlocks, url: str) -> None:
-        """Makes the server's workers read the version into host memory from the training at ``url``.
+        """Makes the server's workers read the version of ``blocks`` into host memory, from the training at ``url``.
 
-        The weights in use do not change. Raises StoreRefusedError or GridError if the server fails.
+        The weights with which the server generates do not change. Raises StoreRefusedError or GridError if the server
+        fails.
         """
         self.limit(blocks.until - monotonic())
         init = BackendInit(url, blocks.version.run)
@@ -76,18 +79,24 @@ class VllmServer(InferenceServer):
             self.call("POST", "/update_weights", {"update_info": _fields(update)})
 
     def drop(self) -> None:
-        """Drops the version that the workers have read; the weights in use do not change."""
+        """Drops the version that the workers have read into host memory; the weights with which the server generates
+        remain.
+        """
         with suppress(StoreRefusedError):  # there is none, or a refusal has ended it
             self.call("POST", "/update_weights", {"update_info": _fields(BackendUpdate(0, (), 0.0))})
         with suppress(StoreRefusedError):
             self.call("POST", "/finish_weight_update")
 
     def pause(self) -> None:
-        """Pauses generation; the constructor's ``pause`` decides on running requests."""
+        """Pauses generation. Requests that run are finished, aborted or continued, as the constructor's ``pause``
+        names.
+        """
         self.call("POST", f"/pause?mode={self._pause}")
 
     def resume(self) -> None:
-        """Continues generation, unless the last update has failed and left a mix of weights."""
+        """Continues generation. Does nothing if the last update has failed and left weights of two versions in the
+        server.
+        """
         if self.version.endswith(INCOMPLETE):
             return
         if self._pause == "keep":  # the other modes have emptied the cache
@@ -95,7 +104,7 @@ class VllmServer(InferenceServer):
         self.call("POST", "/resume")
 
     def finish(self, number: int) -> None:
-        """Makes version ``number``, which is prepared, the server's weights.
+        """Copies the version that ``prepare`` has read over the server's weights, and names it ``number``.
 
         Raises StoreRefusedError or GridError if the server fails.
         """
@@ -138,7 +147,8 @@ class VllmServers:
         return self._last
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Makes the workers of all servers read the version into host memory.
+        """Makes the workers of all servers read the version of ``blocks`` into host memory; their weights do not
+        change.
 
         Raises:
             EngineError: a server fails; the message names it.
@@ -147,14 +157,14 @@ class VllmServers:
         on_all(self._servers, lambda server: server.prepare(blocks, url))
 
     def hold(self) -> None:
-        """Pauses all servers; raises EngineError with the name of a server that fails."""
+        """Pauses generation on all servers; raises EngineError with the name of a server that fails."""
         on_all(self._servers, VllmServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:
         """Makes the prepared version the weights of all servers, which then generate again.
 
         Raises:
-            EngineError: a server fails, and the message names it. A server with a mix of weights stays paused.
+            EngineError: a server fails, and the message names it. A server with weights of two versions stays paused.
         """
         on_all(self._servers, lambda server: _install(server, blocks.version.number))
         self._last = blocks.version.number
@@ -162,17 +172,19 @@ class VllmServers:
             self.compare(blocks)
 
     def drop(self) -> None:
-        """Drops the prepared version on all servers; they continue with the old weights, except for one with a mix of
-        weights.
+        """Drops the prepared version on all servers, and makes them generate again with the old weights.
+
+        A server with weights of two versions stays paused.
         """
         for step in (VllmServer.drop, VllmServer.resume):
             with suppress(EngineError):
                 on_all(self._servers, lambda server, step=step: after_failure(server, step))  # type: ignore[misc]
 
     def compare(self, blocks: WeightBlocks) -> None:
-        """Compares the parameters of all servers with the version, and reads its tensors once more for this.
+        """Compares the parameters of all servers with the version that the training has published.
 
-        Leaves out parameters that vLLM pads, packs or divides among workers.
+        Reads the tensors of the version once more for this. Leaves out parameters that vLLM pads, packs or divides
+        among workers.
 
         Raises:
             EngineError: a server has wrong values; the message names it and the tensors.

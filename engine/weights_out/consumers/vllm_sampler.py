@@ -18,7 +18,7 @@ _AT_ONCE = 64
 
 
 class VllmSample(NamedTuple):
-    """One sampled completion of a prompt."""
+    """One completion of a prompt that a vLLM server has sampled: its tokens and their log-probabilities."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float | None]
@@ -68,7 +68,10 @@ class VllmSampler:
                 raise EngineError(first_line(refusal)) from refusal
 
     def modes(self, seconds: float) -> list[str]:
-        """Returns the server option ``--logprobs-mode`` of each server; raises EngineError if a server fails."""
+        """Returns the value of the option ``--logprobs-mode`` of each vLLM server, such as "raw_logprobs".
+
+        Raises EngineError if a server fails or does not answer within ``seconds``.
+        """
         found = []
         for server in self._servers:
             server.limit(seconds)
