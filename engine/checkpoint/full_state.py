@@ -77,9 +77,9 @@ class FullState:
         over the world.
 
         Args:
-            buckets: flat buckets of trained and frozen parameters.
+            buckets: flat buckets (tensors that concatenate parameters) of trained and frozen parameters.
             average: weight average to return in place of the trained parameters; None: the parameters.
-            keys: keys to return, equal on all ranks; None: all.
+            keys: keys of the state dict to return, the same on all ranks; None: all keys.
         """
         entries = {key: entry for key, entry in self.entries.items() if keys is None or key in keys}
         wanted = {entry.name for entry in entries.values() if entry.kind == "parameter"}

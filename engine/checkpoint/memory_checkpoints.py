@@ -59,7 +59,9 @@ SHARED = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class HostMap:
-    """Ranks of each host, in ascending order. The host order defines the "next host" that stores a host's copies."""
+    """Ranks of each host, in ascending order. The copies of one host's files are stored on the host after it in this
+    order, and the last host's copies on the first.
+    """
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -148,13 +150,14 @@ class Mirror:
         self._with_rank_0 = any({0, host.rank} <= set(ranks) for ranks in hosts.hosts)
 
     def spread(self, step: Path) -> None:
-        """Copies the checkpoint at ``step``, which rank 0 has committed, to other hosts and commits it there.
-        Collective over the host group.
+        """Copies the checkpoint in the folder ``step``, which rank 0 has committed, to the memory of other hosts, and
+        commits it there. Collective over the host group.
 
-        Every rank receives the manifest and block hashes. Each rank sends its own files to one rank of another host.
+        Every rank receives the manifest and block hashes. Each rank sends the files that it has written to one rank of
+        another host.
 
         Raises:
-            CheckpointError: a rank has failed, or does not answer; the same on all ranks.
+            CheckpointError: a rank has failed, or does not answer; all ranks raise the same error.
         """
         told = self._tell(step)
         here = step
@@ -322,11 +325,11 @@ class MemoryCheckpoints:
         return step
 
     def find(self, host: HostGroup, beyond: int) -> MemoryStep | None:
-        """Opens the newest checkpoint after step ``beyond`` that is complete if the files of all hosts are combined.
-        Returns None if there is none.
+        """Opens the newest checkpoint of a step after ``beyond`` that is complete if the files of all hosts are
+        combined. Returns None if there is none.
 
         Raises:
-            CheckpointError: a host cannot answer; equal on all ranks.
+            CheckpointError: a host cannot answer; all ranks raise the same error.
         """
         folder = self._open(host)
         ours = list(_offers(folder.root))
@@ -350,7 +353,9 @@ class MemoryCheckpoints:
         self._found = self._server = None
 
     def remove(self) -> None:
-        """Deletes the copies in host memory at the end of a run. Communicates nothing."""
+        """Deletes the checkpoints in this host's memory, at the end of a run. Communicates nothing; the first rank of
+        each host deletes.
+        """
         self.close()
         if self._folder is not None and self._acts:
             self._folder.remove()
@@ -403,8 +408,8 @@ class MemoryCheckpoints:
 
 
 def newest_whole(offers: Iterable[_Offer], beyond: int) -> _Offer | None:
-    """Returns the newest checkpoint after step ``beyond`` that has every file on at least one host; None if there is
-    none. ``offers``: the checkpoints that each host has.
+    """Returns the newest checkpoint of a step after ``beyond`` that has every file on at least one host; None if there
+    is none. ``offers``: the checkpoints in the memory of each host.
     """
     held: dict[tuple[int, str], set[str]] = {}
     found: dict[tuple[int, str], _Offer] = {}

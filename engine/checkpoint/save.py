@@ -168,9 +168,9 @@ class Saver:
 
     Args:
         ownership: assignment of elements to the ranks that save them.
-        tensors: the tensors of ``model/``, equal on all ranks.
+        tensors: the tensors of ``model/``, the same on all ranks.
         host: process group of CPU tensors for all messages of a save.
-        lock: function that locks the folder of a run on rank 0, or raises.
+        lock: callback (folder of a run) that locks this folder on rank 0, or raises.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class Saver:
         return other
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies all state in ``ours`` and ``contents`` that training will change into host memory. The next snapshot
-        reuses the memory.
+        """Copies all state in ``ours`` and ``contents`` that training will change into host memory, and returns the
+        copy. The next call reuses the memory, so that the earlier snapshot is then invalid.
         """
         return self._snapshots.take(ours, contents)
 
@@ -209,11 +209,11 @@ class Saver:
         checkpoint's folder. Collective over the host group.
 
         Args:
-            snapshot: the snapshot, or the error that prevented it on this rank; then no rank writes.
+            snapshot: this rank's snapshot, or the error that prevented it; then no rank writes.
             keep: number of checkpoints that remain in ``folder``; None: all.
 
         Raises:
-            CheckpointError: a rank has failed; names it, with path and bytes. Equal on every rank.
+            CheckpointError: a rank has failed; names it, with path and bytes. All ranks raise the same error.
             EngineError: a rank can no longer be reached.
         """
         snapshot, written = self._begin(snapshot, folder, swept=True)
@@ -222,8 +222,8 @@ class Saver:
         return Path(verdict.text("folder"))
 
     def export(self, snapshot: Snapshot | Exception, folder: Path, shard_bytes: int | None = None) -> None:
-        """Writes the weights as a Hugging Face folder, without optimizer state. Files of equal names are replaced.
-        Collective over the host group.
+        """Writes the weights into ``folder`` in Hugging Face's format, without optimizer state. Existing files with the
+        names of the new ones are replaced. Collective over the host group.
 
         ``shard_bytes``: rank 0 merges the ranks' files into files of at most this many bytes; None: one file for each
         rank.

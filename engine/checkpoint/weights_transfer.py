@@ -91,8 +91,8 @@ def kind_bytes(kind: TensorKind) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Full tensors by name in one CPU buffer. A load can read from it like from a checkpoint (interface
-    ``TensorSource``).
+    """Full tensors by name in one CPU buffer. A load can read from it as from a checkpoint, because it has the
+    interface ``TensorSource``.
     """
 
     kinds: Mapping[str, TensorKind]
@@ -122,10 +122,11 @@ def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) 
 
 
 def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[[Image], None]) -> Image:
-    """Returns the full tensors of ``kinds`` on every rank. On each rank, ``fill`` writes its pieces into the buffer,
-    and one all-reduce over the world (label "weights") combines them.
+    """Returns the full tensors ``kinds`` (dtype and shape by name) on every rank. On each rank, the callback ``fill``
+    writes this rank's pieces into the buffer of zeros; one all-reduce over the world (label "weights") combines the
+    buffers.
 
-    Ranks that write the same element must write equal values.
+    If several ranks write one element, they must write the same value.
     """
     sizes = [kind_bytes(kind) for kind in kinds.values()]
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)

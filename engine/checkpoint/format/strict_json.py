@@ -41,8 +41,8 @@ def dump(value: Mapping[str, Any]) -> bytes:
 
 
 class Fields:
-    """Typed access to the fields of a JSON object. A field that is missing or has a wrong type or range raises a
-    CheckpointError that names it.
+    """Typed access to the fields of a JSON object. If a field is missing, or has a wrong type or range, a method raises
+    a CheckpointError that names the field.
     """
 
     def __init__(self, value: Any, what: str) -> None:
@@ -79,8 +79,8 @@ class Fields:
         return self._value.get(name)
 
     def each(self, name: str, read: Callable[[Any, str], _Value]) -> dict[str, _Value]:
-        """Returns the JSON object in field ``name``, with each value converted by ``read(value, description for
-        messages)``.
+        """Returns the JSON object in field ``name``, with each value converted by the callback ``read``. Its arguments
+        are the value, and the value's name for error messages.
         """
         return {key: read(value, f"{self.what}: {name}[{key!r}]") for key, value in self.object(name).items()}
 
