@@ -15,8 +15,9 @@ from engine.zero.optim.flat_optimizers import FlatOptimizer
 class FlatMatrixOptimizer(FlatOptimizer):
     """Base class of optimizers that need whole matrices: Muon, SOAP and Shampoo.
 
-    If its tensors are whole matrices, ``step`` updates them. If they are shards (``apart``), ``step`` only stores
-    update directions in ``directions``. ``MatrixUpdates`` then computes the updates across ranks.
+    If its tensors are whole matrices, ``step`` updates them. If they are shards (``apart`` is True), ``step`` does not
+    update: it stores an update direction for each shard in ``directions``, and :class:`MatrixUpdates` then computes the
+    updates across ranks.
     """
 
     apart = False

@@ -134,8 +134,8 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """Optimizer over parameter shards in place of the user's optimizer, which updates whole parameters. It has the
-    user's groups and options.
+    """Optimizer over shards of parameters, in place of the user's optimizer, which can update only whole parameters. It
+    has the user's parameter groups and options.
     """
 
     reads_weights = True
