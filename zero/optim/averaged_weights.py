@@ -103,8 +103,7 @@ _READERS = frozenset({
 
 
 class Average(Protocol):
-    """Interface of an object that returns averages of weights, such as an exponential moving average, bucket by bucket.
-    """
+    """Interface of an object that returns averages of weights, such as an exponential moving average, by bucket."""
 
     def of(self, flat: FlatBucket) -> Tensor:
         """Returns the averages of the elements of the bucket ``flat`` that this rank updates, as a flat tensor."""

@@ -23,8 +23,7 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """Options of a parameter group that replace the defaults of the optimizer. An option that is None is not replaced.
-    """
+    """Options of a parameter group that replace the defaults of the optimizer. None: the default is used."""
 
     lr: float | None = None
     weight_decay: float | None = None
