@@ -59,7 +59,7 @@ def state_entries(model: nn.Module) -> dict[str, Entry]:
 
 
 class FullState:
-    """Gatherer of the model's full state dict on rank 0."""
+    """Gatherer of the user's full ``model.state_dict()`` from the shards of all ranks into CPU memory of rank 0."""
 
     def __init__(self, model: nn.Module, plan: Plan, entries: Mapping[str, Entry], comm: Comm) -> None:
         self._model, self._plan, self.entries, self._comm = model, plan, entries, comm

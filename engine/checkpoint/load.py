@@ -53,7 +53,7 @@ class TensorSource(Protocol):
         """Folder of the tensors, or another description of the source, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the requested pieces of tensors into their target memory."""
+        """Copies the pieces of tensors that ``wanted`` requests from the source into each request's target memory."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class Loader:
         return buffer if buffer in self.source.kinds else f"param/{leaf}"
 
     def tell_differences(self) -> None:
-        """Logs which tensors are only in ``source`` and which are only in the model. ``check`` allows them if
-        ``strict`` is False.
+        """Logs the names of tensors that only ``source`` has, and of tensors that only the model has. ``check`` accepts
+        such differences if ``strict`` is False.
         """
         for names, told in (
             (self._absent(), "the checkpoint lacks %d tensor(s), which keep their values: %s%s"),

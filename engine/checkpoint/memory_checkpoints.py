@@ -82,13 +82,15 @@ class HostMap:
         return following[self.hosts[host].index(rank) % len(following)] if len(self.hosts) > 1 else None
 
     def kept(self, rank: int) -> list[int]:
-        """Returns the ranks on other hosts that have the copies of their files on ``rank``, ascending."""
+        """Returns the ranks on other hosts of which this host's rank ``rank`` stores the copies of their files,
+        ascending.
+        """
         return [other for other in sorted(self._host_of) if self.keeper(other) == rank]
 
 
 def find_hosts(host: HostGroup, identity: str) -> HostMap:
-    """Groups the ranks by host and returns the groups. Ranks with the same ``identity``, from :func:`memory_identity`,
-    share host memory. Collective.
+    """Groups all ranks by host and returns the groups. Ranks that pass the same ``identity``, from
+    :func:`memory_identity`, share host memory. ``host``: process group of all ranks for CPU messages. Collective.
 
     Raises:
         EngineError: a rank cannot be reached.
@@ -143,7 +145,9 @@ class _Copy:
 
 
 class Mirror:
-    """Distribution of one saved checkpoint over the memory of the hosts. Every save makes a new one on every rank."""
+    """Distribution of one saved checkpoint over the memory of the hosts, so that each file is on two hosts. Every rank
+    makes a new object for every save.
+    """
 
     def __init__(self, host: HostGroup, hosts: HostMap, folder: MemoryFolder, files: MemoryFiles) -> None:
         self._host, self._hosts, self._folder, self._files = host, hosts, folder, files
@@ -345,7 +349,9 @@ class MemoryCheckpoints:
         return self._reach(host, _Offer(**answer["chosen"]), ours, answer["secret"])
 
     def close(self) -> None:
-        """Stops the file server from which other hosts read. Call it after all ranks have read their data."""
+        """Stops this host's file server, from which other hosts read checkpoints. Call it after all ranks have read
+        their data.
+        """
         if self._found is not None:
             self._found.files.hang_up()
         if self._server is not None:

@@ -66,7 +66,9 @@ class MemoryFiles(Files):
         os.close(file)
 
     def make_folder(self, path: Path) -> None:
-        """Creates a folder. It may exist already, because another rank of this host has created it."""
+        """Creates the folder ``path``. Raises no error if it exists, because another rank of this host may have created
+        it.
+        """
         path.mkdir(exist_ok=True, mode=0o700)
 
 
@@ -154,7 +156,9 @@ class Holder:
 
 
 class FileServer:
-    """Server that sends files of this host to other hosts. It runs in separate threads until ``close``."""
+    """Server that sends checkpoint files in this host's memory to other hosts. It runs in separate threads until
+    ``close``.
+    """
 
     def __init__(self, address: str, secret: str, folder: Path, names: Sequence[str]) -> None:
         server = self

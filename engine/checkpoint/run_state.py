@@ -59,7 +59,7 @@ class RunState:
 
     @cached_property
     def ownership(self) -> SaveOwnership:
-        """Assignment of the elements of every parameter to the ranks that save them."""
+        """Assignment of the elements of every parameter to ranks. A rank saves the elements assigned to it."""
         return SaveOwnership(self.runtime.plan)
 
     @cached_property
@@ -105,7 +105,7 @@ class RunState:
 
     @property
     def local_tensors(self) -> LocalTensors:
-        """Views of this rank's shards of weights, masters and optimizer state."""
+        """Views of this rank's live weights, fp32 master weights and optimizer state, to save or to load into."""
         return LocalTensors(self.ownership, self.comm.grid.coord(), self.runtime.inventory)
 
     @property
@@ -182,7 +182,7 @@ class RunState:
         }
 
     def dtype(self) -> str:
-        """Returns the dtype that most bytes of the model's tensors have, by its torch name, such as "bfloat16"."""
+        """Returns the dtype, by its torch name such as "bfloat16", that most bytes of the model's tensors have."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:
             sizes[tensor.kind.dtype] = sizes.get(tensor.kind.dtype, 0) + tensor.kind.bytes

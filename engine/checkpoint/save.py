@@ -73,12 +73,16 @@ class Report:
     """Temporary folder of the save on this rank."""
 
     def file(self, name: str, size: int, hashes: Hashes) -> None:
-        """Adds a written file to the report, with its size in bytes and block hashes."""
+        """Adds the file ``name``, which this rank has written, to the report: its size in bytes and the hashes of its
+        blocks.
+        """
         self.files[name] = size
         self.hashes[name] = hashes
 
     def piece(self, tensor: str, kind: TensorKind, stored: StoredPiece) -> None:
-        """Adds a piece that this rank has written to the report. ``kind``: dtype and full shape of the tensor."""
+        """Adds ``stored``, a piece of the tensor ``tensor`` that this rank has written, to the report. ``kind``: dtype
+        and full shape of the tensor.
+        """
         entry = {"dtype": kind.dtype, "shape": list(kind.shape), **piece_to_json(stored, stored.file)}
         self.pieces.setdefault(tensor, []).append(entry)
 
@@ -93,12 +97,12 @@ class Report:
 
 
 def digests(tracked: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the hex sha256 of each registered object's JSON state, by the object's name."""
+    """Returns the hex sha256 of each registered object's JSON state, by the object's name. Ranks compare it."""
     return {name: hashlib.sha256(dump({"state": state})).hexdigest() for name, state in tracked.items()}
 
 
 def failure(problem: str) -> bytes:
-    """Returns the report of a rank that could not write its files. ``problem``: the error text."""
+    """Returns the report, as JSON bytes, of a rank that could not write its files. ``problem``: the error text."""
     return dump({"problem": problem})
 
 

@@ -101,12 +101,12 @@ class Image:
     name: Path | str = "the other engine"
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the requested pieces from the buffer into their target memory."""
+        """Copies the pieces of tensors that ``wanted`` requests from the buffer into each request's target memory."""
         for request in wanted:
             _copy(request.piece, self.kinds[request.tensor].width, self.places[request.tensor], request.target, True)
 
     def write(self, tensor: str, piece: Piece, values: Tensor) -> None:
-        """Copies ``values``, this rank's piece of the tensor named ``tensor``, into the buffer."""
+        """Copies ``values``, the elements ``piece`` of the tensor named ``tensor``, into the buffer of full tensors."""
         _copy(piece, self.kinds[tensor].width, self.places[tensor], as_bytes(values), False)
 
 

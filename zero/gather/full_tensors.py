@@ -141,8 +141,8 @@ def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tenso
     0 elements if only other data ranks store the parameter. At the end of the context, elements that the user has
     written are stored.
 
-    At the end, all data ranks exchange if they have written (a collective). Buckets of masters with written elements
-    are then all-gathered over dp.
+    If the tensors are master weights, data ranks then compare if any has written, and all-gather only the buckets with
+    written elements. Collective.
     """
     chosen = _matching(shards, pattern)
     parts: dict[str, tuple[HeldPart, Tensor]] = {}

@@ -258,10 +258,8 @@ class ParameterGatherer:
 
     def around(self, group: int | None) -> AbstractContextManager[None]:
         """Returns the context of one module call. ``group``: the module's gather group; None for a module that contains
-        groups.
-
-        Outside a pass, the context gathers the module's buckets. Recomputation in another engine's backward starts a
-        pass.
+        groups. Outside a pass, the context gathers the module's buckets, and frees them at its end. But a call inside a
+        backward that autograd runs, such as recomputation, starts a pass.
         """
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()

@@ -333,7 +333,7 @@ class UnshardedBuckets:
     @contextmanager
     def without_content(self) -> Iterator[None]:
         """Makes the shapes of all parameters readable inside the context. Parameters that are not gathered have no
-        values then, and a read of them raises no error.
+        memory for values then, so code inside must not read their values.
         """
         states = enumerate(self._states)
         hidden = [index for index, each in states if each is not BucketState.SHOWN and index not in self._resident]

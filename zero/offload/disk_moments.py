@@ -274,7 +274,7 @@ class DiskMoments:
 
     def begin(self, number: int) -> bool:
         """Loads the moments of the set ``number`` (optimizer tensors of one bucket) into host memory for its update,
-        and starts to read the next ones. Returns False if a disk failure is known, or the moments differ from the last
+        and starts to read the next set's. Returns False if a disk failure is known, or the moments differ from the last
         write; the set must then not be updated.
         """
         if not self._sets[number] or not self._buffers.size:

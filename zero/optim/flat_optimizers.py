@@ -289,7 +289,7 @@ class FlatAdam(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the two moments."""
+        """Names of the two moments: "exp_avg" and "exp_avg_sq"."""
         return ("exp_avg", "exp_avg_sq")
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -336,7 +336,7 @@ class FlatSGD(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Name of the momentum buffer; () if the momentum is 0."""
+        """Name of the momentum buffer, "momentum_buffer"; () if the momentum of every parameter group is 0."""
         return ("momentum_buffer",) if any(group["momentum"] for group in self.param_groups) else ()
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
@@ -363,7 +363,7 @@ class FlatLion(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Name of the momentum tensor."""
+        """Name of the momentum tensor: "exp_avg"."""
         return ("exp_avg",)
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:

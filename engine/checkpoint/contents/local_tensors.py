@@ -50,7 +50,9 @@ class ModelTensor:
 
     @property
     def entries(self) -> Sequence[FilePart]:
-        """Safetensors entries in ``model/`` that together contain the elements of this tensor, in row-major order."""
+        """Entries of a safetensors file in ``model/`` that together contain all elements of this tensor, in row-major
+        order: one entry, or several, such as one for each expert.
+        """
         if self.row is None and self.parts:  # a buffer may have been replaced by one of another shape
             return file_parts(self.parts[0].key, self.kind.shape)
         return file_parts(self.key, self.kind.shape, self.parts)
@@ -133,11 +135,13 @@ class SaveOwnership:
         return piece if piece.elements else None
 
     def frozen_dtype(self, row: ShardRow) -> torch.dtype:
-        """Returns the dtype that the forward pass uses for a frozen parameter."""
+        """Returns the dtype that the forward pass uses for the frozen parameter ``row``."""
         return self.plan.precision.frozen(row.name, row.dtype)
 
     def kind(self, row: ShardRow) -> TensorKind:
-        """Returns the full shape of a parameter, and the dtype that the forward pass uses for it."""
+        """Returns the full shape of the parameter ``row``, and the dtype (as safetensors names it) that the forward
+        pass uses.
+        """
         precision = self.plan.precision
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else self.frozen_dtype(row)
         return TensorKind(code_of(str(dtype).removeprefix("torch.")), row.shape)
@@ -186,7 +190,7 @@ def _spread(sizes: Sequence[tuple[int, int]], plan: Plan) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements of one tensor of the checkpoint that are in this rank's memory."""
+    """Elements of one tensor of a checkpoint that this rank has in memory, as a view of the live training state."""
 
     tensor: str
     """Name in the checkpoint: "param/...", "master/...", "exp_avg/..."."""
@@ -221,7 +225,7 @@ class LocalTensors:
 
     @property
     def places(self) -> Sequence[UpdatedTensor]:
-        """Flat tensors that this rank's optimizer updates."""
+        """Flat tensors that this rank's optimizer updates, each with its position in a flat bucket."""
         return self.inventory.optimizer.places
 
     def weights(self, copies: bool = False) -> Iterator[Held]:
@@ -247,7 +251,7 @@ class LocalTensors:
         dict(self.inventory.model.named_parameters())[row.name].data.copy_(codes)
 
     def masters(self) -> Iterator[Held]:
-        """Yields this rank's fp32 master weights of bf16 and fp16 parameters."""
+        """Yields this rank's fp32 master weights of bf16 and fp16 parameters, as views; nothing for fp32 parameters."""
         for state in self.inventory.masters():
             if state.flat is not None and state.flat.wide is not None:
                 yield from self._of(state, "master")

@@ -111,8 +111,8 @@ class Messages:
 
 
 class Snapshots:
-    """Maker of one rank's snapshots. It also copies weights that other ranks send into the image of this rank's model
-    file.
+    """Maker of one rank's snapshots (copies of its state in host memory). It also puts weights that other ranks send
+    into a snapshot's image of the model file, the bytes of this rank's file in ``model/``.
     """
 
     def __init__(self, ownership: SaveOwnership, tensors: Sequence[ModelTensor], rank: int) -> None:
@@ -172,8 +172,8 @@ class Snapshots:
 
     @torch.no_grad()
     def put(self, snapshot: Snapshot, source: int, message: memoryview) -> None:
-        """Copies the weights in ``message``, which the rank ``source`` has sent, into the image of this rank's model
-        file.
+        """Copies the weights in ``message``, which the rank ``source`` has sent, into the model file's image in
+        ``snapshot``.
         """
         for tensor, piece, start, stop in self._messages.parts(self._grid.coord(source), self._grid.rank):
             values = as_tensor(message[start:stop], TensorKind(tensor.kind.dtype, (piece.elements,)))

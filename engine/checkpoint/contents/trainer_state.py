@@ -36,10 +36,10 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns the object's state as JSON values, for ``load_state_dict``."""
+        """Returns the object's state as JSON values, which ``load_state_dict`` accepts."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Restores the object's state."""
+        """Restores the object's state from ``state``, which ``state_dict`` has returned in the saved run."""
 
 
 @dataclass(frozen=True, slots=True)

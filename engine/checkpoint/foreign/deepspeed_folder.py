@@ -57,7 +57,9 @@ def count_of(state: Mapping[str, Any], key: str, default: int = 0) -> int:
 
 
 def zero_stage_of(optimizer: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage of a DeepSpeed optimizer state; 1 if it has none, as in bf16 runs."""
+    """Returns the ZeRO stage that the dict ``optimizer`` of a DeepSpeed checkpoint records; 1 if it records none, as in
+    bf16 runs.
+    """
     value = optimizer.get("zero_stage", 1)
     value = value.arguments[0] if isinstance(value, PickledObject) and value.arguments else value
     return value if isinstance(value, int) else 1

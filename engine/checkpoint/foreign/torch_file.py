@@ -74,7 +74,7 @@ class TorchTensor:
         return FileSpan(self.path, self.start + first * self.kind.width, piece)
 
     def check_row(self, tensor: str) -> None:
-        """Raises CheckpointError if the tensor is not contiguous; ``tensor`` is its name for the message."""
+        """Raises CheckpointError if this tensor is not contiguous (row-major). ``tensor``: its name for the message."""
         expected = 1
         for size, stride in reversed(list(zip(self.kind.shape, self.strides, strict=True))):
             if size != 1 and stride != expected and self.kind.elements:
@@ -276,11 +276,7 @@ def _is_natural(value: Any) -> bool:
 
 
 def value_dict(value: Any, what: str) -> dict[Any, Any]:
-    """Returns ``value`` if it is a dict.
-
-    Raises:
-        CheckpointError: it is another type; ``what`` names it in the message.
-    """
+    """Returns ``value`` if it is a dict. Raises CheckpointError, which names the source, for another type."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{what} has a {type(value).__name__} in place of a dict: it is damaged; {COPY_AGAIN}")
     return value

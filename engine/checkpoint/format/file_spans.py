@@ -15,7 +15,7 @@ from engine.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Piece of a tensor that is contiguous in a file, and its position in the file."""
+    """Piece (elements) of a tensor that is contiguous in a file, with the file's path and the offset of the piece."""
 
     path: Path
     start: int

@@ -41,7 +41,9 @@ class Files:
         return os.open(path, flags, 0o644)
 
     def write(self, file: int, data: memoryview) -> None:
-        """Appends ``data`` to an open file. With O_DIRECT, ``data`` must be whole pages at page-aligned addresses."""
+        """Appends all of ``data`` to an open file. If ``create`` has opened it with O_DIRECT, ``data`` must begin at a
+        page boundary and be whole pages.
+        """
         while data:
             try:
                 written = os.write(file, data)
@@ -62,7 +64,9 @@ class Files:
         os.fsync(file)
 
     def sync_folder(self, path: Path) -> None:
-        """Calls fsync on a folder, so that its file names survive a crash."""
+        """Calls fsync on the folder ``path``, so that the names of new and renamed files in it survive a crash of the
+        machine.
+        """
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with named(path):

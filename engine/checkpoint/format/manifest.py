@@ -201,7 +201,8 @@ def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) ->
 
 
 def from_fields(fields: Fields) -> Manifest:
-    """Parses and checks a manifest that is one file. ``fields``: the fields of its JSON object.
+    """Parses and checks a manifest that is not split into index files. ``fields``: the fields of the JSON object in
+    ``manifest.json``.
 
     Raises:
         CheckpointError: the manifest is damaged, has an unknown format or version, names a file outside the folder, or
@@ -241,7 +242,9 @@ def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[
 
 
 def check_version(fields: Fields, known: int = MAJOR) -> None:
-    """Raises CheckpointError if the format in ``fields`` is unknown, or its major version is not ``known``."""
+    """Raises CheckpointError if the manifest's ``fields`` name another format than this engine's, or a version with
+    another major number than ``known``.
+    """
     if fields.text("format") != FORMAT:
         raise CheckpointError(
             f"{fields.what} has format {fields.text('format')[:40]!r}, but this engine reads {FORMAT!r}; pass a "

@@ -40,7 +40,9 @@ class Part:
 
     @property
     def box(self) -> tuple[int, ...]:
-        """Shape of the full tensor, with the first dim reduced to the range ``outer``."""
+        """Shape of the full tensor, except that the first dim has only the rows in the range ``outer``, if that is
+        given.
+        """
         if self.outer is None:
             return self.shape
         return (self.outer[1] - self.outer[0], *self.shape[1:])
@@ -54,7 +56,7 @@ class Part:
         return inner * sum(stop - start for start, stop in self.rows)
 
     def whole(self) -> "Piece":
-        """Returns a piece with all elements of the part."""
+        """Returns all elements of this part as a piece."""
         return Piece(self, 0, self.elements)
 
     @property
@@ -101,11 +103,15 @@ class Piece:
 
     @property
     def is_inside(self) -> bool:
-        """True if the piece is inside its part, and the part inside the full tensor."""
+        """True if ``start:stop`` is within the part's elements, and the part's rows ascend and are inside the full
+        tensor.
+        """
         return self.part.is_inside and 0 <= self.start <= self.stop <= self.part.elements
 
     def spans(self) -> Spans:
-        """Returns the contiguous ranges of the flattened full tensor that make up the piece."""
+        """Returns the contiguous ranges of elements in the flattened full tensor that make up this piece, in ascending
+        order.
+        """
         full, count = _full_spans(self.part)
         local = np.cumsum(count) - count
         first = np.maximum(local, self.start)
@@ -126,8 +132,9 @@ class Piece:
 
 
 class Runs(NamedTuple):
-    """Ranges of elements that are contiguous both in a source piece and in a target piece. The three arrays have an
-    entry for each range: its offset in the source, its offset in the target, and its length.
+    """Ranges of elements that are contiguous both in a source piece and in a target piece of a tensor. The three arrays
+    have one entry for each range: its offset in the source piece, its offset in the target piece, and its number of
+    elements.
     """
 
     source: Numbers

@@ -47,7 +47,7 @@ class ReadRequest:
 
 
 class Copy(NamedTuple):
-    """Bytes of a file to read, and the memory that receives them."""
+    """Byte range of a file to read, the memory that receives it, and the name of the tensor for messages."""
 
     start: int
     length: int
@@ -69,7 +69,7 @@ class OpenCheckpoint(Protocol):
         """Folder of the checkpoint, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the requested pieces of tensors into their target memory."""
+        """Copies the pieces of tensors that ``wanted`` requests from the files into each request's target memory."""
 
     def check_file(self, file: str) -> None:
         """Reads the file ``file`` of the checkpoint and checks the hash of every block. Does nothing if the checkpoint,
@@ -361,7 +361,7 @@ def _listed(tensors: Sequence[str]) -> str:
 
 
 def copies(shared: Runs, begin: int, width: int, want: ReadRequest) -> Iterator[Copy]:
-    """Yields the byte ranges to copy from a file into the target of the request ``want``.
+    """Yields the byte ranges that must be copied from a file into the target memory of the request ``want``.
 
     Args:
         shared: elements that the stored piece (source) and the requested piece (target) have in common.

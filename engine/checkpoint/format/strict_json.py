@@ -94,7 +94,9 @@ class Fields:
 
 
 def natural(value: Any, what: str) -> int:
-    """Returns ``value`` if it is an integer from 0 to 2^63 - 1; raises CheckpointError otherwise."""
+    """Returns ``value`` if it is an integer from 0 to 2^63 - 1. Raises CheckpointError, which names the source,
+    otherwise.
+    """
     if type(value) is not int or not 0 <= value < 2**63:
         raise CheckpointError(
             f"{what} is {_named(value)}, not a whole number of 0 or more: the file is damaged; {COPY_AGAIN}"
@@ -103,7 +105,7 @@ def natural(value: Any, what: str) -> int:
 
 
 def naturals(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value`` as a tuple if it is a list of integers from 0 to 2^63 - 1; raises CheckpointError otherwise."""
+    """Returns ``value``, a list of integers from 0 to 2^63 - 1, as a tuple. Raises CheckpointError otherwise."""
     if not isinstance(value, list):
         raise CheckpointError(f"{what} is {_named(value)}, not a list: the file is damaged; {COPY_AGAIN}")
     return tuple(natural(item, what) for item in value)

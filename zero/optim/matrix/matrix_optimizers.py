@@ -62,11 +62,11 @@ class FlatMatrixOptimizer(FlatOptimizer):
 
 
 class FlatMuon(FlatMatrixOptimizer):
-    """Muon. It stores one momentum per weight, from which the update direction of a matrix is computed."""
+    """Muon. It stores one momentum per weight; a matrix's update is computed from the momenta of all its weights."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Name of the momentum tensor."""
+        """Name of the momentum tensor: "momentum_buffer"."""
         return ("momentum_buffer",)
 
     def rule(self, group: Mapping[str, Any]) -> MuonRule:
@@ -87,7 +87,9 @@ class FlatMuon(FlatMatrixOptimizer):
 
 
 class FlatSOAP(FlatMatrixOptimizer):
-    """SOAP. Its update direction is the gradient, and its state, such as preconditioners, belongs to whole matrices."""
+    """SOAP. A matrix's update is computed from its whole gradient and from state, such as preconditioners, that belongs
+    to the whole matrix. No state is stored per weight of a shard.
+    """
 
     families = SOAP_STATE
 
@@ -97,7 +99,9 @@ class FlatSOAP(FlatMatrixOptimizer):
 
 
 class FlatShampoo(FlatMatrixOptimizer):
-    """Shampoo. Its update direction is the gradient, and its state (preconditioners) belongs to whole matrices."""
+    """Shampoo. A matrix's update is computed from its whole gradient and from state (preconditioners) that belongs to
+    the whole matrix. No state is stored per weight of a shard.
+    """
 
     families = SHAMPOO_STATE
 

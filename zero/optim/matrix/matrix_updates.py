@@ -122,7 +122,7 @@ class MatrixUpdates:
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of the state tensors that belong to full matrices, such as preconditioners, over all optimizers."""
+        """Names of the state tensors of full matrices, such as preconditioners, that any combined optimizer stores."""
         return frozenset(family for maker in self._makers for family in maker.families)
 
     @property

@@ -109,11 +109,12 @@ def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]])
 def rounds_of(
     owners: Mapping[str, int], costs: Mapping[str, int], held: Mapping[str, Sequence[int]], order: Sequence[str]
 ) -> list[list[str]]:
-    """Divides the matrices into rounds with about equal work for every owner. Returns the names in each round.
+    """Divides the matrices into rounds with about the same work for every owner in each round. Returns the names in
+    each round.
 
-    There are at most ``ROUNDS`` rounds. There are fewer if owners have fewer matrices, or if padding would make
-    messages exceed ``SURPLUS`` times a single round's. There are more if an owner would gather over ``ROUND_ELEMENTS``
-    in a round.
+    There are at most 4 rounds. There are fewer if owners have fewer matrices, or if padding would make the messages of
+    all rounds exceed 1.25 times the messages of a single round. There are more if an owner would otherwise gather more
+    than 2^24 elements in one round.
 
     Args:
         owners: owner rank of each matrix.

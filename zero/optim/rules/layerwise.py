@@ -47,7 +47,7 @@ class FlatLayerwise(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the moments that any parameter group has."""
+        """Names of the moments, such as "exp_avg", that the update rule of any parameter group uses."""
         return tuple(dict.fromkeys(name for group in self.param_groups for name in self.rule(group).moment_names))
 
     def rule(self, group: Mapping[str, Any]) -> LayerRule:
@@ -55,8 +55,8 @@ class FlatLayerwise(FlatOptimizer):
         raise NotImplementedError
 
     def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
-        """Returns the moments of ``weight`` in the order of the rule's names, each in the shape of ``weight``.
-        ``group``: the parameter group of ``weight``.
+        """Returns the moments of ``weight``, each in the shape of ``weight``, in the order in which the update rule of
+        its parameter group ``group`` names them. Moments that do not exist yet are made as zeros.
         """
         return [self._moments([weight], name)[0] for name in self.rule(group).moment_names]
 

@@ -57,8 +57,8 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the weights of ``optimizer``, which are not sharded, by their schedule-free averages, in place. Weights
-    of other optimizers do not change.
+    """Replaces the weights of ``optimizer``, which must not be sharded, by their schedule-free averages x, in place. If
+    several optimizers are combined, weights that another type of optimizer updates do not change.
     """
     parts = optimizer.parts if isinstance(optimizer, PlainComposite) else [optimizer]
     for part in (part for part in parts if isinstance(part, FlatScheduleFreeAdamW)):
