@@ -64,8 +64,8 @@ class ClientState(dict[str, Any]):
 
 
 def find_checkpoint(folder: Path, host: HostGroup, files: Files, missing_ok: bool = False) -> Path | None:
-    """Finds the checkpoint to load: ``folder`` itself if it is one, otherwise the newest in it. None if there is none
-    and ``missing_ok`` is True. Rank 0 searches and sends the result to all ranks.
+    """Finds the checkpoint to load: ``folder`` itself if it is a checkpoint, otherwise the newest checkpoint in it.
+    Returns None if there is none and ``missing_ok`` is True. Rank 0 searches and sends the result to all ranks.
 
     Raises:
         CheckpointError: ranks passed different folders; there is no checkpoint, and ``missing_ok`` is False.

@@ -31,7 +31,7 @@ def copy_weights(source: RunState, target: RunState) -> None:
     """Copies parameters and persistent buffers of ``source`` into ``target``, cast to the target's dtypes. The target's
     optimizer state does not change. Collective over the world.
 
-    If ``source`` has fp32 masters, their values are copied.
+    If ``source`` has fp32 masters, their values are copied in place of the rounded weights.
 
     Raises:
         EngineError: the models differ, or the engines run on different ranks; on all ranks, before communication.

@@ -33,8 +33,8 @@ LABEL = "full tensors"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """Elements ``part`` of a bucket in this rank's memory, ``values``. Users see these elements as ``values`` times
-    ``factor``; 1 if they see them as stored.
+    """Elements ``part`` of a bucket in this rank's memory, ``values``. Users see these elements as ``values * factor``,
+    for example as the averaged gradient where ``values`` is a sum.
     """
 
     flat: FlatBucket

@@ -94,7 +94,8 @@ class Gathers:
 
 
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
-    """Returns the order in which a rank with the pipeline stages ``stages`` uses its gather groups.
+    """Returns the order in which a rank with the pipeline stages ``stages`` uses its gather groups, modules of which
+    the sharded parameters are gathered together.
 
     ``fed``: stages with inputs that depend on trained parameters, so that their backward goes through all groups. The
     backward of another stage ends at the first group with a trained parameter.

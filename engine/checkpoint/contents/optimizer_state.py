@@ -76,7 +76,8 @@ def arranged(
     tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """Arranges optimizer state for the manifest of a save. Returns the tensors to list, and a dict of the scalars: one
-    set of scalars for each group, and a set for each parameter with other scalars than the first of its group.
+    set of scalars for each group, and a set for each parameter with other scalars than the first parameter of its
+    group.
 
     State of a one-element parameter is listed as a tensor, except if other parameters of its group have this state as a
     scalar.
@@ -205,7 +206,9 @@ class Families:
         self._groups, self._found, self._fresh = groups, found, frozenset(stored.get("fresh", ()))
 
     def of(self, parameters: Iterable[str]) -> set[str]:
-        """Returns the names of all moments that the checkpoint must have for any of ``parameters``."""
+        """Returns the names of all moments, such as "exp_avg", that the checkpoint must have for at least one of
+        ``parameters``.
+        """
         groups = self._groups
         return {
             family

@@ -46,8 +46,8 @@ class Stateful(Protocol):
 class TrainerState:
     """Counters, registered objects and random generators of a run: its state without the model and the optimizer.
 
-    A load restores them before the model exists. A model that is built for its first batch takes that batch from a
-    sampler, so the sampler's position must be restored before.
+    A load restores them before the model exists. The reason is that the model may be built when its first batch
+    arrives; the batch comes from a sampler, which must have its restored position then.
     """
 
     update: Update

@@ -46,7 +46,8 @@ def open_checkpoint(files: Files, folder: Path, optimizer: bool = True) -> OpenC
 
 
 def open_foreign(files: Files, folder: Path, optimizer: bool = True) -> ForeignStep:
-    """Opens another engine's checkpoint: DeepSpeed, Megatron or torch.distributed.checkpoint.
+    """Opens another engine's checkpoint: DeepSpeed, Megatron or torch.distributed.checkpoint. Client state that JSON
+    cannot express is left out, with a logged warning.
 
     Args:
         optimizer: True to read optimizer state too.

@@ -138,8 +138,8 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 def tensors_of_fragments(
     ranks: Sequence[RankState], found: Mapping[str, Sequence[FlatFragment]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SpannedTensor]:
-    """Returns the weights and moments of all parameters as tensors that are still in the files, by name, such as
-    "param/NAME" and "exp_avg/NAME".
+    """Returns the weights and moments of all parameters by name, such as "param/NAME" and "exp_avg/NAME". Each is a
+    description of the pieces of its full tensor in the files; values are not read.
 
     Args:
         found: fragments of each parameter in the flat tensors of ``ranks``.

@@ -18,8 +18,8 @@ PAGE = 4096
 
 
 class Files:
-    """File operations that checkpoints use, on the local file system. Subclasses replace them, for example to read from
-    other hosts.
+    """File operations that checkpoints use, here on the local file system. Subclasses override them, for example to
+    read from other hosts.
     """
 
     def make_folder(self, path: Path) -> None:
