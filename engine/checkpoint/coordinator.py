@@ -61,10 +61,9 @@ receives it too, forwards it to its own processes."""
 
 
 class StopSignal:
-    """SIGTERM handler that records the first signal, for the run to save and end; a later one ends the process.
-
-    The user's earlier handler is called for the first signal; if it exits, the run saves before. Several engines may
-    stack handlers; each receives the signal. A handler removed outside the main thread only passes signals on.
+    """SIGTERM handler that records the first signal, so that the run saves and ends; a later signal ends the process.
+    At the first signal it also calls the user's earlier handler, and delays an exit in it until the run has saved.
+    Handlers of several engines call each other. One removed outside the main thread only passes signals on.
     """
 
     def __init__(self) -> None:
@@ -111,7 +110,7 @@ class StopSignal:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Removes this handler. The previous handler is restored, or a later handler calls it from now on."""
+        """Removes this handler. Its previous handler is called again, also by a handler that was installed later."""
         if not self._active:
             return
         self._active = False
@@ -195,7 +194,7 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Loads initial weights or the requested checkpoint, right after the model was sharded. Collective."""
+        """Loads the checkpoint passed to ``load`` before sharding, otherwise ``checkpoint.init_from``. Collective."""
         self._run = RunState(
             model=self._model,
             config=self._config,
@@ -221,7 +220,7 @@ class CheckpointCoordinator:
         return TrainerState(update, self._tracked, self._comm.grid, self.device, late)
 
     def register(self, things: Mapping[str, object]) -> None:
-        """Adds objects to later checkpoints; see :meth:`engine.Engine.register_for_checkpointing`."""
+        """Adds ``things``, name -> object, to saves; see :meth:`engine.Engine.register_for_checkpointing`."""
         for name, thing in things.items():
             if not isinstance(thing, Stateful):
                 raise EngineError(
@@ -281,8 +280,8 @@ class CheckpointCoordinator:
         return ClientState(user) if isinstance(user, dict) else user
 
     def gather_state(self, average: Average | None = None, keys: Set[str] | None = None) -> dict[str, Tensor]:
-        """Returns the full state dict on rank 0; see :meth:`engine.Engine.full_state_dict`. ``keys``: keys to return,
-        equal on all ranks; None: all.
+        """Returns the full state dict on rank 0, {} elsewhere; see :meth:`engine.Engine.full_state_dict`. ``average``:
+        weight average in place of the trained weights. ``keys``: the same keys on all ranks; None: all keys.
         """
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
@@ -296,13 +295,13 @@ class CheckpointCoordinator:
         self._run.runtime.weights_written()
 
     def load_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Loads a full state dict from rank 0; see :meth:`engine.Engine.load_full_state_dict`."""
+        """Loads rank 0's full state dict; see :meth:`engine.Engine.load_full_state_dict` (also for ``strict``)."""
         assert self._run is not None, "the caller has checked that the model is built"
         load_given(self._run, state, strict)
         self._run.runtime.weights_written()
 
     def save_pretrained(self, folder: str | os.PathLike[str], shard_bytes: int | None = None) -> None:
-        """Writes a Hugging Face folder of the model; see :meth:`engine.Engine.save_pretrained`."""
+        """Writes a Hugging Face folder in files of ``shard_bytes``; see :meth:`engine.Engine.save_pretrained`."""
         self.control.refuse_spoiled()
         if is_peft_model(self._model):
             run = self.placed("save_pretrained")
@@ -321,9 +320,8 @@ class CheckpointCoordinator:
             checkpoints.export(resolved(folder), shard_bytes)
 
     def after_step(self, made: bool, stops: bool, ends_trial: bool = False) -> None:
-        """Saves if a save is due, or the run or trial ends; then ends the run on SIGTERM. All ranks pass equal values.
-
-        ``made``: the step has updated the weights. ``stops``: any rank has received SIGTERM.
+        """Saves if ``made`` (the step updated the weights) and a save is due, or if ``stops`` (a rank received SIGTERM)
+        or ``ends_trial`` (a sweep's trial ends). Then ends the run if ``stops``. All ranks pass the same values.
 
         Raises:
             SystemExit: status 143, after a committed checkpoint.
@@ -454,7 +452,9 @@ class CheckpointCoordinator:
         return reader.manifest.user
 
     def placed(self, call: str) -> RunState:
-        """Returns the state of this rank; raises if the model is not sharded yet, or ``full_parameters`` is open."""
+        """Returns this rank's state. Raises EngineError, which names the method ``call``, if the model is not sharded
+        yet or the context ``full_parameters`` is open.
+        """
         if self._run is None:
             raise EngineError(
                 f"{call} was called before the model is placed on the grid, which needs a batch; pass "

@@ -59,7 +59,7 @@ def state_entries(model: nn.Module) -> dict[str, Entry]:
 
 
 class FullState:
-    """Gatherer of the model's full state dict on rank 0."""
+    """Gatherer of the user's full ``model.state_dict()`` from the shards of all ranks into CPU memory of rank 0."""
 
     def __init__(self, model: nn.Module, plan: Plan, entries: Mapping[str, Entry], comm: Comm) -> None:
         self._model, self._plan, self.entries, self._comm = model, plan, entries, comm
@@ -77,9 +77,9 @@ class FullState:
         over the world.
 
         Args:
-            buckets: flat buckets of trained and frozen parameters.
+            buckets: flat buckets (tensors that concatenate parameters) of trained and frozen parameters.
             average: weight average to return in place of the trained parameters; None: the parameters.
-            keys: keys to return, equal on all ranks; None: all.
+            keys: keys of the state dict to return, the same on all ranks; None: all keys.
         """
         entries = {key: entry for key, entry in self.entries.items() if keys is None or key in keys}
         wanted = {entry.name for entry in entries.values() if entry.kind == "parameter"}

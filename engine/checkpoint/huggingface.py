@@ -70,7 +70,9 @@ class PretrainedFolder:
         self.kinds = {name: tensor.kind for name, tensor in self._tensors.items()}
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the requested pieces of tensors into their target memory. Reads only the needed bytes."""
+        """Copies the pieces of tensors that ``wanted`` requests from the files into the target memory of each request.
+        Reads only the bytes of these pieces.
+        """
         read_spans(self._files, self._tensors, wanted)
 
     def _find(self) -> dict[str, SpannedTensor]:

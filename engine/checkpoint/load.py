@@ -53,7 +53,7 @@ class TensorSource(Protocol):
         """Folder of the tensors, or another description of the source, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the requested pieces of tensors into their target memory."""
+        """Copies the pieces of tensors that ``wanted`` requests from the source into each request's target memory."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Loader:
     """Names ("param/...") of tensors that the checkpoint was saved without; they keep their current values."""
 
     def check(self) -> None:
-        """Checks that names, shapes and dtypes of the weights and buffers in ``source`` match the model. Floating-point
-        dtypes may differ.
+        """Checks that the weights and buffers in ``source`` have the names, shapes and dtypes of the model's. A
+        floating-point dtype may differ from the model's floating-point dtype.
 
         Raises:
             CheckpointError: names the first difference.
@@ -120,8 +120,8 @@ class Loader:
         return buffer if buffer in self.source.kinds else f"param/{leaf}"
 
     def tell_differences(self) -> None:
-        """Logs which tensors are only in ``source`` and which are only in the model. ``check`` allows them if
-        ``strict`` is False.
+        """Logs the names of tensors that only ``source`` has, and of tensors that only the model has. ``check`` accepts
+        such differences if ``strict`` is False.
         """
         for names, told in (
             (self._absent(), "the checkpoint lacks %d tensor(s), which keep their values: %s%s"),
@@ -147,13 +147,14 @@ class Loader:
         return [name.partition("/")[2] for name in names]
 
     def check_moments(self, families: Families) -> None:
-        """Checks that ``source`` has every optimizer moment ("exp_avg") that this rank's parameters need. Call it
-        before memory is allocated.
+        """Checks that ``source`` has every optimizer moment ("exp_avg") that this rank's parameters need, for the
+        moments in ``families``. Call it before the memory of the moments is allocated.
 
-        Parameters that are updated as one flat tensor need the same moments.
+        Parameters that the optimizer updates as one flat tensor need the same moments.
 
         Raises:
-            CheckpointError: names the first moment that is missing or has another shape or kind of dtype.
+            CheckpointError: names the first moment that is missing, has another shape than its parameter, or is not
+                real.
         """
         rows = {row.name: row for row in self.local_tensors.ownership.plan.table}
         for place in self.local_tensors.places:
@@ -175,8 +176,8 @@ class Loader:
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Reads this rank's shards of the weights, and all buffers. If a weight has an fp32 master, the values go into
-        the master.
+        """Reads this rank's shards of the weights, and all buffers, into the model. If a weight has an fp32 master, the
+        values are read into the master instead; :func:`share_weights` then rounds them into the weight.
         """
         kinds = self.source.kinds
         wide = {held.tensor.partition("/")[2]: held for held in self.local_tensors.masters()}
@@ -207,15 +208,17 @@ class Loader:
 
     @torch.no_grad()
     def read_moments(self, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-        """Reads this rank's shards of optimizer moments into ``moments``: flat parameter -> name -> tensor. Moments
-        that ``source`` lacks keep their values, if that is allowed (``strict``, ``left_out``).
+        """Reads this rank's shards of optimizer moments into ``moments``: flat parameter of the optimizer -> moment
+        name -> tensor. Moments that the checkpoint was saved without (``left_out``), or lacks while ``strict`` is
+        False, are unchanged.
         """
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 
     @torch.no_grad()
     def read_apart(self, whole: Iterable[WholeUpdates]) -> None:
-        """Reads optimizer state that does not have its parameter's shape, such as preconditioners of Shampoo.
-        Parameters without such state in ``source`` start fresh.
+        """Reads optimizer state that does not have its parameter's shape, such as the preconditioners of Shampoo.
+        ``whole``: the parts of the optimizer that store such state. A parameter without such state in ``source`` starts
+        with fresh state.
         """
         for updates in whole:
             updates.forget()
@@ -225,13 +228,15 @@ class Loader:
                 self._fill(held for held in self.local_tensors.apart(updates) if held.row.name in known)
 
     def check_apart(self, whole: Iterable[WholeUpdates], updated: Collection[str]) -> None:
-        """Checks that saved optimizer state without its parameter's shape, such as Shampoo's preconditioners, fits this
-        run's optimizer.
+        """Checks optimizer state that does not have its parameter's shape, such as the preconditioners of Shampoo:
+        ``source`` must have it with the names and shapes that this run's optimizer uses.
 
-        ``updated``: parameters that the saved run has updated; others have no state yet.
+        Args:
+            whole: parts of this run's optimizer that store such state.
+            updated: names of the parameters that the saved run has updated; other parameters may lack state.
 
         Raises:
-            CheckpointError: names the first parameter with different state.
+            CheckpointError: names the first parameter with other state than this run's optimizer has.
         """
         for updates in whole:
             found = self._stored_apart(updates)
@@ -286,10 +291,11 @@ class Loader:
 
 @torch.no_grad()
 def read_unplaced(source: TensorSource, model: nn.Module) -> None:
-    """Reads full weights and buffers from ``source`` into a model that is not sharded yet, because its plan needs a
-    batch.
+    """Reads full weights and buffers from ``source`` into a model that is not sharded yet, because its sharding is
+    planned with the first batch.
 
-    Tensors with another shape in ``source``, or on the meta device, are skipped; the load after sharding checks them.
+    A tensor on the meta device, or with another shape in ``source`` than in the model, is skipped without an error; the
+    load after sharding checks it.
     """
     kinds = source.kinds
     tensors: dict[tuple[str, str], Tensor] = {}
@@ -310,8 +316,8 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @torch.no_grad()
 def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """All-gathers loaded weights over data ranks that store them in full: masters at ZeRO 0, and parameters at ZeRO 0
-    to 2.
+    """Completes weights after each data rank has loaded its 1 / N of them. All-gathers the weights that every data rank
+    stores in full: fp32 masters at ZeRO 0, and parameters at ZeRO 0 to 2. Rounds masters into the parameters.
     """
     pending = []
     for flat in buckets:
@@ -339,7 +345,9 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 @torch.no_grad()
 def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> None:
-    """All-gathers loaded optimizer moments over data ranks at ZeRO 0, where every data rank stores all of them."""
+    """Completes optimizer moments at ZeRO 0, where every data rank stores all of them, by an all-gather over data
+    ranks. Before it, each data rank has loaded its 1 / N of ``moments``. Does nothing at other ZeRO stages.
+    """
     for flat in local_tensors.buckets:
         places = [place for place in local_tensors.places if place.flat is flat]
         if not places or flat.owned == flat.shard or flat.bucket.spread.ranks == 1:

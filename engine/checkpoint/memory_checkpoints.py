@@ -59,7 +59,9 @@ SHARED = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class HostMap:
-    """Ranks of each host, in ascending order. The host order defines the "next host" that stores a host's copies."""
+    """Ranks of each host, in ascending order. The copies of one host's files are stored on the host after it in this
+    order, and the last host's copies on the first.
+    """
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -80,13 +82,15 @@ class HostMap:
         return following[self.hosts[host].index(rank) % len(following)] if len(self.hosts) > 1 else None
 
     def kept(self, rank: int) -> list[int]:
-        """Returns the ranks on other hosts that have the copies of their files on ``rank``, ascending."""
+        """Returns the ranks on other hosts of which this host's rank ``rank`` stores the copies of their files,
+        ascending.
+        """
         return [other for other in sorted(self._host_of) if self.keeper(other) == rank]
 
 
 def find_hosts(host: HostGroup, identity: str) -> HostMap:
-    """Groups the ranks by host and returns the groups. Ranks with the same ``identity``, from :func:`memory_identity`,
-    share host memory. Collective.
+    """Groups all ranks by host and returns the groups. Ranks that pass the same ``identity``, from
+    :func:`memory_identity`, share host memory. ``host``: process group of all ranks for CPU messages. Collective.
 
     Raises:
         EngineError: a rank cannot be reached.
@@ -141,20 +145,23 @@ class _Copy:
 
 
 class Mirror:
-    """Distribution of one saved checkpoint over the memory of the hosts. Every save makes a new one on every rank."""
+    """Distribution of one saved checkpoint over the memory of the hosts, so that each file is on two hosts. Every rank
+    makes a new object for every save.
+    """
 
     def __init__(self, host: HostGroup, hosts: HostMap, folder: MemoryFolder, files: MemoryFiles) -> None:
         self._host, self._hosts, self._folder, self._files = host, hosts, folder, files
         self._with_rank_0 = any({0, host.rank} <= set(ranks) for ranks in hosts.hosts)
 
     def spread(self, step: Path) -> None:
-        """Copies the checkpoint at ``step``, which rank 0 has committed, to other hosts and commits it there.
-        Collective over the host group.
+        """Copies the checkpoint in the folder ``step``, which rank 0 has committed, to the memory of other hosts, and
+        commits it there. Collective over the host group.
 
-        Every rank receives the manifest and block hashes. Each rank sends its own files to one rank of another host.
+        Every rank receives the manifest and block hashes. Each rank sends the files that it has written to one rank of
+        another host.
 
         Raises:
-            CheckpointError: a rank has failed, or does not answer; the same on all ranks.
+            CheckpointError: a rank has failed, or does not answer; all ranks raise the same error.
         """
         told = self._tell(step)
         here = step
@@ -322,11 +329,11 @@ class MemoryCheckpoints:
         return step
 
     def find(self, host: HostGroup, beyond: int) -> MemoryStep | None:
-        """Opens the newest checkpoint after step ``beyond`` that is complete if the files of all hosts are combined.
-        Returns None if there is none.
+        """Opens the newest checkpoint of a step after ``beyond`` that is complete if the files of all hosts are
+        combined. Returns None if there is none.
 
         Raises:
-            CheckpointError: a host cannot answer; equal on all ranks.
+            CheckpointError: a host cannot answer; all ranks raise the same error.
         """
         folder = self._open(host)
         ours = list(_offers(folder.root))
@@ -342,7 +349,9 @@ class MemoryCheckpoints:
         return self._reach(host, _Offer(**answer["chosen"]), ours, answer["secret"])
 
     def close(self) -> None:
-        """Stops the file server from which other hosts read. Call it after all ranks have read their data."""
+        """Stops this host's file server, from which other hosts read checkpoints. Call it after all ranks have read
+        their data.
+        """
         if self._found is not None:
             self._found.files.hang_up()
         if self._server is not None:
@@ -350,7 +359,9 @@ class MemoryCheckpoints:
         self._found = self._server = None
 
     def remove(self) -> None:
-        """Deletes the copies in host memory at the end of a run. Communicates nothing."""
+        """Deletes the checkpoints in this host's memory, at the end of a run. Communicates nothing; the first rank of
+        each host deletes.
+        """
         self.close()
         if self._folder is not None and self._acts:
             self._folder.remove()
@@ -403,8 +414,8 @@ class MemoryCheckpoints:
 
 
 def newest_whole(offers: Iterable[_Offer], beyond: int) -> _Offer | None:
-    """Returns the newest checkpoint after step ``beyond`` that has every file on at least one host; None if there is
-    none. ``offers``: the checkpoints that each host has.
+    """Returns the newest checkpoint of a step after ``beyond`` that has every file on at least one host; None if there
+    is none. ``offers``: the checkpoints in the memory of each host.
     """
     held: dict[tuple[int, str], set[str]] = {}
     found: dict[tuple[int, str], _Offer] = {}

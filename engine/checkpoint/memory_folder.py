@@ -49,7 +49,9 @@ class MemoryFiles(Files):
         self._open: dict[int, Path] = {}
 
     def create(self, path: Path) -> int:
-        """Creates a file and its folders on this host. Returns the file's descriptor."""
+        """Creates the file ``path``, and missing folders above it, in this host's memory folder. Returns the file's
+        descriptor. Raises FileExistsError if the file exists.
+        """
         if path.is_relative_to(self._named):
             path = self._shared / path.relative_to(self._named)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -58,13 +60,15 @@ class MemoryFiles(Files):
         return file
 
     def close(self, file: int) -> None:
-        """Closes an open file. If ``create`` has made it, records its size."""
+        """Closes an open file. If ``create`` has opened it, records its size in ``sizes``."""
         if (path := self._open.pop(file, None)) is not None:
             self.sizes[path] = os.fstat(file).st_size
         os.close(file)
 
     def make_folder(self, path: Path) -> None:
-        """Creates a folder. It may exist already, because another rank of this host has created it."""
+        """Creates the folder ``path``. Raises no error if it exists, because another rank of this host may have created
+        it.
+        """
         path.mkdir(exist_ok=True, mode=0o700)
 
 
@@ -125,8 +129,8 @@ def run_token(files: Files, folder: Path) -> str:
 
 
 def memory_folder(shared: Path, folder: Path, token: str) -> MemoryFolder:
-    """Returns the memory folder of the run that saves its checkpoints into ``folder`` on disk. ``shared``: tmpfs;
-    ``token``: from :func:`run_token`.
+    """Returns the memory folder of the run that saves its checkpoints into ``folder`` on disk. ``shared``: tmpfs folder
+    that contains it; ``token``: random id of the run, from :func:`run_token`.
     """
     place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     return MemoryFolder(shared / f"trine-memory-{os.getuid()}-{place}-{token}")
@@ -152,7 +156,9 @@ class Holder:
 
 
 class FileServer:
-    """Server that sends files of this host to other hosts. It runs in separate threads until ``close``."""
+    """Server that sends checkpoint files in this host's memory to other hosts. It runs in separate threads until
+    ``close``.
+    """
 
     def __init__(self, address: str, secret: str, folder: Path, names: Sequence[str]) -> None:
         server = self
@@ -206,9 +212,8 @@ class FileServer:
 
 
 class RemoteFiles(Files):
-    """File operations that read a checkpoint's files from this host's memory, or from the file servers of other hosts.
-
-    Descriptors of other hosts' files are negative.
+    """File operations that read a checkpoint's files from this host's memory, or over the network from the file servers
+    of other hosts. Descriptors of files on other hosts are negative.
     """
 
     def __init__(self, here: Path, held: Mapping[str, Sequence[Holder]], sizes: Mapping[str, int], secret: str) -> None:
@@ -220,8 +225,8 @@ class RemoteFiles(Files):
         """Bytes received from other hosts."""
 
     def open(self, root: Path, name: str) -> int:
-        """Opens the file ``name`` of the checkpoint, on this host or another one. Returns its descriptor; ``root`` is
-        not used.
+        """Opens the file ``name`` of the checkpoint, on this host or on another host that has it. Returns its
+        descriptor. The argument ``root`` is not used.
         """
         if (self._here / name).exists():
             return super().open(self._here, name)
@@ -232,7 +237,7 @@ class RemoteFiles(Files):
         return number
 
     def size(self, file: int) -> int:
-        """Returns the size of an open file in bytes."""
+        """Returns the size of an open file, on this host or another one, in bytes."""
         return super().size(file) if file >= 0 else self._sizes[self._remote[file]]
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
@@ -248,7 +253,7 @@ class RemoteFiles(Files):
         return True
 
     def close(self, file: int) -> None:
-        """Closes an open file."""
+        """Closes an open file of this host or another one."""
         if file >= 0:
             super().close(file)
         else:

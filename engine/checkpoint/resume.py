@@ -49,10 +49,11 @@ logger = logging.getLogger("trine")
 
 
 class ClientState(dict[str, Any]):
-    """Dict with the user's ``client_state`` that ``load_checkpoint`` returns. Iteration over it raises.
-
-    DeepSpeed returns a pair: ``path, state = eng.load_checkpoint(...)`` would silently assign two keys of the dict.
+    """Dict with the user's ``client_state`` that ``load_checkpoint`` returns. Iteration over it raises EngineError;
     ``items``, ``keys`` and ``values`` work as in any dict.
+
+    The reason is code for DeepSpeed, in which the result is a pair: ``path, state = eng.load_checkpoint(...)`` would
+    assign two keys of the dict without an error.
     """
 
     def __iter__(self) -> Iterator[str]:
@@ -63,8 +64,8 @@ class ClientState(dict[str, Any]):
 
 
 def find_checkpoint(folder: Path, host: HostGroup, files: Files, missing_ok: bool = False) -> Path | None:
-    """Finds the checkpoint to load: ``folder`` itself if it is one, otherwise the newest in it. None if there is none
-    and ``missing_ok`` is True. Rank 0 searches and sends the result to all ranks.
+    """Finds the checkpoint to load: ``folder`` itself if it is a checkpoint, otherwise the newest checkpoint in it.
+    Returns None if there is none and ``missing_ok`` is True. Rank 0 searches and sends the result to all ranks.
 
     Raises:
         CheckpointError: ranks passed different folders; there is no checkpoint, and ``missing_ok`` is False.
@@ -121,7 +122,7 @@ class LoadOptions:
 
     @property
     def moments(self) -> bool:
-        """True if optimizer state is loaded."""
+        """True if optimizer state is loaded: ``optimizer_states`` is True and ``module_only`` is False."""
         return self.optimizer_states and not self.module_only
 
 
@@ -139,9 +140,11 @@ class LoadRequest:
 
 
 class Resume:
-    """Load of one checkpoint into the running engine ``run``.
+    """Load of one checkpoint into an engine with a sharded model.
 
     Args:
+        run: model, optimizer and counters of the engine.
+        host: process group of CPU tensors.
         request: folder of the checkpoint, and the parts of it to load.
     """
 
@@ -156,7 +159,7 @@ class Resume:
 
         Raises:
             CheckpointError: the checkpoint is damaged (names file, tensor and the last good checkpoint) or of another
-                model (names the first difference). Equal on all ranks.
+                model (names the first difference). All ranks raise the same error.
         """
         run = self._run
         with loading(self._host, self._step, self._advice):
@@ -350,8 +353,8 @@ class Resume:
 
 
 def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> AbstractContextManager[None]:
-    """Returns the context of one phase of a load. If the phase fails on a rank, all ranks raise its error, followed by
-    the text of ``advice``.
+    """Returns a context for one phase of a load. If the phase raises on a rank, all ranks raise its error, followed by
+    the text that the callback ``advice`` returns.
 
     Raises:
         CheckpointError: a rank has failed; names the checkpoint ``step``.

@@ -59,13 +59,13 @@ class RunState:
 
     @cached_property
     def ownership(self) -> SaveOwnership:
-        """Assignment of the elements of every parameter to the ranks that save them."""
+        """Assignment of the elements of every parameter to ranks. A rank saves the elements assigned to it."""
         return SaveOwnership(self.runtime.plan)
 
     @cached_property
     def keys(self) -> dict[str, list[str]]:
         """Keys of each parameter and persistent buffer in ``model.state_dict()``, by name ("param/..." or
-        "buffer/..."). A tied parameter has several; checkpoints use the first.
+        "buffer/..."). A tied parameter has several keys; checkpoints use the first of them.
         """
         keys: dict[str, list[str]] = {f"param/{row.name}": [] for row in self.runtime.plan.table}
         for key, entry in self.full_state.entries.items():
@@ -82,8 +82,8 @@ class RunState:
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
-        """Parameters and buffers of a checkpoint's folder ``model/``, each with the rank that writes it. Equal on all
-        ranks.
+        """Parameters and buffers of a checkpoint's folder ``model/``, each with the rank that writes it. The value is
+        the same on all ranks.
         """
         parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
         kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
@@ -105,25 +105,27 @@ class RunState:
 
     @property
     def local_tensors(self) -> LocalTensors:
-        """Views of this rank's shards of weights, masters and optimizer state."""
+        """Views of this rank's live weights, fp32 master weights and optimizer state, to save or to load into."""
         return LocalTensors(self.ownership, self.comm.grid.coord(), self.runtime.inventory)
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """Error-feedback residuals of this rank's quantized gradients, by name ("residual/...")."""
+        """Residuals of this rank's quantized gradients, by name ("residual/..."): the rounding errors of earlier steps,
+        which error feedback adds to later gradients.
+        """
         return {f"residual/{name}": residual for name, residual in self.runtime.reducer.residuals.items()}
 
     def own_state(self) -> dict[str, Tensor]:
-        """Returns the tensors that only this rank has: states of random generators and of step features, and
-        error-feedback residuals.
+        """Returns the tensors that only this rank has, by name: states of random generators, state of step features,
+        and rounding errors of quantized gradients (error feedback).
         """
         parts = self.runtime.parts.having(StepPart.state)
         states = {name: tensor for part in parts for name, tensor in part.state().items()}
         return random_states(self.device) | states | self.residuals
 
     def ours(self, weights_only: bool = False) -> Ours:
-        """Returns the state that this rank contributes to a save. With ``weights_only``, it is only weights and
-        buffers.
+        """Returns the state that this rank contributes to a save, as views of the live tensors. ``weights_only``: True
+        for only weights and buffers, without optimizer state and random generators.
         """
         for flat in self.runtime.buckets:
             sync_masters(flat)
@@ -180,7 +182,7 @@ class RunState:
         }
 
     def dtype(self) -> str:
-        """Returns the dtype that most bytes of the model's tensors have, by its torch name, such as "bfloat16"."""
+        """Returns the dtype, by its torch name such as "bfloat16", that most bytes of the model's tensors have."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:
             sizes[tensor.kind.dtype] = sizes.get(tensor.kind.dtype, 0) + tensor.kind.bytes

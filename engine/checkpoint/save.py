@@ -73,12 +73,16 @@ class Report:
     """Temporary folder of the save on this rank."""
 
     def file(self, name: str, size: int, hashes: Hashes) -> None:
-        """Adds a written file to the report, with its size in bytes and block hashes."""
+        """Adds the file ``name``, which this rank has written, to the report: its size in bytes and the hashes of its
+        blocks.
+        """
         self.files[name] = size
         self.hashes[name] = hashes
 
     def piece(self, tensor: str, kind: TensorKind, stored: StoredPiece) -> None:
-        """Adds a piece that this rank has written to the report. ``kind``: dtype and full shape of the tensor."""
+        """Adds ``stored``, a piece of the tensor ``tensor`` that this rank has written, to the report. ``kind``: dtype
+        and full shape of the tensor.
+        """
         entry = {"dtype": kind.dtype, "shape": list(kind.shape), **piece_to_json(stored, stored.file)}
         self.pieces.setdefault(tensor, []).append(entry)
 
@@ -93,12 +97,12 @@ class Report:
 
 
 def digests(tracked: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the hex sha256 of each registered object's JSON state, by the object's name."""
+    """Returns the hex sha256 of each registered object's JSON state, by the object's name. Ranks compare it."""
     return {name: hashlib.sha256(dump({"state": state})).hexdigest() for name, state in tracked.items()}
 
 
 def failure(problem: str) -> bytes:
-    """Returns the report of a rank that could not write its files. ``problem``: the error text."""
+    """Returns the report, as JSON bytes, of a rank that could not write its files. ``problem``: the error text."""
     return dump({"problem": problem})
 
 
@@ -168,9 +172,9 @@ class Saver:
 
     Args:
         ownership: assignment of elements to the ranks that save them.
-        tensors: the tensors of ``model/``, equal on all ranks.
+        tensors: the tensors of ``model/``, the same on all ranks.
         host: process group of CPU tensors for all messages of a save.
-        lock: function that locks the folder of a run on rank 0, or raises.
+        lock: callback (folder of a run) that locks this folder on rank 0, or raises.
     """
 
     def __init__(
@@ -199,8 +203,8 @@ class Saver:
         return other
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies all state in ``ours`` and ``contents`` that training will change into host memory. The next snapshot
-        reuses the memory.
+        """Copies all state in ``ours`` and ``contents`` that training will change into host memory, and returns the
+        copy. The next call reuses the memory, so that the earlier snapshot is then invalid.
         """
         return self._snapshots.take(ours, contents)
 
@@ -209,11 +213,11 @@ class Saver:
         checkpoint's folder. Collective over the host group.
 
         Args:
-            snapshot: the snapshot, or the error that prevented it on this rank; then no rank writes.
+            snapshot: this rank's snapshot, or the error that prevented it; then no rank writes.
             keep: number of checkpoints that remain in ``folder``; None: all.
 
         Raises:
-            CheckpointError: a rank has failed; names it, with path and bytes. Equal on every rank.
+            CheckpointError: a rank has failed; names it, with path and bytes. All ranks raise the same error.
             EngineError: a rank can no longer be reached.
         """
         snapshot, written = self._begin(snapshot, folder, swept=True)
@@ -222,8 +226,8 @@ class Saver:
         return Path(verdict.text("folder"))
 
     def export(self, snapshot: Snapshot | Exception, folder: Path, shard_bytes: int | None = None) -> None:
-        """Writes the weights as a Hugging Face folder, without optimizer state. Files of equal names are replaced.
-        Collective over the host group.
+        """Writes the weights into ``folder`` in Hugging Face's format, without optimizer state. Existing files with the
+        names of the new ones are replaced. Collective over the host group.
 
         ``shard_bytes``: rank 0 merges the ranks' files into files of at most this many bytes; None: one file for each
         rank.

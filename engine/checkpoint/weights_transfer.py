@@ -31,7 +31,7 @@ def copy_weights(source: RunState, target: RunState) -> None:
     """Copies parameters and persistent buffers of ``source`` into ``target``, cast to the target's dtypes. The target's
     optimizer state does not change. Collective over the world.
 
-    If ``source`` has fp32 masters, their values are copied.
+    If ``source`` has fp32 masters, their values are copied in place of the rounded weights.
 
     Raises:
         EngineError: the models differ, or the engines run on different ranks; on all ranks, before communication.
@@ -91,8 +91,8 @@ def kind_bytes(kind: TensorKind) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Full tensors by name in one CPU buffer. A load can read from it like from a checkpoint (interface
-    ``TensorSource``).
+    """Full tensors by name in one CPU buffer. A load can read from it as from a checkpoint, because it has the
+    interface ``TensorSource``.
     """
 
     kinds: Mapping[str, TensorKind]
@@ -101,12 +101,12 @@ class Image:
     name: Path | str = "the other engine"
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the requested pieces from the buffer into their target memory."""
+        """Copies the pieces of tensors that ``wanted`` requests from the buffer into each request's target memory."""
         for request in wanted:
             _copy(request.piece, self.kinds[request.tensor].width, self.places[request.tensor], request.target, True)
 
     def write(self, tensor: str, piece: Piece, values: Tensor) -> None:
-        """Copies ``values``, this rank's piece of the tensor named ``tensor``, into the buffer."""
+        """Copies ``values``, the elements ``piece`` of the tensor named ``tensor``, into the buffer of full tensors."""
         _copy(piece, self.kinds[tensor].width, self.places[tensor], as_bytes(values), False)
 
 
@@ -122,10 +122,11 @@ def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) 
 
 
 def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[[Image], None]) -> Image:
-    """Returns the full tensors of ``kinds`` on every rank. On each rank, ``fill`` writes its pieces into the buffer,
-    and one all-reduce over the world (label "weights") combines them.
+    """Returns the full tensors ``kinds`` (dtype and shape by name) on every rank. On each rank, the callback ``fill``
+    writes this rank's pieces into the buffer of zeros; one all-reduce over the world (label "weights") combines the
+    buffers.
 
-    Ranks that write the same element must write equal values.
+    If several ranks write one element, they must write the same value.
     """
     sizes = [kind_bytes(kind) for kind in kinds.values()]
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)

@@ -21,8 +21,8 @@ from engine.step.state import RunControl
 
 
 class PendingSave:
-    """Handle of a save, which usually runs in the background. ``wait`` returns the checkpoint's folder. A failure is
-    logged even if nobody waits.
+    """Handle of a save, which usually runs in a background thread. ``wait`` returns the checkpoint's folder, or raises
+    the failure. A failure is logged even if ``wait`` is never called.
 
     The handle references the engine's data only until the save ends.
     """
@@ -48,7 +48,7 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Blocks until the save has ended."""
+        """Blocks until the save has ended. Does not raise if the save has failed."""
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -65,8 +65,8 @@ class PendingSave:
         return self.folder
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` when the save has ended, or at once if it has ended already. It takes no lock, so that
-        finalizers may use it.
+        """Calls the callback ``call`` once when the save has ended: in the save's thread, or at once if it has ended
+        already. The method takes no lock, so that finalizers may call it.
         """
         self._afterwards.append(call)
         if self._ended:
@@ -138,7 +138,9 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending.done
 
     def save_in_memory(self, copies: MemoryCheckpoints) -> None:
-        """Starts a save into host memory, with a copy on another host. A failure is logged, and the run continues."""
+        """Starts a save into the memory of this host, with a copy of each file on another host. A failure is logged,
+        and the run continues.
+        """
         self.drain()
         saver, snapshot = self._saver, self._snapshot({}, self._saver)
 
@@ -150,7 +152,7 @@ class CheckpointWriter:
         self._pending = PendingSave(save, partial(self._told_of_copy, step=step), self._config.asynchronous)
 
     def use(self, host: HostGroup) -> None:
-        """Sets the process group of CPU tensors for later saves; no save may be pending."""
+        """Sets ``host`` as the process group of CPU tensors that later saves use. No save may be pending."""
         self._saver.host = host
 
     def export(self, folder: Path, shard_bytes: int | None = None) -> None:
@@ -192,14 +194,16 @@ class CheckpointWriter:
             return error
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` when no save is pending: at once, or in the pending save's thread when it ends."""
+        """Calls the callback ``call`` when no save is pending: at once, or in the pending save's thread when that save
+        ends.
+        """
         if self._pending is None:
             call()
         else:
             self._pending.afterwards(call)
 
     def drain(self) -> None:
-        """Waits until the pending save has ended."""
+        """Waits until the pending save has ended, if there is one. Does not raise if the save has failed."""
         pending = self._pending
         if pending is None:
             return

@@ -27,16 +27,16 @@ ROUND = "gather round"
 
 
 def round_bytes(buckets: int) -> int:
-    """Returns the size in bytes of the message that one rank sends in a round: flags, a digest of its module calls, and
-    one bit for each of ``buckets`` buckets.
+    """Returns the size in bytes of the message that one rank sends in a round of agreement on extra gathers
+    (:class:`GatherRounds`): flags, a digest of its module calls, and one bit for each of ``buckets`` buckets.
     """
     return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Message of one rank in a round of agreement on extra gathers. ``wanted``: indices of the buckets that it
-    requests.
+    """Message of one rank in a round of agreement on extra gathers. It requests the gathers of the buckets with the
+    indices ``wanted``.
     """
 
     wanted: frozenset[int] = frozenset()
@@ -49,10 +49,10 @@ class Said:
 
 
 class GatherRounds:
-    """Rounds in which the ranks that gather together exchange messages about extra gathers (ZeRO 3). Each is an
-    all-gather between their hosts, label "gather round".
+    """Rounds in which data ranks exchange messages about gathers of parameters outside the planned order (ZeRO 3). Each
+    round is one all-gather between the hosts of these ranks, label "gather round".
 
-    ``buckets``: number of buckets, equal on all of these ranks.
+    ``buckets``: number of buckets, the same on all of these ranks.
     """
 
     def __init__(self, comm: Comm, buckets: int) -> None:
@@ -84,8 +84,8 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class PassCalls:
-    """Record of the module calls in the forwards that one backward differentiates. A call is recorded as the position
-    of its module in the gather order.
+    """Record of the module calls in the forwards that one backward differentiates. Each call is recorded as a position:
+    the index of the module's group in the order of parameter gathers.
     """
 
     def __init__(self) -> None:
@@ -103,29 +103,33 @@ class PassCalls:
             self._reached = self.unequal = False
 
     def begin_backward(self) -> None:
-        """Records the start of a backward. The next forward then discards the recorded calls."""
+        """Records that a backward has started. The recorded calls remain until the next forward begins, which discards
+        them.
+        """
         self._reached = True
 
     def note(self, position: int) -> None:
-        """Records a call at ``position``; successive calls at one position count once."""
+        """Records a call of a module at ``position`` in the gather order. Successive calls at the same position count
+        as one.
+        """
         if self._positions[-1:] != [position]:
             self._positions.append(position)
 
     def compare(self, last: Sequence[Said]) -> None:
-        """Sets ``unequal`` to True if the ranks have called different modules. ``last``: the last message of each rank,
-        which has a digest of its calls.
+        """Sets ``unequal`` to True if two of the messages ``last``, one from each rank, have different digests of
+        module calls.
         """
         self.unequal = self.unequal or len({said.calls for said in last}) > 1
 
     @property
     def digest(self) -> bytes:
-        """Digest of the recorded calls, 8 bytes. Ranks with equal calls have equal digests."""
+        """Digest of the recorded calls, 8 bytes. Two ranks with the same calls in the same order have equal digests."""
         return blake2b(repr(self._positions).encode(), digest_size=_DIGEST_BYTES).digest()
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions that the backward visits twice, or visits after it has gone past them. The backward goes through
-        the calls from the last to the first.
+        """Positions that the backward, which goes through the calls from the last to the first, reaches more than once,
+        or reaches after an earlier position. Their parameters may have been freed by then.
         """
         again, lowest = set(), None
         for position in reversed(self._positions):

@@ -22,7 +22,7 @@ from engine.zero.wire_formats import WireFormats
 
 @dataclass(frozen=True, slots=True)
 class EncodedGather:
-    """All-gather of one bucket's weights as quantized codes: its buffers and its codec."""
+    """All-gather of one bucket's weights as quantized codes: the bucket, its codec, and the buffers of the codes."""
 
     flat: FlatBucket
     codec: BlockCodec
@@ -40,16 +40,16 @@ class EncodedGather:
 
 
 def encoded_gather(flat: FlatBucket, codec: BlockCodec, weights: Tensor, ranks: int) -> EncodedGather:
-    """Encodes ``weights`` [s], this rank's shard of a bucket, and allocates the buffer for the codes of all ``ranks``
-    ranks. The caller starts the all-gather.
+    """Encodes ``weights``, this rank's flat shard of the bucket ``flat``, with ``codec``. Allocates the buffer for the
+    codes of all ``ranks`` ranks. The caller starts the all-gather between the two buffers of the result.
     """
     own = codec.message(weights)
     return EncodedGather(flat, codec, own, own.new_empty(ranks * own.numel()))
 
 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
-    """Starts the quantized all-gather of a bucket from its fp32 masters, into its parameters. The bucket must have
-    ``rounds_in_gathers``. ``label``: label of the traffic.
+    """Starts the quantized all-gather of the fp32 masters of the bucket ``flat``, which writes its parameters. The
+    bucket must have ``rounds_in_gathers``: a codec for its weights, and masters. ``label``: label of the traffic.
     """
     assert flat.master is not None and flat.codec is not None
     axis = flat.bucket.spread.sharding
@@ -58,8 +58,9 @@ def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
 
 
 def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """Replaces the initial weights by quantized and decoded ones, by an all-gather of each bucket with
-    ``rounds_in_gathers``. First and resumed steps then compute with equal weights.
+    """Replaces the initial parameters by quantized and decoded ones: all-gathers each bucket that has masters and a
+    quantized all-gather of its weights (``rounds_in_gathers``). A first step then computes with the same weights as a
+    resumed one.
     """
     for flat in buckets:
         if flat.rounds_in_gathers:
@@ -67,8 +68,8 @@ def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 
 def with_codecs(buckets: Sequence[FlatBucket], formats: WireFormats, kernels: Kernels) -> tuple[FlatBucket, ...]:
-    """Returns copies of the buckets with the codecs for their weights' all-gathers that ``formats`` selects. A bucket
-    without such a format is returned as it is.
+    """Returns the buckets, in which each bucket that ``formats`` gathers quantized is replaced by a copy with the codec
+    for its weights. Other buckets are returned as they are.
     """
     found = [(flat, formats.of_weights(flat.bucket)) for flat in buckets]
     return tuple(flat if wire is None else replace(flat, codec=BlockCodec(wire, kernels)) for flat, wire in found)

@@ -33,7 +33,9 @@ LABEL = "full tensors"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """Elements ``part`` of a bucket that this rank stores, as ``values``. Users see ``values`` times ``factor``."""
+    """Elements ``part`` of a bucket in this rank's memory, ``values``. Users see these elements as ``values * factor``,
+    for example as the averaged gradient where ``values`` is a sum.
+    """
 
     flat: FlatBucket
     part: slice
@@ -47,8 +49,8 @@ class HeldPart:
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Stores the elements of ``written`` that differ from the present ones; returns True if any element differs.
-        ``written`` has the values as users see them. Synchronizes the device.
+        """Stores the elements of ``written`` that differ from the elements that users see now (``values`` times
+        ``factor``), divided by ``factor``. Returns True if any element differs. Synchronizes the device.
         """
         written = written.to(self.values.device)
         changed = written != self.given()
@@ -58,7 +60,7 @@ class HeldPart:
         return True
 
     def of(self, slot: Slot) -> "HeldPart | None":
-        """Returns the elements of this part that belong to the parameter of ``slot``, its range in the bucket. None if
+        """Returns the elements of this part that belong to the parameter with the range ``slot`` in the bucket; None if
         there are none.
         """
         start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
@@ -90,11 +92,12 @@ class NamedShards:
 
 @contextmanager
 def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields the tensors of the parameters that match ``pattern``, by name, gathered over dp. They have the shapes of
-    this rank's parameters. At the end of the context, elements that the user has written are stored.
+    """Yields parameter name -> tensor for the parameters that match ``pattern``, gathered over dp. With tensor
+    parallelism, a tensor has the shape of this rank's shard. At the end of the context, elements that the user has
+    written are stored.
 
-    Collective: one all-gather over dp for each bucket, label "full tensors". At the end, ranks compare digests of the
-    written values, over dp and over replicas.
+    Collective: one all-gather over dp for each bucket, label "full tensors". At the end, data ranks, and ranks with
+    copies of a parameter, compare digests of the written values.
 
     Raises:
         EngineError: no parameter matches, or ranks have written different values.
@@ -134,10 +137,12 @@ def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dic
 
 @contextmanager
 def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's shards of the parameters that match ``pattern``, by name, each flat [elements]. A parameter
-    that other data ranks own has 0 elements. At the end of the context, elements that the user has written are stored.
+    """Yields parameter name -> flat copy of this rank's shard, for the parameters that match ``pattern``. The copy has
+    0 elements if only other data ranks store the parameter. At the end of the context, elements that the user has
+    written are stored.
 
-    Ranks compare at the end whether any has written; only then, the written masters are all-gathered over dp.
+    If the tensors are master weights, data ranks then compare if any has written, and all-gather only the buckets with
+    written elements. Collective.
     """
     chosen = _matching(shards, pattern)
     parts: dict[str, tuple[HeldPart, Tensor]] = {}
@@ -198,13 +203,16 @@ def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
 
 
 def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], call: str, comm: Comm) -> None:
-    """Raises if data ranks have written different values to a gathered bucket. They must be equal, because each rank
-    stores only its own shard of them. Collective.
+    """Raises if data ranks have written different values into a gathered bucket. All must write the same values,
+    because each rank stores only its own shard of them. Collective over dp.
 
     Args:
-        written: digest of each written bucket, by the bucket's first parameter name.
-        axes: axis of the ranks with the bucket's parameters, by the same name.
+        written: first parameter name of each gathered bucket -> digest of the values in it.
+        axes: first parameter name of each bucket -> axis of the ranks with the bucket's parameters.
         call: name of the public method, for the message.
+
+    Raises:
+        EngineError: the digests differ between ranks.
     """
     for axis in sorted({axes[name] for name in written}):
         names = [name for name in written if axes[name] == axis]
@@ -221,10 +229,15 @@ def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], ca
 def check_holders(
     written: Mapping[str, Tensor], rows: Sequence[ShardRow], call: str, comm: Comm, device: torch.device
 ) -> None:
-    """Raises if ranks that store copies of a parameter have written different values to them. These are the stages of a
-    tied parameter, and the tensor ranks of one that is not sharded over them. Collective.
+    """Raises if ranks that store copies of a parameter of ``rows`` have written different values into the copies. Such
+    ranks are the stages of a tied parameter, and the tensor ranks of a parameter without tensor-parallel shards.
+    Collective.
 
-    ``written``: digest of each parameter on this rank, by name. ``call``: name of the public method, for the message.
+    ``written``: parameter name -> digest of its values on this rank. ``call``: name of the public method, for the
+    message.
+
+    Raises:
+        EngineError: the digests differ between ranks.
     """
     shared = [row.name for row in rows if len(row.owners) > 1 or (row.equal_on_tensor_ranks and comm.grid.tp > 1)]
     if not shared:
@@ -242,7 +255,7 @@ def check_holders(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:
-    """Model and its flat buckets, as :func:`full_parameters` needs them."""
+    """Model and its flat buckets (tensors that concatenate parameters), from which :func:`full_parameters` gathers."""
 
     model: nn.Module
     table: ShardTable
@@ -255,8 +268,12 @@ class ShardedModel:
 
 @contextmanager
 def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, nn.Parameter]]:
-    """Implements :meth:`engine.Engine.full_parameters`: yields full parameters by name, and stores this rank's shards
-    of them at the end.
+    """Implements :meth:`engine.Engine.full_parameters`: yields full parameters by name, which the caller may write. At
+    the end of the context, each rank stores its own shards of the written parameters.
+
+    Raises:
+        EngineError: a forward or backward runs, no parameter matches ``pattern``, or ranks have written different
+            values.
     """
     named = dict(sharded.model.named_parameters())
     chosen = {name: named[name] for name in _matching_parameters(sharded, pattern)}

@@ -38,12 +38,12 @@ class GatherGroups:
 
 
 def find_gather_groups(model: nn.Module, calls: Sequence[str] = (), closed: Collection[str] = ()) -> GatherGroups:
-    """Divides the modules of ``model`` into gather groups: one before the first block, one for each block, and one
-    after the last.
+    """Divides the modules of ``model`` into gather groups, of which all parameters are gathered together: one group for
+    each block, and groups for the modules before the first block and after the last one.
 
     Args:
         calls: names of modules in the order in which a forward calls them.
-        closed: names of modules that are gathered as a whole.
+        closed: names of modules that are never divided between groups.
     """
     units = find_units(model, deep=True, closed=closed)
     modules = _grouped(_in_order(list(units.modules), calls), set(units.blocks)) if units.modules else [[""]]
@@ -82,8 +82,8 @@ def _grouped(units: Sequence[str], blocks: set[str]) -> list[list[str]]:
 
 
 class GatheredModules:
-    """Patches on the ``forward`` of a stage's modules, which gather a module's sharded parameters before each call and
-    free them later.
+    """Patches on the ``forward`` of the modules of one rank's stages. A patch gathers a module's sharded parameters
+    before each call; they are freed later.
 
     The patches are outside activation checkpointing, so that recomputation in backward gathers a block once.
     """

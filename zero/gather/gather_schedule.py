@@ -28,8 +28,8 @@ EVERYWHERE = Turn(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class GatherOrder:
-    """Order in which the forwards and backwards of one rank use its gather groups (ZeRO 3). Buckets are identified by
-    their index in ``buckets``.
+    """Order in which the forwards and backwards of one rank use its gather groups, modules of which the sharded
+    parameters (ZeRO 3) are gathered together. A bucket is identified by its index in ``buckets``.
     """
 
     buckets: tuple[Bucket, ...]
@@ -40,8 +40,8 @@ class GatherOrder:
     """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the gather groups that a forward or backward uses, as indices in ``turns``, in the order of use.
-        ``walk``: the pipeline action.
+        """Returns the gather groups that the forward or backward ``walk``, an action of the pipeline schedule, uses.
+        They are indices in ``turns``, in the order of use.
         """
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
@@ -52,19 +52,21 @@ class GatherOrder:
 
     @property
     def everywhere(self) -> frozenset[int]:
-        """Indices of the buckets that every gather group needs, so that they stay gathered through every pass."""
+        """Indices of the buckets that every gather group needs; they stay gathered in every forward and backward."""
         return frozenset.intersection(*self.members)
 
     def at_start(self, walk: Action | None) -> frozenset[int]:
-        """Returns the buckets that the forward or backward ``walk`` needs first; empty if ``walk`` is None."""
+        """Returns the indices of the buckets that the first gather group of the forward or backward ``walk`` needs.
+        Returns an empty set if ``walk`` is None.
+        """
         positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()
 
     def pinned(self, limit: int | None, sizes: Sequence[int]) -> frozenset[int]:
-        """Returns the buckets that stay gathered over all microbatches of a step. They are chosen in the order of first
-        use, as long as they fit into ``limit`` bytes.
+        """Returns the indices of the buckets that stay gathered over all microbatches of a step. Buckets are chosen in
+        the order of first use, each if it still fits into the rest of ``limit`` bytes. ``limit`` None: all buckets.
 
-        ``sizes``: bytes of each full bucket. ``limit`` None: all buckets stay gathered.
+        ``sizes``: bytes of each bucket's full parameters.
         """
         if limit is None:
             return frozenset(range(len(self.buckets)))
@@ -81,7 +83,7 @@ class GatherOrder:
 
 @dataclass(frozen=True, slots=True)
 class Gathers:
-    """Number of collective calls that gather parameters in one step, and number of gathers of each bucket."""
+    """Counts of one step: collective calls that gather parameters, and gathers of each bucket."""
 
     calls: int
     times: tuple[int, ...]
@@ -92,10 +94,11 @@ class Gathers:
 
 
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
-    """Returns the gather order of a rank that has the pipeline stages ``stages``.
+    """Returns the order in which a rank with the pipeline stages ``stages`` uses its gather groups, modules of which
+    the sharded parameters are gathered together.
 
     ``fed``: stages with inputs that depend on trained parameters, so that their backward goes through all groups. The
-    backward of other stages ends at their first trained parameter.
+    backward of another stage ends at the first group with a trained parameter.
     """
     buckets = (*layout.buckets, *layout.frozen)
     called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}
@@ -120,11 +123,10 @@ def _is_whole(bucket: Bucket, turn: Turn) -> bool:
 
 
 def stays_for_loss(layout: FlatLayout, stage: int, parameter: str) -> bool:
-    """Returns True if ``parameter`` can still be read between the forward of ``stage`` and its backward, for example by
-    the loss.
+    """Returns True if code such as the loss can read ``parameter`` between the forward of ``stage`` and its backward.
 
-    Then its bucket is not sharded, or belongs to the last gather group, which stays gathered because the backward
-    begins with it.
+    That is so if the parameter's bucket is not sharded, or is needed by the last gather group, which stays gathered
+    because the backward begins with it.
     """
     buckets = (*layout.buckets, *layout.frozen)
     turns = {turn for bucket in buckets for turn in bucket.gathers if turn.stage == stage}
@@ -139,11 +141,13 @@ def count_gathers(
     secondary: Collection[int] = (),
     counted: Axis | None = None,
 ) -> Gathers:
-    """Counts the gathers of a step with the forwards and backwards ``passes``. Modules run in the order of the groups.
+    """Counts the gathers of a step with the forwards and backwards ``passes``, in this order. It assumes that modules
+    run in the order of the gather groups.
 
     Args:
-        pinned: buckets that stay gathered through the step.
-        secondary: buckets with secondary shards (hpZ); only their first gather is over dp.
+        pinned: indices of the buckets that stay gathered through the step.
+        secondary: indices of the buckets with secondary shards (ZeRO++ hpZ), shards within a node. Only their first
+            gather is over dp; later ones are within the node.
         counted: sharding axis of the buckets to count; None: all buckets.
     """
     own = frozenset(index for index, each in enumerate(order.buckets) if counted in (None, each.spread.sharding))

@@ -73,9 +73,9 @@ class ParameterGatherer:
         pinned: buckets that stay gathered over all passes (forwards and backwards) of a step. None: all of them,
             gathered when the first pass begins; passes then neither gather nor agree, and data ranks may run different
             numbers of them.
-        comm: all-gathers over dp, label "parameters", one batch for each group and pass.
-        start: called when a gradient arrives outside a pass, to begin its backward.
-        within: buckets with secondary shards, gathered once over dp, then within nodes.
+        comm: all-gathers over dp, label "parameters", one batch for each group of modules in each pass.
+        start: callback for a gradient that arrives outside a pass; it begins the backward of this gradient.
+        within: buckets with secondary shards (ZeRO++ hpZ), gathered once over dp, then within nodes.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class ParameterGatherer:
         self.refuse_opened("a step")
 
     def refuse_opened(self, what: str) -> None:
-        """Raises while a block of ``full_parameters`` is open, on every stage. ``what``: name of the refused call."""
+        """Raises EngineError, which names the refused call ``what``, while a block of ``full_parameters`` is open."""
         if self._openings:
             raise EngineError(
                 f"{what} cannot run inside full_parameters, which keeps parameters gathered; leave its `with` block "
@@ -249,7 +249,7 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ what modules call
 
     def enter(self, group: int) -> None:
-        """Gathers the buckets of gather group ``group`` before one of its modules runs, and prefetches the next."""
+        """Gathers the buckets of gather group ``group`` before one of its modules runs; prefetches the next group."""
         position = self._position(group)
         if self._pass is not None and position is not None:
             if self._pass.is_forward:
@@ -259,10 +259,10 @@ class ParameterGatherer:
 
     def around(self, group: int | None) -> AbstractContextManager[bool]:
         """Returns the context of one module call. ``group``: the module's gather group; None for a module that contains
-        groups. The context yields True in the outermost call outside a pass.
+        groups. Yields True for the outermost call of code outside a pass.
 
-        Outside a pass, the context gathers the module's buckets. Recomputation in another engine's backward starts a
-        pass.
+        Outside a pass, the context gathers the module's buckets, and frees them at its end. But a call inside a
+        backward that autograd runs, such as recomputation, starts a pass.
         """
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()
@@ -411,7 +411,7 @@ class ParameterGatherer:
         self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
-        """Keeps a bucket gathered if ``outputs`` of a module are views of its parameters, which outside code reads."""
+        """Keeps a bucket gathered if ``outputs`` of a module are views of the bucket's parameters."""
         if self._pass is None:
             return
         found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)
@@ -419,7 +419,7 @@ class ParameterGatherer:
             self._need_everywhere(found)
 
     def own(self, output: Tensor) -> Tensor:
-        """Returns ``output``, or a clone if it shares a bucket's memory, because it is used after the pass."""
+        """Returns ``output``, for use after a pass: a clone if it shares the memory of a bucket, otherwise itself."""
         index = self._whole.bucket_of(output)
         if index is None:
             return output
@@ -428,18 +428,18 @@ class ParameterGatherer:
         return output.clone()
 
     def retire(self) -> None:
-        """Marks the engine as closed, which later errors about reads of sharded parameters then mention."""
+        """Marks the engine as closed: errors about reads of sharded parameters then say that the engine is closed."""
         self._closed = True
 
     # ------------------------------------------------------------------ full parameters between steps
 
     @property
     def running(self) -> bool:
-        """True while a forward or backward runs."""
+        """True while a forward or backward of the engine runs."""
         return self._pass is not None
 
     def open(self, indices: Collection[int]) -> frozenset[int]:
-        """Gathers buckets between steps; returns the ones that were not open before. Collective over dp."""
+        """Gathers the buckets ``indices`` between steps; returns the ones not open before. Collective over dp."""
         opened = frozenset(indices) - self._opened
         self._whole.free(opened & self._whole.encoded)  # what a pass has left is rounded, and this is written back
         self._whole.ask_alike(opened, exact=True)
@@ -449,18 +449,18 @@ class ParameterGatherer:
         return opened
 
     def close(self, indices: Collection[int]) -> None:
-        """Frees the buckets that :meth:`open` has returned, except memory that the caller's tensors share."""
+        """Frees the buckets ``indices``, which :meth:`open` has returned, except memory that user tensors share."""
         self._openings -= 1
         self._opened -= set(indices)
         self._whole.free(frozenset(indices), leave=True)
         self._whole.drop_secondary(indices)
 
     def forget(self) -> None:
-        """Drops secondary shards after parameters have changed: the next gather is over dp. All ranks call it."""
+        """Marks secondary shards as invalid: the next gather is over dp. All ranks call it after a parameter change."""
         self._whole.drop_secondary()
 
     def settle(self) -> None:
-        """Waits until the device has read the shards in host memory. The host may then overwrite them."""
+        """Waits until the device has read this rank's shards in host memory. The host may then overwrite them."""
         self._whole.settle()
 
     @property

@@ -41,10 +41,11 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
 
 @torch.no_grad()
 def make_whole(model: nn.Module, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    """Gathers the parameters of ``model`` that a closed engine has left sharded, into full CPU tensors. Does nothing if
-    there are none.
+    """Gathers the parameters of ``model`` that a closed engine has left sharded, and makes them full CPU tensors. Does
+    nothing if there are none.
 
-    Collective: ``gather`` all-gathers a tensor over all ranks of the job.
+    Collective over all ranks of the job. ``gather``: callback that all-gathers a tensor, and returns the tensors of all
+    ranks in order of rank.
     """
     left: dict[int, LeftBucket] = {}
     for parameter in model.parameters():

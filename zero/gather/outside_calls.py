@@ -14,7 +14,9 @@ from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 
 class OutsideCalls:
-    """Gatherer of parameters for module calls that user code makes outside training passes. The calls may be nested."""
+    """Gatherer of sharded parameters (ZeRO 3) for module calls that user code makes outside the engine's forwards and
+    backwards. Such calls may be nested.
+    """
 
     def __init__(self, whole: UnshardedBuckets, comm: Comm) -> None:
         self._whole, self._comm = whole, comm
@@ -28,9 +30,8 @@ class OutsideCalls:
 
     @contextmanager
     def call(self, indices: frozenset[int]) -> Iterator[bool]:
-        """Gathers the buckets ``indices`` for one module call inside the context, and frees them at its end.
-
-        Yields True in the outermost call, after which the module's parameters are not readable.
+        """Gathers the buckets ``indices`` for one module call, which runs inside the context. At its end, frees the
+        buckets that were not gathered before. Yields True in the outermost call. Collective over dp.
         """
         if not self._depth:
             self._comm.join("a call of the model outside the engine")
@@ -48,8 +49,8 @@ class OutsideCalls:
             self._whole.free((opened | read) - (self._read if self._depth else frozenset()))
 
     def read(self, index: int) -> None:
-        """Gathers the bucket ``index``, from which code outside its modules reads a parameter. It stays gathered until
-        the outermost call ends.
+        """Gathers the bucket ``index``, because code outside the bucket's modules reads one of its parameters. The
+        bucket stays gathered until the outermost module call ends. Collective over dp.
         """
         if index not in self._whole.live:
             self._read |= {index}

@@ -24,8 +24,8 @@ WITHIN = "parameters within nodes"
 
 @dataclass(frozen=True, slots=True)
 class SecondaryLayout:
-    """Layout of secondary shards (ZeRO++ hpZ): the buckets that have them, and the number of data ranks of a node that
-    share each.
+    """Layout of secondary shards (ZeRO++ hpZ): the buckets that have them, and the number of neighbouring data ranks on
+    a node, over which each of these buckets is divided once more.
     """
 
     ranks: int = 1
@@ -33,7 +33,7 @@ class SecondaryLayout:
     buckets: frozenset[int] = frozenset()
 
     def elements(self, bucket_elements: int) -> int:
-        """Returns the number of elements of a secondary shard of a bucket with ``bucket_elements`` elements."""
+        """Returns the number of elements in one rank's secondary shard of a bucket of ``bucket_elements`` elements."""
         return bucket_elements // self.ranks
 
 
@@ -41,8 +41,8 @@ NO_SHARDS = SecondaryLayout()
 
 
 class SecondaryShards:
-    """Secondary shards of this rank, by bucket index (ZeRO++ hpZ). The data ranks of a node store a gathered bucket in
-    shards, from which later gathers stay within the node.
+    """Secondary shards of this rank, by bucket index (ZeRO++ hpZ). After a gather over dp, the data ranks of a node
+    store the full bucket divided among them, so that later gathers stay within the node.
 
     Args:
         comm: all-gathers between the data ranks of a node, label "parameters within nodes".
@@ -60,7 +60,9 @@ class SecondaryShards:
 
     @property
     def valid(self) -> frozenset[int]:
-        """Indices of buckets with current secondary shards, which can be gathered within the node."""
+        """Indices of the buckets with secondary shards that contain the current parameters, so that a gather within the
+        node suffices.
+        """
         return frozenset(self._valid)
 
     @property
@@ -78,15 +80,15 @@ class SecondaryShards:
             self._valid.add(index)
 
     def gather(self, indices: Sequence[int]) -> Pending:
-        """Starts the all-gather of the buckets ``indices`` within the node, in one batch. Their full memory must be
-        allocated, and their shards valid.
+        """Starts the all-gather of the buckets ``indices`` within the node, in one batch. The memory of their full
+        parameters must be allocated, and their secondary shards valid.
         """
         pairs = [(self._buckets[index].params, self._shards[index]) for index in indices]
         return self._comm.gather_parameters(pairs, WITHIN, self._ranks)
 
     def drop(self, indices: Collection[int] | None = None) -> None:
-        """Marks the secondary shards of the buckets ``indices``, by default of all, as invalid, because their
-        parameters have changed.
+        """Marks the secondary shards of the buckets ``indices`` (None: of all buckets) as invalid, because their
+        parameters have changed. The memory stays allocated.
         """
         self._valid.difference_update(self._shards if indices is None else indices)
 

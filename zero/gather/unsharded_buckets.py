@@ -34,20 +34,24 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, Seco
 
 
 class ShardArrival:
-    """Handle of the copies from host to device of the shards that a batch of all-gathers sends."""
+    """Handle of copies of this rank's shards from host memory to the device, before a batch of all-gathers sends the
+    shards.
+    """
 
     def __init__(self, copied: torch.Event | None) -> None:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """Returns ``gather``, the handle of the all-gathers. If no collective runs, because there is one data rank,
-        returns a handle that waits for the copies.
+        """Returns a handle to wait for instead of ``gather``, the handle of the all-gathers. It is ``gather`` itself,
+        unless no collective runs because there is one data rank; then it waits for the copies.
         """
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
 
 class ShardSource:
-    """Source of the shards that this rank sends in all-gathers. It copies shards in host memory to the device."""
+    """Source of the shards that this rank sends in all-gathers of parameters. Shards in host memory are copied to the
+    device first.
+    """
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         hosted = [flat for flat in buckets if flat.kept_on_host]
@@ -58,11 +62,11 @@ class ShardSource:
         """After the newest copy that the host has not waited for."""
 
     def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
-        """Copies the shards of ``flats`` that are in host memory to their full buckets on the device, which must be
-        allocated. The caller starts the all-gathers inside the context.
+        """Copies the shards of ``flats`` that are in host memory into the memory of the full parameters on the device,
+        which must be allocated. The caller starts the all-gathers inside the context.
 
-        ``beside``: True to overlap copies and gathers with compute. It must be False for quantized shards, because they
-        are encoded on the compute stream.
+        ``beside``: True to overlap copies and gathers with compute, on a side stream. It must be False for quantized
+        shards, because they are encoded on the compute stream.
         """
         hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
         return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
@@ -76,19 +80,23 @@ class ShardSource:
             yield ShardArrival(self._last)
 
     def settle(self) -> None:
-        """Waits until the device has read the shards in host memory. The host may then overwrite them."""
+        """Waits until all copies of shards from host memory to the device have ended. The host may then overwrite the
+        shards.
+        """
         if self._last is not None:
             self._last.synchronize()
             self._last = None
 
     @staticmethod
     def of(flat: FlatBucket) -> Tensor:
-        """Returns this rank's shard of a bucket on the device, [owned]. Call it inside :meth:`on_device`."""
+        """Returns this rank's shard of the bucket ``flat`` on the device, as a flat tensor. For a shard in host memory,
+        call it inside :meth:`on_device`.
+        """
         return flat.params[flat.shard] if flat.kept_on_host else flat.kept
 
 
 class BucketState(Enum):
-    """State of the memory for a bucket's full parameters on this rank."""
+    """State of the memory for the full parameters of one bucket on this rank."""
 
     FREE = auto()
     """Not allocated; a read of a parameter raises, or gathers first."""
@@ -99,11 +107,11 @@ class BucketState(Enum):
 
 
 class UnshardedBuckets:
-    """Memory for the full parameters of this rank's buckets (ZeRO 3), which are gathered into it and freed. Buckets are
-    identified by their index.
+    """Memory for the full parameters of this rank's buckets (ZeRO 3): allocated for a gather, and freed after use. A
+    bucket is identified by its index.
 
-    ``read(index, name)``: called when code reads a parameter that is not gathered. ``within``: layout of secondary
-    shards, by default none.
+    ``read(index, name)``: callback when code reads the parameter ``name`` of bucket ``index`` while it is not gathered.
+    ``within``: layout of secondary shards, by default none.
     """
 
     def __init__(
@@ -133,19 +141,21 @@ class UnshardedBuckets:
 
     @property
     def live(self) -> frozenset[int]:
-        """Indices of the buckets with allocated full memory, even if their all-gather is still in progress."""
+        """Indices of the buckets with allocated memory for full parameters, also during their all-gather. Includes
+        buckets that are not sharded.
+        """
         return self._resident.union(self._gathers)
 
     @property
     def encoded(self) -> frozenset[int]:
-        """Indices of buckets with quantized all-gathers."""
+        """Indices of the buckets with quantized all-gathers of their weights."""
         return frozenset(index for index, flat in enumerate(self._buckets) if flat.codec is not None)
 
     def ask(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Allocates the buckets ``indices`` that are not allocated yet, and starts their all-gathers in one batch.
-        ``exact``: True to gather without quantization.
+        """Starts all-gathers of the buckets ``indices``, except of buckets that are gathered already, and allocates
+        their memory. One batch of collectives for each sharding axis. ``exact``: True to gather without quantization.
 
-        Buckets with a valid secondary shard are gathered in a second batch, within the node.
+        If not ``exact``, buckets with a valid secondary shard are gathered in a separate batch, within the node.
         """
         missing = sorted(indices - self.live)
         if self.secondary is not None and not exact:
@@ -202,10 +212,11 @@ class UnshardedBuckets:
         return frozenset(index for index in indices if self._states[index] is BucketState.SHOWN)
 
     def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
-        """Gathers the buckets ``indices``, even ones that this rank has gathered already, because another rank needs
-        them. All data ranks pass equal ``indices``.
+        """Gathers the buckets ``indices``, even ones that this rank has gathered already, because another data rank
+        needs them. All data ranks must pass the same ``indices``.
 
-        Afterwards, the buckets in ``wanted`` and the buckets that were readable before are readable.
+        Afterwards, readable are the buckets in ``wanted``, and the buckets that were readable before the call. Other
+        buckets that the call has gathered are freed.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -215,11 +226,11 @@ class UnshardedBuckets:
         self.free(indices - live - wanted)
 
     def ask_alike(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Starts all-gathers of buckets outside the gather order, after a check that all data ranks request the same
-        ones.
+        """Starts all-gathers of the buckets ``indices``, outside the planned order, after a check that all data ranks
+        request the same buckets. Buckets that are gathered already are skipped.
 
-        The check is one all-gather of 8 bytes per rank, label "gather check". Without a missing bucket there is no
-        check. ``exact``: True to gather without quantization.
+        The check is one all-gather of 8 bytes per rank, label "gather check"; there is none if no bucket is left to
+        gather. ``exact``: True to gather without quantization.
 
         Raises:
             EngineError: data ranks request different buckets.
@@ -251,7 +262,9 @@ class UnshardedBuckets:
         return self._buckets[index].bucket.spread.sharding
 
     def show(self, indices: frozenset[int]) -> None:
-        """Waits for the all-gathers of the buckets ``indices``, and makes their parameters readable."""
+        """Waits for the all-gathers of the buckets ``indices``, which must have been started, and makes their
+        parameters readable.
+        """
         for index in indices - self._shown(indices) - self._resident:
             self._gathers[index].wait()
             self._states[index] = BucketState.SHOWN
@@ -260,10 +273,11 @@ class UnshardedBuckets:
             self._versions[index] = _versions(self._buckets[index])
 
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
-        """Frees the full memory of the buckets ``indices``.
+        """Frees the memory of the full parameters of the buckets ``indices``; their parameters are then not readable.
 
-        ``leave``: True if memory that other tensors share stays allocated for them. Between steps, such tensors belong
-        to user code. In a forward or backward they belong to autograd, and the backward gathers them again.
+        ``leave``: True if memory that other tensors, such as a user's, share stays allocated for them; secondary shards
+        are not updated then. False: the memory is freed even if autograd refers to it, because the backward gathers it
+        again.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()
@@ -279,13 +293,15 @@ class UnshardedBuckets:
             self._index_of[_memory(flat.params)] = self._index_of.pop(before)
 
     def settle(self) -> None:
-        """Waits until all-gathers have read the shards in host memory. The host may then overwrite them."""
+        """Waits until copies of shards from host memory, which all-gathers send, have ended. The host may then
+        overwrite the shards.
+        """
         if self._hosted is not None:
             self._hosted.settle()
 
     def drop_secondary(self, indices: Collection[int] | None = None) -> None:
-        """Marks the secondary shards of the buckets ``indices``, by default of all, as invalid, because their
-        parameters have changed.
+        """Marks the secondary shards (ZeRO++ hpZ) of the buckets ``indices`` (None: of all buckets) as invalid, because
+        their parameters have changed. Does nothing if there are no secondary shards.
         """
         if self.secondary is not None:
             self.secondary.drop(indices)
@@ -308,14 +324,16 @@ class UnshardedBuckets:
                     )
 
     def bucket_of(self, tensor: Tensor) -> int | None:
-        """Returns the index of the bucket with which ``tensor`` shares memory; None if there is none."""
+        """Returns the index of the bucket in which ``tensor`` shares the memory of the full parameters; None if there
+        is none.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return self._index_of.get(_memory(tensor)) if _has_memory(tensor) else None
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
         """Makes the shapes of all parameters readable inside the context. Parameters that are not gathered have no
-        data.
+        memory for values then, so code inside must not read their values.
         """
         states = enumerate(self._states)
         hidden = [index for index, each in states if each is not BucketState.SHOWN and index not in self._resident]

@@ -43,8 +43,8 @@ def whole_sectors(size: int) -> int:
 
 
 def sector_memory(size: int) -> Tensor:
-    """Allocates zeroed host memory for direct I/O, uint8 [size], aligned to disk sectors. It is freed with its last
-    view.
+    """Returns zeroed host memory, uint8 [size], that begins at a disk sector boundary, as direct I/O needs it. It is
+    freed with the last tensor that refers to it.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
@@ -52,13 +52,15 @@ def sector_memory(size: int) -> Tensor:
 
 
 def begins_on_sector(block: memoryview) -> bool:
-    """Returns True if direct I/O can use the memory ``block``: its address and size are multiples of a sector."""
+    """Returns True if direct I/O can use the memory ``block``: its address and its size are multiples of 4,096 bytes, a
+    disk sector.
+    """
     address: int = numpy.frombuffer(block, numpy.uint8).__array_interface__["data"][0]
     return address % SECTOR == 0 and len(block) % SECTOR == 0
 
 
 class DiskCalls:
-    """System calls on files, as methods. Tests replace them by failing ones."""
+    """System calls on files, as methods, so that tests can replace them by failing ones."""
 
     def open(self, path: Path) -> tuple[int, bool]:
         """Creates a file for reading and writing, with O_DIRECT if the file system supports it. Returns (descriptor,
@@ -98,13 +100,13 @@ BLOCK = 1 << 20
 
 
 class BlocksUnderWay:
-    """Handle of reads or writes of a file's blocks that run on threads."""
+    """Handle of reads or writes of a file's blocks, which run on threads."""
 
     def __init__(self, futures: Sequence["Future[None]"]) -> None:
         self._futures = futures
 
     def joined(self, other: "BlocksUnderWay") -> "BlocksUnderWay":
-        """Returns one handle for the transfers of this handle and of ``other``."""
+        """Returns one handle that stands for the reads and writes of this handle and of ``other``."""
         return BlocksUnderWay([*self._futures, *other._futures])
 
     def result(self) -> None:
@@ -119,8 +121,8 @@ class BlocksUnderWay:
 
 
 class BlockFile:
-    """File of ``size`` bytes that is read and written as a whole, in blocks with hashes in memory. Its disk space is
-    reserved at its creation.
+    """File of ``size`` bytes that is read and written as a whole, in blocks of 1 MiB. A hash of each block is stored in
+    memory to check reads. The disk space is reserved when the object is made.
 
     Raises:
         EngineError: the file cannot be made, or the disk is full.
@@ -142,15 +144,15 @@ class BlockFile:
             raise _failure("made", path, error) from error
 
     def start_write(self, data: memoryview, threads: Executor) -> BlocksUnderWay:
-        """Starts to write the whole file from ``data``, on ``threads``. ``data`` must not change before the returned
-        handle's ``result`` has returned.
+        """Starts to write the whole file from ``data`` on ``threads``, and returns a handle. ``data`` must not change
+        before the handle's ``result`` has returned; ``result`` also raises errors of the disk.
         """
         jobs = self._blocks(data)
         return BlocksUnderWay([threads.submit(self._write_block, number, block) for number, block in jobs])
 
     def start_read(self, into: memoryview, threads: Executor, checked: bool = True) -> BlocksUnderWay:
-        """Starts to read the whole file into the memory ``into``, on ``threads``. ``checked``: True to compare the hash
-        of each block with that of its last write.
+        """Starts to read the whole file into the memory ``into`` on ``threads``, and returns a handle. ``checked``:
+        True to compare the hash of each block with the hash at its last write. The handle's ``result`` raises errors.
         """
         jobs = self._blocks(into)
         return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])
@@ -165,16 +167,18 @@ class BlockFile:
             self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
-        """Reads the whole file into the memory ``into``.
+        """Reads the whole file into the memory ``into``, and waits for it.
 
-        ``checked``: True to compare the hash of each block with that of its last write; a difference raises
-        EngineError.
+        ``checked``: True to compare the hash of each block with the hash at its last write.
+
+        Raises:
+            EngineError: the disk fails, or a compared hash differs.
         """
         for number, block in self._blocks(into):
             self._read_block(number, block, checked)
 
     def close(self) -> None:
-        """Closes and deletes the file."""
+        """Closes and deletes the file. A second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -249,15 +253,15 @@ def _failure(what: str, path: Path, error: OSError) -> EngineError:
 
 
 class PageUse(Protocol):
-    """Interface of a transfer in progress that uses a page of :class:`MomentBuffers`."""
+    """Interface of a read or write in progress that uses a page of :class:`MomentBuffers`."""
 
     def result(self) -> object:
-        """Waits until the transfer has ended."""
+        """Waits until the read or write of the page has ended; raises its error if it has failed."""
 
 
 class MomentBuffers:
-    """Pool of ``count`` pages of host memory, ``size`` bytes each, which the updates of all buckets share. A page that
-    is being written to disk becomes free when the write ends.
+    """Pool of ``count`` pages (buffers) of host memory, ``size`` bytes each, through which updates read and write
+    optimizer moments on disk. A page that is being written becomes free when the write ends.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -268,7 +272,9 @@ class MomentBuffers:
 
     @property
     def spare(self) -> bool:
-        """True if ``take`` can return a page: one is free, or is being written and will be free."""
+        """True if ``take`` can return a page: one is free, or ``give_back`` has returned one, which is free after its
+        write.
+        """
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:
@@ -282,7 +288,9 @@ class MomentBuffers:
         return self._free.pop()
 
     def give_back(self, page: Tensor, write: PageUse) -> None:
-        """Returns ``page`` to the pool. It is used again only after its transfer ``write`` has ended."""
+        """Returns ``page`` to the pool while ``write`` may still read it. ``take`` hands it out again only after
+        ``write`` has ended.
+        """
         self._busy.append((page, write))
 
     def free_all(self) -> None:

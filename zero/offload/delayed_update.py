@@ -46,19 +46,23 @@ class DelayedUpdate:
         return self._update is not None
 
     def launch(self, update: Callable[[], None]) -> None:
-        """Starts ``update`` on a thread. It must access host memory only, and no other update may be pending."""
+        """Starts the callback ``update`` on a thread, and returns at once. ``update`` must access host memory only. No
+        other update may be pending.
+        """
         assert self._update is None
         self._given = self._sums()
         self._update = self._thread.submit(update)
 
     def join(self) -> None:
-        """Waits until the running update is computed. It remains pending, because its weights are still on the host."""
+        """Waits until the thread has computed the pending update. It stays pending, because its new weights are in host
+        memory only. Does not raise an error of the update.
+        """
         if self._update is not None:
             self._update.exception()
 
     def problem(self) -> EngineError | None:
-        """Returns the error of the pending update: it has raised, or weights on the device were changed while it ran.
-        None if there is no error.
+        """Waits until the thread has computed the pending update, and returns its error: the update has raised, or
+        weights on the device were changed while it ran. None if there is no error or no pending update.
         """
         if self._update is None or self._given is None:
             return None
@@ -79,8 +83,8 @@ class DelayedUpdate:
         return None
 
     def finish(self) -> bool:
-        """Waits for the pending update and copies its weights to the device, with a gather over dp. Returns False if no
-        update is pending. Collective over dp.
+        """Waits for the pending update and copies its weights to the device, with a gather over dp. Returns True after
+        an update, and False at once if no update is pending. Collective over dp.
 
         Raises:
             EngineError: see ``problem``.
@@ -94,7 +98,9 @@ class DelayedUpdate:
         return True
 
     def close(self) -> None:
-        """Waits for the update and ends its thread."""
+        """Waits until the thread has computed a pending update, and ends the thread. The new weights are not copied to
+        the device.
+        """
         self._thread.shutdown(wait=True)
 
     def _sums(self) -> torch.Tensor:

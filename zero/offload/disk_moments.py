@@ -36,8 +36,8 @@ LABEL = "disk"
 
 
 class DiskAgreement:
-    """Collectives by which all ranks learn of failures of each other's disks. Every call is collective over the world,
-    label "disk".
+    """Collectives through which each rank learns that the disk of another rank has failed. Every call is collective
+    over the world, label "disk".
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
@@ -50,8 +50,8 @@ class DiskAgreement:
         return first_rank(own, self._comm, self._device, LABEL)
 
     def sentence(self, rank: int, own: str) -> str:
-        """Returns the error message of rank ``rank`` on all ranks. ``own``: this rank's message. Two all-reduces: the
-        message's length, then its bytes.
+        """Returns the error message of the rank ``rank`` on all ranks. ``own``: the message of the calling rank, which
+        matters only on ``rank``. Two all-reduces: of the message's length, then of its bytes.
         """
         if self._comm.grid.world_size == 1:
             return own
@@ -73,7 +73,9 @@ FoundMoment = tuple[Tensor, str, Tensor]
 
 
 class MomentPlace(NamedTuple):
-    """Position and dtype of one moment of one optimizer tensor in a slot, the file with a bucket's moments."""
+    """Byte position and dtype, in a file with all moments of one bucket (a slot), of the moment ``name`` of the
+    optimizer tensor ``weights``.
+    """
 
     weights: Tensor
     name: str
@@ -81,16 +83,16 @@ class MomentPlace(NamedTuple):
     start: int
 
     def of(self, memory: Tensor) -> Tensor:
-        """Returns the moment as a view of ``memory``, uint8 [bytes], which contains a copy of the slot. It has the
-        shape of its weights.
+        """Returns the moment as a view of ``memory``, uint8 [bytes], which contains a copy of the slot (file). The view
+        has the shape of ``weights``.
         """
         size = self.weights.numel() * self.dtype.itemsize
         return memory[self.start : self.start + size].view(self.dtype).view(self.weights.shape)
 
 
 class BucketFiles:
-    """Two files, called slots, for one bucket's moments. The valid slot has the moments of the last step, and an update
-    writes the other one.
+    """Two files, called slots, for one bucket's moments. The valid slot has the moments of the last committed update;
+    the next update writes the other slot, so that a failure leaves the valid one intact.
 
     Args:
         found: the moments, for which each slot has space.
@@ -124,13 +126,15 @@ class BucketFiles:
         self._version = 0
 
     def fits(self, found: Sequence[FoundMoment]) -> bool:
-        """Returns True if the slots have been made for moments with the same tensors, names and dtypes as ``found``."""
+        """Returns True if the slots (files) have space for exactly the moments ``found``: the same optimizer tensors,
+        moment names and dtypes.
+        """
         kinds = [(id(weights), name, moment.dtype) for weights, name, moment in found]
         return [(id(place.weights), place.name, place.dtype) for place in self.places] == kinds
 
     def shown(self, state: MomentState) -> bool:
-        """Returns True if the moments in the optimizer's ``state`` are still views of the valid slot, which is
-        memory-mapped.
+        """Returns True if the moments in the optimizer's ``state`` are views of the valid slot (file), which is
+        memory-mapped. False if code has replaced one of them.
         """
         return self.valid is not None and all(
             state.get(place.weights, {}).get(place.name) is view
@@ -138,23 +142,23 @@ class BucketFiles:
         )
 
     def start_read(self, page: Tensor, threads: Executor) -> BlocksUnderWay:
-        """Starts to read the valid slot into ``page``, a buffer in host memory. Hashes are not checked if the program
-        has written to the slot's memory-mapped views.
+        """Starts to read the valid slot (file) into ``page``, a buffer in host memory; returns a handle. Hashes are not
+        checked if code has written to the memory-mapped views of the slot, which changes the file.
         """
         assert self.valid is not None
         checked = self._version == self._mapped[self.valid]._version
         return self.slots[self.valid].start_read(page.numpy().data[: self.size], threads, checked)
 
     def lend(self, page: Tensor, state: MomentState) -> None:
-        """Replaces the moments in the optimizer's ``state`` by views of ``page``, a buffer in host memory with the
-        slot's contents.
+        """Replaces the moments in the optimizer's ``state`` by views of ``page``, a buffer in host memory that contains
+        a copy of a slot (file).
         """
         for place in self.places:
             state[place.weights][place.name] = place.of(page)
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
-        """Copies the moments of the optimizer's ``state`` to ``page``, and starts to write it to the slot that is not
-        valid. The moments in ``state`` become views of this slot.
+        """Copies the moments in ``state`` to ``page``, a host buffer, and starts to write it to the slot (file) that is
+        not valid, on ``threads``. Returns a handle. The moments in ``state`` become memory-mapped views of this slot.
         """
         now = [state[place.weights][place.name] for place in self.places]
         there = [place.of(page) for place in self.places]
@@ -166,12 +170,12 @@ class BucketFiles:
         return self.slots[self._fresh].start_write(page.numpy().data[: self.size], threads)
 
     def commit(self) -> None:
-        """Makes the slot that was written last the valid one."""
+        """Makes the slot (file) of the last ``start_write`` the valid one. Call it after the write has ended."""
         self.valid, self._version = self._fresh, self._mapped[self._fresh]._version
 
     def show(self, state: MomentState) -> None:
-        """Replaces the moments in the optimizer's ``state`` by views of the valid slot, which is memory-mapped. Does
-        nothing if no slot is valid.
+        """Replaces the moments in the optimizer's ``state`` by memory-mapped views of the valid slot (file), if there
+        is one.
         """
         if self.valid is not None:
             self._show(state, self.valid)
@@ -190,8 +194,8 @@ logger = logging.getLogger("trine")
 
 
 class DiskMoments:
-    """Store of optimizer moments on disk. An update loads the moments of one bucket after the other, and writes the new
-    ones.
+    """Store of optimizer moments on disk. An update loads the moments of one bucket after the other into host memory,
+    and writes the updated ones back.
 
     Buckets are visited in the order of an :class:`UpdateOrder`. A set is the optimizer tensors of one bucket.
 
@@ -237,15 +241,16 @@ class DiskMoments:
     # ------------------------------------------------------------------ an update of all ranks
 
     def update(self, attempt: Callable[[], None], put_back: Callable[[], None]) -> None:
-        """Runs an update on all ranks, or on none if a disk fails. A failed update is undone and repeated once.
-        Collective over the world.
+        """Runs an update on all ranks. If a disk of any rank fails, the update is undone on all ranks and repeated
+        once. Collective over the world.
 
         Args:
-            attempt: updates all sets, with calls of ``allows``, ``begin`` and ``end`` for each.
-            put_back: calls :meth:`put_back`, copies the restored weights to the device, and restores step counts.
+            attempt: callback that updates all sets, with calls of ``allows``, ``begin`` and ``end`` for each.
+            put_back: callback that calls :meth:`put_back`, copies restored weights to the device, and restores step
+                counts.
 
         Raises:
-            EngineError: a disk has failed twice; the same on all ranks.
+            EngineError: a disk has failed in both attempts, or state was lost; all ranks raise the same error.
         """
         self.refuse_failed()
         for last in (False, True):
@@ -268,9 +273,9 @@ class DiskMoments:
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
-        """Loads the moments of the set ``number`` into host memory for its update, and starts to read the next ones.
-
-        Returns False if the disk has failed or has lost its last write. The set must then not be updated.
+        """Loads the moments of the set ``number`` (optimizer tensors of one bucket) into host memory for its update,
+        and starts to read the next set's. Returns False if a disk failure is known, or the moments differ from the last
+        write; the set must then not be updated.
         """
         if not self._sets[number] or not self._buffers.size:
             return True
@@ -284,7 +289,7 @@ class DiskMoments:
         return self._failure is None
 
     def end(self, number: int) -> None:
-        """Starts to write the new moments of the set ``number`` to disk, after its update."""
+        """Starts to write the updated moments of the set ``number`` to disk. Does nothing after a disk failure."""
         if number not in self._pages or self._failure is not None:
             return
         page, found, uses = self._pages.pop(number), self._found(number), self._kept[number][1]
@@ -301,8 +306,8 @@ class DiskMoments:
             self._failure = error
 
     def agree(self) -> int | None:
-        """Waits for all writes. Returns the lowest rank of the world with a failed disk; None if there is none. One
-        collective per update; later calls return the same result.
+        """Waits for all reads and writes of this update. Returns the lowest rank with a failed disk; None if there is
+        none. One collective over the world per update; later calls return the same result without one.
         """
         if self._agreed is None:
             reads = [read for _, read in self._reads.values()]
@@ -316,8 +321,8 @@ class DiskMoments:
         return self._agreed[0]
 
     def put_back(self) -> None:
-        """Restores this rank's moments, and the host's weights that the update has changed, to their values before the
-        update.
+        """Undoes the update on this rank: restores the moments, and the weights in host memory, to their values before
+        the update. Communicates nothing.
         """
         for number in self._touched:
             replaced, files = self._replaced.pop(number, None), self._files.get(number)
@@ -331,8 +336,8 @@ class DiskMoments:
         self._end_update()
 
     def refuse_failed(self) -> None:
-        """Raises if an update has lost optimizer state, so that the run can neither continue nor save. Every rank
-        raises.
+        """Raises if a disk failure in an earlier update has lost optimizer state, so that the run can neither continue
+        nor save. All ranks raise then.
 
         Raises:
             EngineError: a disk has failed during an earlier update.

@@ -22,10 +22,11 @@ from engine.zero.layout import FlatLayout
 
 
 def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
-    """Returns the indices of the first buckets that together have at least the share ``ratio`` (0 to 1) of all trained
-    elements.
+    """Returns the indices of the first buckets, as many as are needed to contain the share ``ratio`` (0 to 1) of all
+    trained elements.
 
-    Gradients of the first buckets are reduced first, so most of the backward overlaps with their copies to the host.
+    Gradients of the first buckets are reduced first, so that their copies to the host overlap with most of the
+    backward.
     """
     chosen: list[int] = []
     elements = 0
@@ -38,10 +39,10 @@ def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
 
 
 class HostCopies:
-    """Copies between device and host for buckets that the host updates: gradients to the host, and new weights to the
-    device.
+    """Copies between device and host for the buckets that the host updates: reduced gradients to the host, and updated
+    weights to the device.
 
-    Code that writes reduced gradients on the device calls ``changed``; ``wait`` then copies them again.
+    Code that changes reduced gradients on the device must call ``changed``; ``wait`` then copies them again.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
@@ -60,17 +61,23 @@ class HostCopies:
         """Buckets with copied sums, or with sums on their way until the event."""
 
     def changed(self, flat: FlatBucket) -> None:
-        """Marks the host's copy of a bucket's gradients as stale, so that ``wait`` copies them again."""
+        """Marks the host's copy of the gradients of the bucket ``flat`` as outdated, so that the next ``wait`` copies
+        them from the device again.
+        """
         self._brought.pop(flat.bucket.index, None)
 
     def forget(self) -> None:
-        """Marks the host's copies of the gradients of all buckets as stale."""
+        """Marks the host's copies of the gradients of all buckets as outdated, so that the next ``wait`` for each
+        copies them again.
+        """
         self._brought.clear()
 
     def follow(self, flat: FlatBucket, reduction: Pending) -> None:
-        """Starts the copy of a bucket's gradients to the host on a side stream, once their ``reduction`` is complete.
+        """Starts the copy of the reduced gradients of the bucket ``flat`` to the host. The copy runs on a side stream,
+        after ``reduction``, the handle of the gradients' reduction. Does nothing for a bucket that the host does not
+        update.
 
-        On a CPU device the copy is deferred to :meth:`wait`, because it would delay the backward.
+        On a CPU device, ``wait`` makes the copy instead, because it would delay the backward.
         """
         if flat.host_sums is None or self.late or (is_host(self._device) and reduction.under_way):
             return
@@ -81,7 +88,9 @@ class HostCopies:
 
     @torch.no_grad()
     def wait(self, flat: FlatBucket) -> None:
-        """Waits until the host has the current reduced gradients of a bucket. Starts the copy if ``follow`` has not."""
+        """Waits until the host has the current reduced gradients of the bucket ``flat``. Starts the copy first if
+        ``follow`` has not started it, or the copy is outdated.
+        """
         if flat.host_sums is None:
             return
         if flat.bucket.index not in self._brought:
@@ -92,8 +101,8 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the device's current stream wait for the gradient reductions that the side stream of :meth:`follow`
-        waits for.
+        """Makes the device's current stream wait for the gradient reductions after which ``follow`` copies. The host
+        does not wait.
         """
         if self._reduced is not None:
             self._reduced.wait()
@@ -101,9 +110,10 @@ class HostCopies:
 
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:
-        """Copies this rank's master weights of a bucket to its parameters, cast to their dtype.
+        """Copies this rank's master weights of the bucket ``flat`` to this rank's shard of the parameters, cast to the
+        dtype of the parameters. Communicates nothing.
 
-        A cast on the host uses the memory of the host's gradients, which the update has already read.
+        A cast on the host overwrites the memory of the host's gradients, which the update has already read.
         """
         assert flat.master is not None
         if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here

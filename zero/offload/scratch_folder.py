@@ -28,7 +28,8 @@ PREFIX = "trine-moments-"
 
 
 class ScratchFolder:
-    """Temporary folder for files of one rank in ``parent``, locked until ``close``. ``parent`` is created if missing.
+    """Temporary folder in ``parent`` for files of the rank ``rank``, with a file lock until ``close``. Creates
+    ``parent`` if it is missing, and deletes folders in it that killed engines have left.
 
     Raises:
         EngineError: the folder cannot be created.
@@ -50,7 +51,7 @@ class ScratchFolder:
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())  # at the end of the process too
 
     def close(self) -> None:
-        """Deletes the folder and its contents."""
+        """Deletes the folder and its contents, and releases its lock. A second call does nothing."""
         self._end()
 
 
@@ -61,8 +62,8 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 
 def delete_left_behind(parent: Path) -> None:
-    """Deletes the folders in ``parent`` that killed engines have left. Folders of running engines are locked and
-    remain.
+    """Deletes the temporary folders in ``parent`` that killed engines have left. Folders of running engines are locked,
+    and are not deleted.
     """
     for folder in sorted(parent.glob(f"{PREFIX}*")):
         try:
@@ -82,8 +83,8 @@ def delete_left_behind(parent: Path) -> None:
 class MappedMemory:
     """Allocator of tensors in memory-mapped files in ``folder``, which is created if missing.
 
-    Under a cgroup memory limit, the kernel writes these pages to disk instead of killing the process. The files are
-    unlinked as soon as they are mapped, so they vanish with their tensors.
+    If a cgroup limits the memory, the kernel can write the pages of these tensors to disk instead of killing the
+    process. Each file is unlinked as soon as it is mapped, so that its disk space is freed with its tensor.
     """
 
     def __init__(self, folder: str) -> None:

@@ -28,12 +28,16 @@ FAMILY = "ema"
 
 
 def average_dtype(weights: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the average of ``weights``: at least fp32, so that small changes are not lost."""
+    """Returns the dtype of an average of weights with the dtype ``weights``: fp32 for bf16, fp16 and fp32, so that
+    small changes are not lost, and fp64 for fp64.
+    """
     return torch.promote_types(weights, torch.float32)
 
 
 class WeightAverage:
-    """Exponential moving averages of the weights that this rank updates, sharded like the optimizer state."""
+    """Exponential moving averages (EMA) of the weights that this rank updates. Each rank stores the averages of its own
+    shard of the weights, as it does with optimizer state.
+    """
 
     def __init__(self, places: Sequence[OptimizerTensor], decay: float) -> None:
         self._places, self._decay = places, decay
@@ -41,7 +45,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Adds the current weights to the average."""
+        """Moves each average towards the current weight: average = decay * average + (1 - decay) * weight. The first
+        update sets the averages to the weights.
+        """
         for place in self._places:
             weights = place.parameter.detach()
             weights = weights.to(average_dtype(weights.dtype))
@@ -52,19 +58,19 @@ class WeightAverage:
                 average.lerp_(weights, 1 - self._decay)
 
     def forget(self) -> None:
-        """Discards the averages; the next update restarts them from the weights."""
+        """Discards the averages; the next update sets them to the weights of that time."""
         self._values.clear()
 
     def tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Returns optimizer parameter -> {"ema": average}, the form in which checkpoints store averages; {} before the
-        first update.
+        """Returns the averages as optimizer parameter -> {"ema": average}, the form in which checkpoints store them.
+        Returns {} before the first update.
         """
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Allocates an average for each parameter with a tensor "ema/NAME" in ``stored``, the tensors of a checkpoint
-        by name. Other averages restart from the weights. Returns the averages as ``tensors`` does, for the load to
-        fill.
+        """Prepares a load of averages from a checkpoint. Discards all averages, and allocates one for each optimizer
+        parameter of which ``stored`` (the checkpoint's tensors by name) has "ema/NAME". Returns the new averages as
+        ``tensors`` does, for the load to fill.
         """
         self.forget()
         for place in self._places:
@@ -75,8 +81,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages of the elements of a bucket that this rank updates, [owned]. Elements without an average
-        yet have their current weight.
+        """Returns the averages of the elements of the bucket ``flat`` that this rank updates, as a flat tensor.
+        Elements without an average yet have their current weight.
         """
         own = [place for place in self._places if place.flat is flat]
         if not own:  # frozen
@@ -97,14 +103,14 @@ _READERS = frozenset({
 
 
 class Average(Protocol):
-    """Interface of an object that computes averages of a bucket's weights."""
+    """Interface of an object that returns averages of weights, such as an exponential moving average, by bucket."""
 
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns averages of the elements of a bucket that this rank updates, [owned]."""
+        """Returns the averages of the elements of the bucket ``flat`` that this rank updates, as a flat tensor."""
 
 
 class AveragedWeights:
-    """Switch between the trained weights of a rank and their average, for evaluation and export."""
+    """Switch of a rank's model between its trained weights and their average, for evaluation and export."""
 
     def __init__(self, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer, average: Average) -> None:
         self._buckets, self._optimizer, self.average = buckets, optimizer, average
@@ -119,7 +125,7 @@ class AveragedWeights:
 
     @property
     def inside(self) -> bool:
-        """True while the model contains the average."""
+        """True between :meth:`enter` and :meth:`leave`, while the model contains the average."""
         return self._before is not None
 
     @torch.no_grad()
@@ -145,8 +151,8 @@ class AveragedWeights:
         self._optimizer.refresh(self._buckets)
 
     def refuse(self, call: str) -> None:
-        """Raises if the model contains the average, and ``call`` needs or overwrites the trained weights. ``call``:
-        name of a public method.
+        """Raises if the model contains the average, and the public method named ``call`` needs or overwrites the
+        trained weights. Methods that read weights for evaluation or export are allowed.
 
         Raises:
             EngineError: the model contains the average.

@@ -28,7 +28,9 @@ PIECE = 1 << 20
 
 
 class UpdateRun(NamedTuple):
-    """Consecutive elements of one parameter in an optimizer tensor, which are updated together."""
+    """Consecutive elements of one parameter in an optimizer tensor (flat tensor with the shards of parameters), which
+    are updated and rounded together.
+    """
 
     part: slice
     """Slice of the optimizer's tensor."""
@@ -40,8 +42,8 @@ class UpdateRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FullShapes:
-    """Map from elements of this rank's parameter shards to their positions in the full parameters. The random bits of
-    an element depend on its full position, and so not on the sharding.
+    """Map from the elements of this rank's parameter shards to their positions in the full parameters. The random bits
+    that round an element depend on its full position, so that the sharding does not change them.
     """
 
     numbers: Mapping[str, int]
@@ -51,15 +53,16 @@ class FullShapes:
     """Grid coordinates of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """Returns the flat indices in the full parameter ``name`` of the elements ``start:stop`` of this rank's
-        tensor-parallel shard, int64 [stop - start].
+        """Returns the flat indices in the full parameter ``name`` of the elements ``start:stop`` of this rank's shard
+        of it, int64 [stop - start]. The shard is that of tensor and expert parallelism, flattened, before ZeRO divides
+        it.
         """
         own, lines = torch.arange(start, stop, device=device), self.lines(name, device)
         return own if lines is None else lines.index(own)
 
     def lines(self, name: str, device: torch.device) -> Lines | None:
-        """Returns the positions of this rank's tensor-parallel shard in the full parameter ``name``. None if the
-        parameter is not sharded over tensor or expert ranks.
+        """Returns the positions in the full parameter ``name`` of this rank's shard of it by tensor and expert
+        parallelism, in a compact form. Returns None if the parameter is not sharded over tensor or expert ranks.
         """
         row = self.rows[name]
         if not row.sharded:
@@ -87,8 +90,8 @@ class RoundedUpdates:
     _lines: dict[str, Lines | None] = field(default_factory=dict)
 
     def add(self, weights: Tensor, flat: FlatBucket, part: slice) -> None:
-        """Registers the optimizer tensor ``weights`` as the elements ``part`` of the bucket ``flat``; padding is left
-        out.
+        """Registers ``weights``, a flat tensor that the optimizer updates, as the elements ``part`` of the bucket
+        ``flat``. Elements of padding are not registered.
         """
         found = self._slots[weights] = []
         for slot in flat.bucket.slots:
@@ -97,8 +100,8 @@ class RoundedUpdates:
                 found.append((slot, start - slot.start, stop - slot.start, start - part.start))
 
     def pieces(self, weights: Tensor) -> Iterator[UpdateRun]:
-        """Divides the optimizer tensor ``weights`` into slices of one parameter each, with at most ``PIECE`` elements,
-        and yields them. A tensor of only padding yields one empty slice.
+        """Divides the registered optimizer tensor ``weights`` into slices of one parameter each, with at most 2^20
+        elements, and yields them. A tensor that consists of padding yields one empty slice.
         """
         if not self._slots[weights]:
             yield UpdateRun(slice(0, 0), 0, torch.empty(0, dtype=torch.int64, device=weights.device))
@@ -110,8 +113,8 @@ class RoundedUpdates:
                 yield UpdateRun(part, self.whole.numbers[slot.name], index)
 
     def runs(self, weights: Tensor, step: int) -> Iterator[tuple[slice, StochasticRounding]]:
-        """Yields (slice, rounding) for each parameter in the optimizer tensor ``weights``. The rounding has the random
-        seeds for the weights and both moments in Adam's update number ``step``.
+        """Yields (slice, rounding) for each parameter in the registered optimizer tensor ``weights``. The rounding has
+        the random seeds with which Adam's update number ``step`` rounds the weights and both moments.
         """
         for slot, begin, end, place in self._slots[weights]:
             if slot.name not in self._lines:
@@ -122,11 +125,11 @@ class RoundedUpdates:
             yield slice(place, place + end - begin), how
 
     def store(self, target: Tensor, piece: UpdateRun, values: Tensor, step: int, kind: int) -> None:
-        """Writes the fp32 results ``values`` of update number ``step`` into the elements ``piece`` of ``target``, which
-        is a tensor of weights or of a moment.
+        """Writes ``values``, the fp32 results of update number ``step``, into the elements ``piece`` of ``target``,
+        which is a tensor of weights or of a moment.
 
-        A bf16 ``target`` is rounded stochastically. ``kind`` selects the random bits: 0 for weights, and another number
-        for each moment.
+        A bf16 ``target`` is rounded stochastically; another dtype is cast as usual. ``kind`` selects the random bits: 0
+        for weights, and a number above 0 for each moment.
         """
         # Every (update, quantity, parameter) has a key of its own, so no two roundings share random bits.
         if target.dtype == torch.bfloat16:

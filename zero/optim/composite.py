@@ -19,8 +19,8 @@ Groups = list[dict[str, Any]]
 
 
 class CompositeOptimizer(FlatOptimizer):
-    """Several built-in optimizers in the form of one. Each updates the parameter groups with its number in
-    ``group["entry"]``.
+    """Several built-in optimizers in the form of one. Each optimizer has a number, and updates the parameter groups
+    with this number in ``group["entry"]``.
 
     Args:
         groups: torch parameter groups; groups without parameters on this rank are empty.
@@ -45,35 +45,41 @@ class CompositeOptimizer(FlatOptimizer):
 
     @property
     def kind(self) -> str:
-        """Name in checkpoints, made of the names of all entries."""
+        """Name in checkpoints and messages, made of the names of the configured optimizers."""
         return self._kind
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the moments of all its optimizers, sorted."""
+        """Names of the moments, such as "exp_avg", that any of the combined optimizers has, sorted."""
         return tuple(sorted({name for part in self.parts.values() for name in part.moment_names}))
 
     def moment_dtype(self, weight: Tensor) -> torch.dtype:
-        """Returns the dtype of the moments of ``weight``."""
+        """Returns the dtype in which the moments of ``weight`` are stored: that of ``weight``, or the configured dtype
+        of moments for a bf16 weight with stochastic rounding.
+        """
         rounded = self.rounding is not None and weight.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weight.dtype
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the moments of ``weight`` by name, in the shape of ``weight``. ``device``: device for copies of
-        encoded moments; None: the device of ``weight``.
+        """Returns the moments of ``weight`` by name, such as "exp_avg", in the shape of ``weight``. Moments that are
+        stored encoded are returned as decoded copies on ``device``; None: on the device of ``weight``.
         """
         return self._part_of(weight).values(weight, device)
 
     def encoded(self, weight: Tensor) -> bool:
-        """Returns True if the optimizer of ``weight`` stores its moments encoded, such as in 8 bits."""
+        """Returns True if the optimizer that updates ``weight`` stores its moments encoded, such as in 8 bits."""
         return self._part_of(weight).encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Replaces the moments of ``weight`` by ``values`` (name -> tensor), encoded if its optimizer does so."""
+        """Replaces the moments of ``weight`` by ``values`` (moment name -> tensor). They are encoded if the optimizer
+        that updates ``weight`` stores its moments encoded.
+        """
         self._part_of(weight).keep(weight, values)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of ``group`` in its own optimizer."""
+        """Increments the step count of the parameter group ``group``, in the way of the optimizer that updates this
+        group.
+        """
         self.parts[group[ENTRY]].count(group)
 
     def _part_of(self, weight: Tensor) -> FlatOptimizer:
@@ -91,8 +97,8 @@ class CompositeOptimizer(FlatOptimizer):
 
 
 class PlainComposite(torch.optim.Optimizer):
-    """Several torch optimizers in the form of one, for a single process. Each updates the parameter groups with its
-    number in ``group["entry"]``.
+    """Several torch optimizers in the form of one, for a run in a single process. Each has a number, and updates the
+    parameter groups with this number in ``group["entry"]``.
     """
 
     def __init__(self, groups: Groups, makers: Sequence[Callable[[Groups], torch.optim.Optimizer]]) -> None:
@@ -100,7 +106,7 @@ class PlainComposite(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Runs one step of every optimizer."""
+        """Runs one step of every combined optimizer. ``closure`` is ignored."""
         for part in self.parts:
             part.step()
 

@@ -30,8 +30,8 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
 class UpdatePiece(NamedTuple):
-    """Slice ``part`` of a flat optimizer tensor. Its parameters had no gradient in ``missed`` earlier steps, so their
-    step count is lower by that number.
+    """Slice ``part`` of a flat optimizer tensor, with parameters that had no gradient in ``missed`` earlier steps.
+    Their step count is that of the optimizer minus ``missed``.
     """
 
     part: slice
@@ -40,8 +40,8 @@ class UpdatePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UpdateOrder:
-    """Order in which an update visits sets of optimizer tensors, usually one set per bucket, with callbacks before and
-    after each set.
+    """Order in which an update visits sets of optimizer tensors, usually one set per bucket. It has a callback before
+    and a callback after the update of each set.
     """
 
     sets: Sequence[Sequence[Tensor]]
@@ -55,7 +55,7 @@ class UpdateOrder:
 
 class FlatOptimizer(torch.optim.Optimizer):
     """Base class of the built-in optimizers over flat tensors. ``step`` calls ``_update``, which subclasses define,
-    with the tensors of each group that have gradients.
+    with the tensors of each parameter group that have a gradient.
     """
 
     elementwise = True
@@ -73,7 +73,9 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the state tensors that have one number per weight, once a step has been made."""
+        """Names of the state tensors with one number per weight, such as "exp_avg", that this optimizer makes in its
+        first step.
+        """
         return ()
 
     @property
@@ -82,8 +84,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return type(self).__name__.removeprefix("Flat")
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the moments of ``weight`` by name, in the shape of ``weight``. ``device``: device for copies of
-        encoded moments; None: the device of ``weight``.
+        """Returns the moments of ``weight`` by name, such as "exp_avg", in the shape of ``weight``; {} before the first
+        step. Moments that are stored encoded are returned as decoded copies on ``device``; None: on the device of
+        ``weight``.
         """
         own = self.state.get(weight, {})
         return {name: kept for name, kept in own.items() if isinstance(kept, Tensor) and kept.shape == weight.shape}
@@ -93,7 +96,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self.encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Replaces the moments of ``weight`` by ``values`` (name -> tensor), which a load or the user has changed."""
+        """Replaces the moments of ``weight`` by ``values`` (moment name -> tensor in the shape of ``weight``), for
+        example after a load.
+        """
         self.state[weight] = dict(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -110,8 +115,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every parameter group once, from the gradients of its tensors. Returns the loss of ``closure``, or
-        None without one.
+        """Updates every parameter group once, from the gradients of its tensors; tensors without a gradient do not
+        change. Returns the loss that the callback ``closure`` returns, or None without a closure.
         """
         loss = closure() if closure is not None else None
         for group in self.param_groups:
@@ -204,7 +209,9 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class FusedAdam:
-    """Launcher of the fused Adam kernels in one step. The kernels read on the device whether to update or to skip."""
+    """Launcher of the fused Adam kernels in one step. The kernels read the decision to update or to skip from device
+    memory.
+    """
 
     kernels: Kernels
     decision: DeviceDecision
@@ -216,7 +223,9 @@ class FusedAdam:
     """Update of bf16 weights with stochastic rounding; None if all weights have masters."""
 
     def moments(self, weights: Tensor) -> torch.dtype:
-        """Returns the dtype in which the moments of ``weights`` are stored."""
+        """Returns the dtype in which the moments of ``weights`` are stored: that of ``weights``, or the configured
+        dtype of moments for bf16 weights with stochastic rounding.
+        """
         rounded = self.rounding is not None and weights.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weights.dtype
 
@@ -228,10 +237,10 @@ class FusedAdam:
         rule: AdamRule,
         pieces: Sequence[UpdatePiece] | None,
     ) -> None:
-        """Launches Adam's update of ``weights`` and ``moments`` (first, second) from ``weights.grad``. It is one
-        kernel, or one per parameter with stochastic rounding.
+        """Launches Adam's update of ``weights`` and ``moments`` (first, second) from ``weights.grad``. It launches one
+        kernel for each slice; with stochastic rounding, one for each parameter.
 
-        ``step``: number of this update, from 1. ``pieces``: slices to update; None: all elements.
+        ``step``: number of this update, from 1. ``pieces``: slices to update; None: one slice with all elements.
         """
         assert weights.grad is not None
         narrow = self.narrow[weights]
@@ -280,7 +289,7 @@ class FlatAdam(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the two moments."""
+        """Names of the two moments: "exp_avg" and "exp_avg_sq"."""
         return ("exp_avg", "exp_avg_sq")
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -327,7 +336,7 @@ class FlatSGD(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Name of the momentum buffer; empty without momentum."""
+        """Name of the momentum buffer, "momentum_buffer"; () if the momentum of every parameter group is 0."""
         return ("momentum_buffer",) if any(group["momentum"] for group in self.param_groups) else ()
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
@@ -354,7 +363,7 @@ class FlatLion(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Name of the momentum tensor."""
+        """Name of the momentum tensor: "exp_avg"."""
         return ("exp_avg",)
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
@@ -368,8 +377,8 @@ _COUNTED = ("step", "lr", "betas")
 
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
-    """Copy of the optimizer's step counts and rates before an update. It restores them if the device then skips the
-    update.
+    """Copy of an optimizer's step counts, learning rates and betas before an update. It restores them if the device
+    then skips the update.
     """
 
     groups: tuple[Mapping[str, Any], ...]
@@ -377,7 +386,7 @@ class Bookkeeping:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> "Bookkeeping":
-        """Returns a copy of the step counts and rates that ``optimizer`` has now."""
+        """Returns a copy of the step counts, learning rates and betas that the groups of ``optimizer`` have now."""
         groups = optimizer.param_groups
         return cls(
             tuple({key: group[key] for key in _COUNTED if key in group} for group in groups),
@@ -385,8 +394,8 @@ class Bookkeeping:
         )
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restores the step counts and rates after a skipped update, and deletes optimizer state that the update has
-        created.
+        """Restores the copied step counts, learning rates and betas in ``optimizer``. Deletes state of tensors that had
+        no state at the time of the copy. Values of other state tensors do not change.
         """
         for group, before in zip(optimizer.param_groups, self.groups, strict=True):
             for key in [key for key in _COUNTED if key in group and key not in before]:

@@ -23,7 +23,7 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """Options of a parameter group that replace the optimizer's defaults; None: the default."""
+    """Options of a parameter group that replace the defaults of the optimizer. None: the default is used."""
 
     lr: float | None = None
     weight_decay: float | None = None
@@ -41,15 +41,15 @@ class GroupOptions:
 def make_inner(
     factory: OptimizerFactory, groups: Sequence[GroupOptions], members: Mapping[int, list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """Makes the torch optimizer that updates this rank's tensors. ``factory`` receives one parameter group for each of
-    ``groups``: the tensors ``members[index]`` with the group's options.
+    """Makes the torch optimizer that updates this rank's tensors, by a call of ``factory``. It passes one parameter
+    group for each of ``groups``: group number i has the tensors ``members[i]`` and the options ``groups[i]``.
     """
     return factory([{"params": members[index], **group.as_kwargs()} for index, group in enumerate(groups)])
 
 
 def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
-    """Checks that the optimizer ``inner`` is a built-in one, which the configuration key ``key`` needs, and returns it.
-    ``ability`` completes the message "only the built-in optimizers ...".
+    """Checks that ``inner`` is a built-in optimizer, and returns it. ``key``: configuration key that needs one;
+    ``ability``: end of the error message "only the built-in optimizers ...".
 
     Raises:
         ConfigError: ``inner`` is the user's own optimizer.
@@ -68,7 +68,8 @@ def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_own_step(*_: object) -> None:
-    """Raises if user code calls ``step`` of the engine's optimizer, which would use gradients that are not reduced.
+    """Raises EngineError. It is called if user code calls ``step`` of the engine's optimizer, which would use gradients
+    that are not reduced over ranks yet.
 
     Raises:
         EngineError: always.
@@ -80,8 +81,8 @@ def refuse_own_step(*_: object) -> None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
-    """Raises unless the optimizer updates each element independently of the others, because the setting ``by`` gives it
-    shards of parameters.
+    """Checks that ``optimizer`` updates each element independently of other elements, because it gets shards of
+    parameters. ``by``: name of the setting that shards them, for the message.
 
     Raises:
         ConfigError: the class is neither a known one nor marked ``elementwise``.

@@ -22,17 +22,17 @@ _AT_ONCE = 1 << 15
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Returns the factor that clips gradients of L2 norm ``norm`` to ``max_norm`` (Pascanu et al. 2013); 1 if
-    ``max_norm`` is 0.
+    """Returns the factor that scales a gradient with the L2 norm ``norm`` down to the L2 norm ``max_norm`` (Pascanu et
+    al. 2013). Returns 1 if ``norm`` is smaller, or ``max_norm`` is 0.
 
-    Adds 1e-6 to the norm, as ``torch.nn.utils.clip_grad_norm_``.
+    As ``torch.nn.utils.clip_grad_norm_`` does, it adds 1e-6 to ``norm`` before the division.
     """
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Returns the L2 norm of the averaged gradient. ``sum_of_squares``: squared L2 norm of the summed gradient.
-    ``weight``: total weight of the step's samples, by which the sum is divided.
+    """Returns the L2 norm of the averaged gradient, sqrt(``sum_of_squares``) / ``weight``. ``sum_of_squares``: squared
+    L2 norm of the gradient summed over all samples; ``weight``: total weight of these samples.
 
     Raises:
         EngineError: ``weight`` is 0.
@@ -43,8 +43,9 @@ def gradient_norm(sum_of_squares: float, weight: float) -> float:
 
 
 def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Returns (gradient norm, factor that averages and clips the summed gradients) as fp64 scalars on the device,
-    without host synchronization.
+    """Returns two fp64 scalar tensors on the device, without host synchronization: the norm of the averaged gradient,
+    and the factor that averages and clips the summed gradient. Arguments are as in ``gradient_norm`` and
+    ``clip_factor``.
 
     On a GPU, the results are bitwise equal to ``gradient_norm``, and to ``clip_factor`` divided by ``weight``. They are
     quotients of two tensors, which a GPU rounds once; a quotient by a Python number is a product with its reciprocal.
@@ -58,8 +59,9 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
 
 @torch.no_grad()
 def sync_masters(flat: FlatBucket) -> None:
-    """Copies elements of the parameters that the user has changed since the last update into the master weights of the
-    bucket. Synchronizes only if the master is on the host.
+    """Copies parameter elements that user code has written since the last update from the bucket ``flat`` into its fp32
+    master weights. Other elements of the masters do not change. Waits for the device only if the masters are in host
+    memory.
     """
     if flat.master is None:
         return
@@ -94,10 +96,11 @@ def _take_written(kept: Tensor, master: Tensor, among: Tensor | None = None) -> 
 def full_weights(
     buckets: Sequence[FlatBucket], comm: Comm, average: Callable[[FlatBucket], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, full values) of each parameter, bucket by bucket. The values are gathered over dp, from fp32
-    masters if there are any. A tensor is a view of the parameters or of one gathered bucket.
+    """Yields (name, full values) of each parameter, bucket by bucket, gathered over dp. The values come from the fp32
+    masters if there are any. A tensor may be a view of the live parameters.
 
-    ``average``: function that returns other values [owned] of a bucket in place of its weights.
+    ``average``: function that returns other values for the elements of a bucket that this rank updates, as a flat
+    tensor.
 
     Collective: each bucket with sharded masters or parameters takes one all-gather over dp, label "full state". Every
     rank must consume all items.
@@ -116,16 +119,16 @@ def full_weights(
 
 
 def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Copies elements of the parameters that the user has changed into the masters, for the buckets with
-    ``rounds_in_gathers`` (quantized all-gathers).
+    """Copies parameter elements that user code has written into the fp32 masters, for the buckets with a quantized
+    all-gather of their weights (``rounds_in_gathers``). Ignores other buckets.
     """
     for flat in filter(lambda each: each.rounds_in_gathers, buckets):
         sync_masters(flat)
 
 
 def tell_autograd(buckets: Sequence[FlatBucket]) -> None:
-    """Tells autograd that all parameters in ``buckets`` have changed. A backward through a graph from before then
-    raises an error.
+    """Tells autograd that all parameters in ``buckets`` have changed in place. A later backward through a graph that
+    has saved the old values then raises an error.
     """
     torch.autograd.graph.increment_version([parameter for flat in buckets for parameter in flat.parameters])
     torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights

@@ -13,8 +13,8 @@ from engine.zero.optim.flat_optimizers import UpdatePiece
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
-    """Tensor that the inner optimizer updates, with its gradient. It contains the elements ``part`` of the bucket
-    ``flat``, in the bucket's positions.
+    """Tensor that the inner (torch) optimizer updates, with its gradient. It contains the elements ``part`` of the flat
+    bucket ``flat``.
     """
 
     parameter: nn.Parameter
@@ -23,8 +23,8 @@ class OptimizerTensor:
     part: slice
 
     def narrow(self) -> Tensor | None:
-        """Returns the bf16 or fp16 weights that receive the updated values of this fp32 master. None if the tensor is
-        no master, or if a quantized all-gather writes the weights.
+        """Returns the bf16 or fp16 weights that receive the updated values of this tensor, an fp32 master. Returns None
+        if the tensor is no master, or if a quantized all-gather writes the weights.
         """
         if self.flat.master is None or self.flat.rounds_in_gathers:
             return None
@@ -32,7 +32,9 @@ class OptimizerTensor:
         return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
 
     def slots(self) -> Iterator[tuple[Slot, slice]]:
-        """Yields each parameter with elements in this tensor, as (slot in the bucket, slice of this tensor)."""
+        """Yields (slot, slice) for each parameter with elements in this tensor: the parameter's range in the bucket,
+        and the slice of this tensor that contains its elements.
+        """
         for slot in self.flat.bucket.slots:
             start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
             if start < stop:
@@ -52,8 +54,8 @@ WholeShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
 class WholeUpdates(Protocol):
-    """Interface of optimizers that need whole parameters, such as Muon and Adafactor. Their updates run across ranks,
-    after the optimizer's step has visited all buckets.
+    """Interface of the updates of parameters as a whole, which optimizers such as Muon and Adafactor need although the
+    parameters are sharded. They run across ranks, after the optimizer's step has visited all buckets.
     """
 
     @property
@@ -62,41 +64,43 @@ class WholeUpdates(Protocol):
 
     @property
     def by_owner(self) -> bool:
-        """True if one rank, the owner, stores the whole-parameter state of a parameter. False if every rank with a
-        shard of the parameter stores it.
+        """True if one rank, the owner, stores the state of a parameter that does not have its shape. False if every
+        rank with a shard of the parameter stores it.
         """
 
     @property
     def on_all_data_ranks(self) -> bool:
-        """True if all data ranks store equal copies of the state."""
+        """True if each data rank stores all of the state, so that data ranks have the same values."""
 
     @property
     def shapes(self) -> WholeShapes:
-        """Shapes of the state tensors of every parameter that is updated as a whole, by parameter and name. They
-        include parameters with state on other ranks only.
+        """Shapes of the state tensors of every parameter that is updated as a whole: parameter name -> state name ->
+        shape. They include parameters with state on other ranks only.
         """
 
     @property
     def state(self) -> WholeState:
-        """State tensors on this rank, by parameter and name; empty before the first update."""
+        """State tensors on this rank: parameter name -> state name -> tensor. Empty before the first update."""
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the parameters in a bucket that this object updates; the optimizer's own step leaves
-        them.
+        """Returns the names of the parameters in the bucket ``flat`` that this object updates; the optimizer's own step
+        does not change them.
         """
 
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all its parameters except ``unused`` ones, in one or more rounds. Yields the names of the parameters
-        that are done after each round.
+        """Updates all parameters of this object except ``unused`` ones (without a gradient), in one or more rounds.
+        Yields the names of the parameters that are done after each round.
 
-        ``missed``: number of updates that each parameter has missed, by name.
+        ``missed``: parameter name -> number of earlier updates without a gradient.
         """
 
     def forget(self) -> None:
-        """Deletes the state tensors; the next update starts from new ones."""
+        """Deletes the state tensors on this rank; the next update starts from new state."""
 
     def prepare(self) -> WholeState:
-        """Returns the state tensors on this rank, by parameter and name. Allocates zeros if there are none yet."""
+        """Returns the state tensors on this rank: parameter name -> state name -> tensor. Allocates zeros if there are
+        none yet.
+        """
 
 
 def families_of(whole: Iterable[WholeUpdates]) -> frozenset[str]:
@@ -105,7 +109,9 @@ def families_of(whole: Iterable[WholeUpdates]) -> frozenset[str]:
 
 
 class LateBuckets:
-    """Tracker of the buckets that can be gathered only after their whole-parameter updates."""
+    """Tracker of the buckets with parameters that are updated as a whole, after the optimizer's step. Such a bucket can
+    be gathered only once all of these parameters are updated.
+    """
 
     def __init__(self, buckets: Sequence[FlatBucket], whole: Sequence[WholeUpdates]) -> None:
         names = {number: {n for each in whole for n in each.names(flat)} for number, flat in enumerate(buckets)}
@@ -115,8 +121,8 @@ class LateBuckets:
         return number in self._missing
 
     def complete(self, made: frozenset[str]) -> list[int]:
-        """Records that the parameters ``made`` are updated. Returns the indices of the buckets that are now complete;
-        each index is returned once.
+        """Records that the parameters ``made`` are updated. Returns the indices of the buckets of which all parameters
+        are now updated; each index is returned by one call only.
         """
         for own in self._missing.values():
             own -= made
@@ -127,8 +133,8 @@ class LateBuckets:
 
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
-    """Returns the gradient that the update reads for the elements ``part`` of a bucket. It is on the device, or on the
-    host if the host updates the bucket.
+    """Returns the gradient that the optimizer reads for the elements ``part`` of the bucket ``flat``: in host memory if
+    the host updates the bucket, otherwise on the device.
     """
     if flat.host_sums is None:
         return flat.gradient(part)
@@ -136,11 +142,11 @@ def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
 
 
 def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mapping[str, int]) -> Iterator[UpdatePiece]:
-    """Divides the tensor ``place`` into slices of parameters that have missed the same number of updates, and yields
-    them.
+    """Divides the optimizer tensor ``place`` into slices of adjacent parameters with the same number of missed updates,
+    and yields them.
 
-    Parameters in ``unused`` are left out, because they have no gradient now. ``missed``: number of missed updates by
-    parameter name.
+    Parameters in ``unused`` are left out, because they have no gradient now. ``missed``: parameter name -> number of
+    earlier updates without a gradient.
     """
     run: UpdatePiece | None = None
     for slot, part in place.slots():
@@ -156,24 +162,25 @@ def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mappi
 
 
 def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (optimizer group, slice of the bucket, flat shape) for each run of owned elements with the same group.
-    Long runs need few kernels.
+    """Yields (index of the parameter group, slice of the bucket, (elements,)) for each run of adjacent elements that
+    this rank updates and that are of one group. A run spans parameters, so that an update needs few kernels.
     """
     for segment in flat.bucket.segments(flat.owned):
         yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
 
 
 def whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (optimizer group, slice of the bucket, shape) for each parameter in the bucket."""
+    """Yields (index of the parameter group, slice of the bucket, shape) for each parameter in the bucket ``flat``."""
     for slot in flat.bucket.slots:
         yield slot.group, slice(slot.start, slot.stop), slot.shape
 
 
 def parameter_parts(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (optimizer group, slice of the bucket, flat shape) for each parameter's elements that this rank owns.
+    """Yields (index of the parameter group, slice of the bucket, (elements,)) for the elements of each parameter that
+    this rank updates.
 
-    A rank that owns only padding yields that, so that every rank has state tensors and takes part in the gathers of the
-    others.
+    If this rank updates only padding, yields that, so that every rank has optimizer state and takes part in the
+    collectives of other ranks.
     """
     owned = [(slot, max(slot.start, flat.owned.start), min(slot.stop, flat.owned.stop)) for slot in flat.bucket.slots]
     found = [(slot.group, slice(start, stop), (stop - start,)) for slot, start, stop in owned if start < stop]

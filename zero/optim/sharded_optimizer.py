@@ -57,8 +57,8 @@ logger = logging.getLogger("trine")
 
 
 class ShardedOptimizer:
-    """Optimizer of a rank. A step updates the weights that this rank owns in every flat bucket, and gathers the updated
-    parameters over dp.
+    """Optimizer of a rank. A step updates the weights that this rank owns in every flat bucket. At ZeRO 1 and 2, it
+    then all-gathers the updated parameters over dp.
 
     Args:
         buckets: the flat buckets of this rank.
@@ -166,7 +166,8 @@ class ShardedOptimizer:
         self.disk = DiskMoments(folder, sets, self.inner.state, buffers, DiskAgreement(self._comm, device))
 
     def delay(self) -> None:
-        """Makes every later update run on the host while the next step computes. The host must update all buckets.
+        """Makes every later update run on the host while the device computes the next step. All buckets must be ones
+        that the host updates.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -176,15 +177,16 @@ class ShardedOptimizer:
         self.delayed = DelayedUpdate(self._buckets, partial(self.refresh, self._buckets))
 
     def join_delayed(self) -> None:
-        """Waits until the host has computed the delayed update, if there is one. The new weights may still be on the
-        host.
+        """Waits until the host has computed the pending delayed update, if there is one. The new weights may then be in
+        host memory only, not in the model.
         """
         if self.delayed is not None:
             self.delayed.join()
 
     def end_delayed(self) -> None:
-        """Waits for the delayed update at the end of the engine, and copies this rank's new weights to the device.
-        Communicates nothing, so shards of other ranks do not have the update.
+        """Waits for the delayed update at the end of the engine, and copies the new weights of this rank's shards to
+        the device. Communicates nothing, so this rank's copies of other ranks' shards have the weights before the
+        update.
         """
         if self.delayed is None:
             return
@@ -205,7 +207,7 @@ class ShardedOptimizer:
                 )
 
     def use(self, kernels: Kernels) -> None:
-        """Sets the kernels for later updates; optimizers without kernels ignore them."""
+        """Sets the kernels that later updates use. An optimizer that is not built in ignores them."""
         self._kernels = kernels
         if isinstance(self.inner, FlatOptimizer):
             self.inner.kernels = kernels
@@ -216,19 +218,19 @@ class ShardedOptimizer:
         )
 
     def gradient_squared_norm(self) -> Tensor:
-        """Returns this rank's summand of the squared L2 norm of the reduced gradients. It is an fp64 scalar on the
-        gradients' device.
+        """Returns this rank's part of the squared L2 norm of the reduced gradients, as an fp64 scalar on the gradients'
+        device. The sum of the parts of all ranks is the squared norm.
         """
         return squared_norm(self._norm_parts, self._kernels)
 
     @torch.no_grad()
     def launch(self, decision: DeviceDecision) -> None:
-        """Launches a step with kernels that read ``decision``, to update or to skip, on the device. No host
-        synchronization.
+        """Launches a step of kernels that read ``decision``, to update or to skip, from device memory, without host
+        synchronization. At ZeRO 1 and 2, buckets are all-gathered over dp in either case.
 
-        Buckets are gathered over dp in either case. Once the host knows the decision, the caller calls ``settle`` after
-        an update, or lets ``Bookkeeping`` restore the step counts after a skip. Kernels apply the gradient factor as
-        they read the reduced sums.
+        Once the host knows the decision, the caller calls ``settle`` after an update, or ``Bookkeeping.put_back`` after
+        a skip to restore the step counts. The kernels multiply the gradients by the factor in ``decision`` as they read
+        them.
         """
         assert isinstance(self.inner, FlatAdam)
         sync_rounded(self._buckets)
@@ -241,7 +243,9 @@ class ShardedOptimizer:
             self.inner.fused = None
 
     def forget(self) -> None:
-        """Resets all optimizer state to that before the first step: moments, step counts and missed updates."""
+        """Resets all optimizer state to the state before the first step: moments, step counts and numbers of missed
+        updates. Weights do not change.
+        """
         self.inner.state.clear()
         self.unused = frozenset()
         self.missed.clear()
@@ -253,15 +257,15 @@ class ShardedOptimizer:
                 group.pop(name, None)
 
     def first_state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """Returns the state that the inner optimizer has before its first update, by tensor and name. {} for most;
-        Adagrad creates state in its constructor.
+        """Returns the state that the inner optimizer has before its first update: tensor -> state name -> value. It is
+        {} for most optimizers; Adagrad creates state in its constructor.
         """
         return self._make().state if self._begins_with_state else {}
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """Multiplies the reduced gradients by ``scale`` and updates the owned weights. Then all-gathers every bucket
-        over dp, except at ZeRO 3.
+        """Multiplies the reduced gradients by ``scale`` and updates the weights that this rank owns. At ZeRO 1 and 2,
+        all-gathers every bucket over dp afterwards.
         """
         if self._rounding is not None:
             self._rounding.scale = scale
@@ -292,8 +296,8 @@ class ShardedOptimizer:
                 self.copies.changed(flat)
 
     def settle(self) -> None:
-        """Ends an update: counts a missed update for each parameter without a gradient, and tells autograd that all
-        parameters have changed.
+        """Ends an update: adds 1 to the number of missed updates of each parameter without a gradient, and tells
+        autograd that all parameters have changed in place.
         """
         for name in self.unused:
             self.missed[name] = self.missed.get(name, 0) + 1
@@ -301,8 +305,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def refresh(self, buckets: Sequence[FlatBucket]) -> None:
-        """Copies the masters of ``buckets`` into the parameters of all data ranks, after a write to the masters. It
-        uses the all-gathers of an update.
+        """Copies the fp32 masters of ``buckets`` into the parameters of all data ranks, after code other than an update
+        has written to the masters. It uses the same all-gathers over dp as an update.
         """
         _wait([self._start_gather(flat, rounded=False) for flat in buckets])
         tell_autograd(buckets)
@@ -319,14 +323,14 @@ class ShardedOptimizer:
 
     @property
     def whole_state(self) -> WholeState:
-        """State tensors of optimizers that update whole parameters, such as Shampoo's preconditioners, by parameter and
-        name.
+        """State tensors that do not have their parameter's shape, such as the preconditioners of Shampoo: parameter
+        name -> state name -> tensor.
         """
         return {name: kept for each in self.whole for name, kept in each.state.items()}
 
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
-        """Returns the number of parameters that changed between used and unused since the last step. ``unused``: names
-        of the parameters in ``among`` without a gradient in this step.
+        """Returns the number of parameters that have a gradient in this step but had none in the last one, or the
+        reverse. ``unused``: names of the parameters in ``among`` without a gradient in this step.
         """
         return len(unused ^ (self.unused & among))
 

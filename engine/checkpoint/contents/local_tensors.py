@@ -50,15 +50,17 @@ class ModelTensor:
 
     @property
     def entries(self) -> Sequence[FilePart]:
-        """Safetensors entries in ``model/`` that together contain the elements of this tensor, in row-major order."""
+        """Entries of a safetensors file in ``model/`` that together contain all elements of this tensor, in row-major
+        order: one entry, or several, such as one for each expert.
+        """
         if self.row is None and self.parts:  # a buffer may have been replaced by one of another shape
             return file_parts(self.parts[0].key, self.kind.shape)
         return file_parts(self.key, self.kind.shape, self.parts)
 
 
 def local_region(row: ShardRow, holder: ShardHolder) -> Part:
-    """Returns the tensor-parallel and expert-parallel shard of a parameter at the grid coordinates ``holder``, before
-    ZeRO shards it over data ranks.
+    """Returns the rows of the parameter ``row`` that tensor and expert parallelism give to the ranks at the grid
+    coordinates ``holder`` (pp, tp, ep). ZeRO then divides these rows over data ranks.
     """
     return _region(row, row.tensor_ranges(holder), holder)
 
@@ -72,8 +74,9 @@ def _region(row: ShardRow, ranges: Sequence[Range], holder: ShardHolder) -> Part
 
 
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
-    """Returns the rows of a parameter that the ranks at the grid coordinates ``holder`` save. If several tensor ranks
-    have the same rows, only the first of them saves these rows. None if the ranks save nothing of the parameter.
+    """Returns the rows of the parameter ``row`` that the ranks at the grid coordinates ``holder`` (pp, tp, ep) save.
+    Rows that several tensor ranks have are saved by the first of these ranks only. Returns None if the ranks save no
+    row of the parameter.
     """
     first = [each for each in row.ranges if each.holders[0] == holder.tp]
     return _region(row, first, holder) if first and row.held(holder._replace(pp=row.owners[0])) else None
@@ -87,8 +90,8 @@ class SaveOwnership:
 
     @cached_property
     def slots(self) -> Mapping[ShardHolder, Mapping[str, tuple[Bucket, Slot]]]:
-        """Flat bucket that contains each parameter, and the parameter's slot (element range) in it. The keys are grid
-        coordinates (pp, tp, ep), then parameter names.
+        """Flat buckets (tensors that concatenate parameters) of all ranks: grid coordinates (pp, tp, ep) -> parameter
+        name -> the bucket that contains the parameter, and the parameter's range of elements in it.
         """
         return {
             where: {slot.name: (bucket, slot) for bucket in (*layout.buckets, *layout.frozen) for slot in bucket.slots}
@@ -101,15 +104,15 @@ class SaveOwnership:
         return self.plan.grid(0)
 
     def stores(self, row: ShardRow, coord: Coord) -> bool:
-        """Returns True if the rank at ``coord`` is the first of the ranks with the same ZeRO shard of the parameter.
-        Only this rank saves the shard.
+        """Returns True if the rank at ``coord`` is the first of the ranks with the same ZeRO shard of the parameter
+        ``row``. Only the first of these ranks saves the shard.
         """
         spread = self.grid.expert_spread if row.experts else self.grid.spread
         return self.grid.is_first(spread.shard_copies, coord)
 
     def own(self, row: ShardRow, coord: Coord) -> Piece:
-        """Returns the elements of a parameter that the rank at ``coord`` updates, as a flat range of its
-        tensor-parallel shard. The range may be empty.
+        """Returns the elements of the parameter ``row`` that the rank at ``coord`` updates. They are a flat range of
+        the rows that tensor and expert parallelism give to this rank; the range may be empty.
         """
         part = local_region(row, self.grid.holder(coord))
         found = self.slots[self.grid.holder(coord)].get(row.name)
@@ -122,8 +125,8 @@ class SaveOwnership:
         return Piece(part, start - slot.start, max(start, min(slot.stop, shard.stop)) - slot.start)
 
     def stored(self, row: ShardRow, coord: Coord) -> Piece | None:
-        """Returns the elements of a parameter that the rank at ``coord`` writes into a checkpoint; None if it writes
-        none. They are a flat range of :func:`stored_part`.
+        """Returns the elements of the parameter ``row`` that the rank at ``coord`` writes into a checkpoint; None if it
+        writes none. They are a flat range of the rows that :func:`stored_part` returns.
         """
         part = stored_part(row, self.grid.holder(coord))
         if part is None or coord.pp != row.owners[0] or not self.stores(row, coord):
@@ -132,11 +135,13 @@ class SaveOwnership:
         return piece if piece.elements else None
 
     def frozen_dtype(self, row: ShardRow) -> torch.dtype:
-        """Returns the dtype that the forward pass uses for a frozen parameter."""
+        """Returns the dtype that the forward pass uses for the frozen parameter ``row``."""
         return self.plan.precision.frozen(row.name, row.dtype)
 
     def kind(self, row: ShardRow) -> TensorKind:
-        """Returns the full shape of a parameter, and the dtype that the forward pass uses for it."""
+        """Returns the full shape of the parameter ``row``, and the dtype (as safetensors names it) that the forward
+        pass uses.
+        """
         precision = self.plan.precision
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else self.frozen_dtype(row)
         return TensorKind(code_of(str(dtype).removeprefix("torch.")), row.shape)
@@ -185,7 +190,7 @@ def _spread(sizes: Sequence[tuple[int, int]], plan: Plan) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements of one tensor of the checkpoint that are in this rank's memory."""
+    """Elements of one tensor of a checkpoint that this rank has in memory, as a view of the live training state."""
 
     tensor: str
     """Name in the checkpoint: "param/...", "master/...", "exp_avg/..."."""
@@ -205,8 +210,8 @@ class Held:
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Live weights, fp32 master weights and optimizer state of one rank, as sources of a save or targets of a load.
-    Quantized frozen weights are left out, because their memory contains codes.
+    """Live weights, fp32 master weights and optimizer state of one rank, from which a save reads and into which a load
+    writes. Frozen weights that the model stores as quantization codes are left out of all iterators.
     """
 
     ownership: SaveOwnership
@@ -215,25 +220,28 @@ class LocalTensors:
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """Buckets of trained and frozen parameters."""
+        """Flat buckets (tensors that concatenate parameters) of this rank's trained and frozen parameters."""
         return self.inventory.buckets
 
     @property
     def places(self) -> Sequence[UpdatedTensor]:
-        """Flat tensors that this rank's optimizer updates."""
+        """Flat tensors that this rank's optimizer updates, each with its position in a flat bucket."""
         return self.inventory.optimizer.places
 
     def weights(self, copies: bool = False) -> Iterator[Held]:
-        """Yields this rank's parameters in the dtype of the forward pass. Parameters outside flat buckets are full on
-        every data rank.
+        """Yields this rank's parameters in the dtype of the forward pass, each as views of its elements. Parameters
+        outside flat buckets are full on every data rank.
 
-        ``copies``: True to yield all elements in memory, also elements that another data rank saves.
+        ``copies``: False to yield only the elements that this rank updates (its ZeRO shard); True to yield all elements
+        of a parameter that is full in this rank's memory.
         """
         for state in self.inventory.weights():
             yield from self._of(state, "param", copies)
 
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
-        """Quantizes a full frozen weight, and stores this rank's shard of the codes in the model."""
+        """Quantizes ``full``, all elements of the frozen parameter ``row``, and stores this rank's shard of the
+        resulting codes in the model.
+        """
         device = self.buckets[0].params.device if self.buckets else full.device
         holder = self.ownership.grid.holder(self.coord)
         codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, holder)
@@ -243,20 +251,20 @@ class LocalTensors:
         dict(self.inventory.model.named_parameters())[row.name].data.copy_(codes)
 
     def masters(self) -> Iterator[Held]:
-        """Yields this rank's fp32 master weights of bf16 and fp16 parameters."""
+        """Yields this rank's fp32 master weights of bf16 and fp16 parameters, as views; nothing for fp32 parameters."""
         for state in self.inventory.masters():
             if state.flat is not None and state.flat.wide is not None:
                 yield from self._of(state, "master")
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:
-        """Yields optimizer moments as views of ``tensors``, which maps each flat parameter to its moments by name. A
-        moment has the shape of its parameter.
+        """Yields optimizer moments, such as "exp_avg", of each parameter as views of ``tensors``: flat parameter of the
+        optimizer -> moment name -> tensor. A moment has the shape of its parameter.
         """
         return self._elements(self.inventory.element_state(tensors))
 
     def companions(self) -> Iterator[Held]:
-        """Yields the extra tensors that features store for each updated parameter, such as weight averages and anchors
-        of the outer optimizer.
+        """Yields the tensors that step features, such as weight averaging or the outer optimizer, store for each
+        updated parameter. They have the parameter's shape.
         """
         return self._elements(self.inventory.companion_state())
 
@@ -275,8 +283,9 @@ class LocalTensors:
                     yield Held(f"{state.kind}/{row.name}", row, kind_of(values, row.shape), piece, values)
 
     def apart(self, updates: WholeUpdates) -> Iterator[Held]:
-        """Yields optimizer state of ``updates`` that does not have the parameter's shape, such as preconditioners of
-        Shampoo. A rank with any of a tensor has all of it.
+        """Yields optimizer state that does not have its parameter's shape, such as the preconditioners of Shampoo.
+        ``updates``: the part of the optimizer that updates whole parameters, and stores this state. A rank has either
+        all elements of such a tensor or none.
         """
         grid = self.ownership.grid
         kept: dict[str, list[StateTensor]] = {}
@@ -334,8 +343,9 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Returns the positions of the elements ``own`` of a parameter in a buffer. The buffer contains the range ``owned``
-    of a flat bucket, and ``slot`` is the parameter's range in the bucket.
+    """Returns the position in a buffer of ``own``, elements of one parameter, as a slice. The buffer contains the
+    elements ``owned`` of a flat bucket (tensor that concatenates parameters); ``slot`` is the parameter's range in the
+    bucket.
     """
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 

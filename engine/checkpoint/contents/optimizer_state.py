@@ -41,18 +41,21 @@ _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 
 
 def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
-    """Returns the optimizer's moments as flat parameter -> moment name -> tensor; {} before the first step.
+    """Returns the optimizer's moments, such as "exp_avg": flat parameter of the optimizer -> moment name -> tensor in
+    the parameter's shape. Returns {} before the first step.
 
-    Moments in another form, such as 8-bit codes, are decoded into host memory.
+    Moments that the optimizer stores encoded, such as in 8-bit codes, are decoded into host memory.
     """
     return element_state(optimizer, torch.device("cpu"))
 
 
 def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers:
-    """Returns the scalars of optimizer state, such as "step", for each parameter that this rank updates. {} for
-    built-in optimizers, which store their scalars as group options.
+    """Returns the scalars of optimizer state, such as "step", of each parameter that this rank updates: parameter name
+    -> scalar name -> [value, dtype or None]. Returns {} for built-in optimizers, which store their scalars as group
+    options.
 
-    For a parameter of one element, moments may be among the scalars; :func:`arranged` separates them.
+    A moment of a parameter with one element is included, because it has the form of a scalar; :func:`arranged`
+    separates moments from scalars.
 
     Raises:
         CheckpointError: a state is neither a moment nor a number.
@@ -72,10 +75,12 @@ def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers
 def arranged(
     tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Arranges optimizer state for the manifest of a save; returns its tensors, and a dict of its scalars. Scalars are
-    stored by group, and by parameter where they differ within a group.
+    """Arranges optimizer state for the manifest of a save. Returns the tensors to list, and a dict of the scalars: one
+    set of scalars for each group, and a set for each parameter with other scalars than the first parameter of its
+    group.
 
-    State of a one-element parameter is saved as a moment, unless it is a scalar for other parameters of its group.
+    State of a one-element parameter is listed as a tensor, except if other parameters of its group have this state as a
+    scalar.
 
     Args:
         tensors: all tensors of the save by name, such as "exp_avg/NAME".
@@ -118,8 +123,8 @@ def _fresh(tensors: Iterable[str], counts: Mapping[str, Any], names: Sequence[st
 
 
 def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
-    """Merges the optimizer scalars that the ranks report, each for the parameters that it updates. Returns parameter ->
-    name -> value.
+    """Merges the optimizer scalars that the ranks report, each rank for the parameters that it updates. Returns
+    parameter name -> scalar name -> [value, dtype or None].
 
     Raises:
         CheckpointError: two ranks report different scalars for one parameter.
@@ -137,8 +142,10 @@ def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
 
 
 def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled: frozenset[str]) -> dict[str, Any]:
-    """Returns the optimizer's type and parameter groups as JSON for the manifest. ``scheduled``: names of the options
-    that a schedule sets; they are not recorded as changed by the user.
+    """Returns the optimizer's type and parameter groups as a JSON dict for the manifest. It also lists the options that
+    the user has changed since the optimizer was built.
+
+    ``scheduled``: names of the options that a schedule sets, so that their changes are not listed.
     """
     groups = [
         {
@@ -170,8 +177,8 @@ def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: obj
 
 
 def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the parameters that the saved run has updated at least once. ``stored`` is the state of a
-    built-in optimizer in the manifest.
+    """Returns the names of the parameters that the saved run has updated at least once. ``stored``: the optimizer entry
+    of the checkpoint's manifest, which a built-in optimizer has saved.
     """
     missed = stored.get("missed", {})
     updates = {name: each.get("options", {}).get("step", 0) for each in stored["groups"] for name in each["params"]}
@@ -199,7 +206,9 @@ class Families:
         self._groups, self._found, self._fresh = groups, found, frozenset(stored.get("fresh", ()))
 
     def of(self, parameters: Iterable[str]) -> set[str]:
-        """Returns the names of all moments that the checkpoint must have for any of ``parameters``."""
+        """Returns the names of all moments, such as "exp_avg", that the checkpoint must have for at least one of
+        ``parameters``.
+        """
         groups = self._groups
         return {
             family
@@ -214,11 +223,11 @@ class Families:
 
 
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
-    """Replaces the optimizer's moments by zeros, which the load then fills. Returns flat parameter -> moment name ->
-    tensor.
+    """Replaces the optimizer's moments by zeros, which the load then fills. Returns flat parameter of the optimizer ->
+    moment name -> tensor, with the moments that ``families`` finds in the checkpoint.
 
-    Moments that the optimizer stores in 8 bits are made in host memory, and ``keep_state`` encodes them afterwards.
-    Tensors of padding alone get the moments of their group, because an optimizer treats a partly filled state as
+    Moments that the optimizer stores in 8 bits are made in host memory, and are not encoded yet. A flat parameter that
+    consists of padding gets the moments of its parameter group, because an optimizer treats a partly filled state as
     complete.
     """
     inner, names = optimizer.inner, _names(optimizer, table)
@@ -252,14 +261,15 @@ def _by_hand(group: Mapping[str, Any], configured: Mapping[str, Any], scheduled:
 def restore(
     optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any], scheduled: frozenset[str] = frozenset()
 ) -> None:
-    """Restores the optimizer's scalars and group options from the saved state ``stored``.
+    """Restores the optimizer's scalars and group options from ``stored``, the optimizer entry of a checkpoint's
+    manifest.
 
-    A built-in optimizer restores its step count, and options that the user set by hand in the saved run. Such an option
-    is not restored if a schedule sets it (``scheduled``) or its configured value has changed. Other options come from
-    the configuration.
+    A built-in optimizer restores its step count, and options that the user changed in the saved run. A changed option
+    is not restored if a schedule sets it (its name is in ``scheduled``), or if this run configures another value than
+    the saved run did. All other options come from this run's configuration.
 
-    Another optimizer restores all saved options. But a group with other parameters than in the saved run keeps its
-    configured learning rate and weight decay.
+    An optimizer that is not built in restores all saved options. But a group with other parameters than in the saved
+    run uses this run's configured learning rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
     missed, known = stored.get("missed", {}), {name for each in stored["groups"] for name in each["params"]}
@@ -301,7 +311,9 @@ def _restored(number: Sequence[Any], device: torch.device) -> Any:
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the saved learning-rate scheduler had other parameter groups than this run has."""
+    """Raises CheckpointError if the saved run, to which a saved learning-rate scheduler belongs, had other parameter
+    groups than this run has. ``stored``: the optimizer entry of the checkpoint's manifest.
+    """
     sources, count = _sources(optimizer, table, stored), len(stored["groups"])
     if len(sources) != count or any(source not in (index, None) for index, source in enumerate(sources)):
         raise CheckpointError(
@@ -312,8 +324,8 @@ def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mappi
 
 
 def restore_schedule(optimizer: ShardedOptimizer, stored: Mapping[str, Any]) -> None:
-    """Restores the group options that a torch scheduler sets, such as the learning rate, from the saved state
-    ``stored``. Call :func:`check_schedule` before.
+    """Restores the group options that a torch scheduler sets, such as the learning rate, from ``stored``, the optimizer
+    entry of a checkpoint's manifest. Call :func:`check_schedule` before.
     """
     for group, then in zip(optimizer.inner.param_groups, stored["groups"], strict=True):
         own = optimizer.inner.defaults.keys() - _SCHEDULED

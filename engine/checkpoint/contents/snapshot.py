@@ -26,7 +26,7 @@ METADATA = {"format": "pt"}
 @dataclass(frozen=True, slots=True)
 class Contents:
     """Metadata of a checkpoint for its manifest: step, counters, configuration and optimizer groups, but no tensors.
-    Only rank 0's is written.
+    Every rank makes one; the manifest contains that of rank 0.
     """
 
     step: int
@@ -82,7 +82,7 @@ MessagePart = tuple[ModelTensor, Piece, int, int]
 @dataclass(frozen=True)
 class Messages:
     """Byte layout of the messages that carry weight shards to the ranks that write full tensors. Sender and receiver
-    both derive it from the plan.
+    compute the same layout from the plan, so that messages need no header.
     """
 
     ownership: SaveOwnership
@@ -91,8 +91,8 @@ class Messages:
     """Cache of layouts: the plan is constant, and training waits while a message is filled."""
 
     def parts(self, source: Coord, owner: int) -> list[MessagePart]:
-        """Returns the contents of the message from the rank at ``source`` to the rank ``owner``: (tensor, piece, start
-        byte, end byte) for each piece. The end is exclusive, and starts are multiples of 8.
+        """Returns the layout of the message from the rank at ``source`` to the rank ``owner``: (tensor, piece of it,
+        start byte, end byte) for each piece. The end byte is exclusive; start bytes are multiples of 8.
         """
         if (source, owner) not in self._known:
             self._known[source, owner] = self._find(source, owner)
@@ -111,8 +111,8 @@ class Messages:
 
 
 class Snapshots:
-    """Maker of one rank's snapshots. It also copies weights that other ranks send into the image of this rank's model
-    file.
+    """Maker of one rank's snapshots (copies of its state in host memory). It also puts weights that other ranks send
+    into a snapshot's image of the model file, the bytes of this rank's file in ``model/``.
     """
 
     def __init__(self, ownership: SaveOwnership, tensors: Sequence[ModelTensor], rank: int) -> None:
@@ -126,8 +126,8 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies all state of this rank that training will change into host memory. It communicates nothing, and the
-        next snapshot reuses the memory.
+        """Copies all state of this rank that training will change into host memory, and returns the copy. The next call
+        reuses the memory, so that the earlier snapshot is then invalid. Communicates nothing.
         """
         weights = {held.tensor: held for held in ours.weights}
         others = [owner for owner in self.writers if owner != self._grid.rank]
@@ -172,8 +172,8 @@ class Snapshots:
 
     @torch.no_grad()
     def put(self, snapshot: Snapshot, source: int, message: memoryview) -> None:
-        """Copies the weights in ``message``, which the rank ``source`` has sent, into the image of this rank's model
-        file.
+        """Copies the weights in ``message``, which the rank ``source`` has sent, into the model file's image in
+        ``snapshot``.
         """
         for tensor, piece, start, stop in self._messages.parts(self._grid.coord(source), self._grid.rank):
             values = as_tensor(message[start:stop], TensorKind(tensor.kind.dtype, (piece.elements,)))

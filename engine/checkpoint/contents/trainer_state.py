@@ -31,23 +31,23 @@ logger = logging.getLogger("trine")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Interface of objects that can be registered for checkpointing, such as a data sampler. The state is JSON, and
-    equal on every rank.
+    """Interface of objects that can be registered for checkpointing, such as a data sampler. An object's state consists
+    of JSON values, and must be the same on every rank.
     """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns the object's state as JSON values, for ``load_state_dict``."""
+        """Returns the object's state as JSON values, which ``load_state_dict`` accepts."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Restores the object's state."""
+        """Restores the object's state from ``state``, which ``state_dict`` has returned in the saved run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
     """Counters, registered objects and random generators of a run: its state without the model and the optimizer.
 
-    A load restores them before the model exists. A model that is built for its first batch takes that batch from a
-    sampler, so the sampler's position must be restored before.
+    A load restores them before the model exists. The reason is that the model may be built when its first batch
+    arrives; the batch comes from a sampler, which must have its restored position then.
     """
 
     update: Update
@@ -58,8 +58,9 @@ class TrainerState:
     """Names of objects that are registered when the model is built, and that a checkpoint may lack."""
 
     def check(self, reader: OpenCheckpoint) -> None:
-        """Checks that the checkpoint has the state of every registered object. It warns of saved state of objects that
-        are not registered. A checkpoint of another engine has no such state, which is a warning too.
+        """Checks that the checkpoint ``reader`` has the state of every registered object. Logs a warning if it has
+        state of an object that is not registered, or if it comes from another engine and so has no state of registered
+        objects.
 
         Raises:
             CheckpointError: names the first registered object without saved state.
@@ -86,8 +87,9 @@ class TrainerState:
             )
 
     def restore(self, reader: OpenCheckpoint) -> dict[str, torch.Tensor]:
-        """Restores counters, registered objects and random generators. Returns the tensors of this rank's state file,
-        or {} (see :func:`own_states`).
+        """Restores counters, registered objects and random generators from the checkpoint ``reader``. Returns the
+        tensors that only this rank saved, such as states of random generators, by key; {} if the checkpoint was saved
+        on another grid of ranks.
         """
         manifest = reader.manifest
         self.update.load_state_dict(_counters(manifest.progress["update"]))
@@ -103,7 +105,9 @@ class TrainerState:
         return states
 
     def restore_late(self, reader: OpenCheckpoint) -> None:
-        """Restores the objects in ``late``, which are registered only when the model is built."""
+        """Restores the objects named in ``late``, which are registered only when the model is built, from the
+        checkpoint ``reader``. Objects without saved state are left unchanged.
+        """
         self._restore_tracked(reader, self.late)
 
     def _restore_tracked(self, reader: OpenCheckpoint, names: Iterable[str]) -> None:
@@ -131,8 +135,9 @@ def _counters(state: Any) -> dict[str, Any]:
 
 
 def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
-    """Returns the tensors of this rank's state file by key: states of random generators, and other tensors of this rank
-    alone. Returns {} if the checkpoint was saved on another grid.
+    """Returns the tensors that only this rank saved into the checkpoint ``reader``, such as states of random
+    generators, by key. Returns {} if the checkpoint was saved on a grid with other sizes or another order of axes than
+    ``grid``.
     """
     saved = reader.manifest.info["grid"]
     if ({axis: saved.get(axis, 1) for axis in grid.sizes}, saved_order(saved)) != (grid.sizes, grid.order):
@@ -145,7 +150,9 @@ def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of the random generators of torch, Python and NumPy as uint8 tensors, by key."""
+    """Returns the states of the random generators of torch (CPU and ``device``), Python and NumPy as uint8 tensors, by
+    key.
+    """
     states = {f"torch/{index}": generator.get_state() for index, generator in enumerate(generators_of(device))}
     states["python"] = _bytes(random.getstate())
     legacy: Any = np.random.get_state(legacy=False)
@@ -155,8 +162,8 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the random generators of torch, Python and NumPy to ``states`` from :func:`random_states`. Generators of
-    torch without a state in it are left unchanged.
+    """Sets the random generators of torch (CPU and ``device``), Python and NumPy to ``states``, which
+    :func:`random_states` has returned. A torch generator without an entry in ``states`` is left unchanged.
     """
     for index, generator in enumerate(generators_of(device)):
         if f"torch/{index}" in states:
@@ -183,10 +190,10 @@ def schedule_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def joined(fresh: Any, stored: Any) -> Any:
-    """Merges the saved state ``stored`` of a scheduler into the state ``fresh`` of a new one, and returns the result.
-    Saved values replace the new ones.
+    """Merges ``stored``, the saved state of a scheduler, into ``fresh``, the state of a new scheduler, and returns the
+    result. A value of ``stored`` replaces the value of ``fresh`` under the same key.
 
-    Dicts, and lists of equal length, are merged entry by entry.
+    Nested dicts, and lists of equal length, are merged entry by entry.
     """
     if isinstance(fresh, Mapping) and isinstance(stored, Mapping):
         return {**fresh, **{key: joined(fresh.get(key), value) for key, value in stored.items()}}
@@ -229,7 +236,7 @@ def changed_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], own_optimizer: bool, among: Sequence[str] = TRAINING
 ) -> list[str]:
     """Returns a text for each setting that differs between two configurations, such as "optimizer.params.lr 0.001 ->
-    0.002".
+    0.002". A key that only one of the two has is not compared.
 
     Args:
         before, now: the configurations as JSON.

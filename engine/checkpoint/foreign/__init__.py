@@ -26,8 +26,9 @@ logger = logging.getLogger("trine")
 
 
 def foreign_folder(files: Files, folder: Path) -> Path | None:
-    """Returns the path of another engine's checkpoint at ``folder``. The checkpoint may be ``folder`` itself, or the
-    subfolder that the file "latest" in it names. None if there is no such checkpoint.
+    """Returns the path of the DeepSpeed, Megatron or torch.distributed.checkpoint checkpoint at ``folder``; None if
+    there is none. The checkpoint is ``folder`` itself, or the subfolder that a file such as "latest" in ``folder``
+    names.
     """
     for place in (folder, *_tag_folders(files, folder)) if files.is_folder(folder) else ():
         if _reader(files.names(place)) is not None:
@@ -45,7 +46,8 @@ def open_checkpoint(files: Files, folder: Path, optimizer: bool = True) -> OpenC
 
 
 def open_foreign(files: Files, folder: Path, optimizer: bool = True) -> ForeignStep:
-    """Opens another engine's checkpoint: DeepSpeed, Megatron or torch.distributed.checkpoint.
+    """Opens another engine's checkpoint: DeepSpeed, Megatron or torch.distributed.checkpoint. Client state that JSON
+    cannot express is left out, with a logged warning.
 
     Args:
         optimizer: True to read optimizer state too.

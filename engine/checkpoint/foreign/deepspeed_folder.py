@@ -49,13 +49,17 @@ _OWN = frozenset({
 
 
 def count_of(state: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Returns the counter ``key`` of a DeepSpeed state; ``default`` if it is missing."""
+    """Returns the counter ``key`` of ``state``, the dict in a DeepSpeed file; ``default`` if it is missing. A value
+    that is not an integer >= 0 raises CheckpointError.
+    """
     value = state.get(key, default)
     return numbers_of([default if value is None else value], key)[0]
 
 
 def zero_stage_of(optimizer: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage of a DeepSpeed optimizer state; 1 if it has none, as in bf16 runs."""
+    """Returns the ZeRO stage that the dict ``optimizer`` of a DeepSpeed checkpoint records; 1 if it records none, as in
+    bf16 runs.
+    """
     value = optimizer.get("zero_stage", 1)
     value = value.arguments[0] if isinstance(value, PickledObject) and value.arguments else value
     return value if isinstance(value, int) else 1
@@ -69,8 +73,8 @@ def client_state(state: Mapping[str, Any], dropped: list[str]) -> Any:
 
 
 def first_flat(options: Mapping[str, Any], index: int) -> int:
-    """Returns the index of the flat tensor of a DeepSpeed parameter group with these ``options``. If the options list
-    no parameters, returns ``index``.
+    """Returns the index of the flat tensor that contains a DeepSpeed parameter group: the first entry of "params" in
+    the group's ``options``. Returns ``index`` if "params" is missing or empty.
     """
     params = options.get("params")
     first = params[0] if isinstance(params, list) and params else index
@@ -78,8 +82,8 @@ def first_flat(options: Mapping[str, Any], index: int) -> int:
 
 
 def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
-    """Returns the state of a DeepSpeed dynamic loss scaler as this engine's dict with keys value, forgiven and good.
-    None for a fixed loss scale.
+    """Returns the state of a DeepSpeed dynamic loss scaler as the dict that this engine saves: "value" (the scale),
+    "forgiven" (overflows that have not lowered the scale) and "good" (steps without overflow). None for a fixed scale.
     """
     if not isinstance(scaler, PickledObject) or scaler.get("dynamic") is not True:
         return None
@@ -96,7 +100,8 @@ def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
 
 def scheduler_state(state: Any) -> dict[str, Any] | None:
     """Returns the state of a DeepSpeed scheduler in the form of torch's schedulers ("last_epoch", "_step_count"). State
-    without DeepSpeed's counter is returned as JSON values; None if there is no state.
+    without DeepSpeed's counter "last_batch_iteration" is returned unchanged, as JSON values. None if ``state`` is no
+    dict.
     """
     if not isinstance(state, dict):
         return None

@@ -71,6 +71,7 @@ class RankState:
 
 def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
     """Returns the state of one data rank from ``optimizer``, the dict ``optimizer_state_dict`` of its ZeRO file.
+    ``what`` names the file in messages.
 
     Raises:
         CheckpointError: entries are missing, for example because state was offloaded to disk.
@@ -92,8 +93,9 @@ def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
 
 
 def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[FlatFragment]]]:
-    """Yields (name, fragments) for each parameter of a ZeRO 1 or 2 checkpoint. The fragments locate its elements in the
-    flat tensors of ``ranks``, each of which is a shard of a parameter group.
+    """Yields (name, fragments) for each parameter of a ZeRO 1 or 2 checkpoint. The fragments locate the parameter's
+    elements in the flat tensors of ``ranks``; each rank has a shard of one flat tensor for each parameter group.
+    ``shapes``: parameter name -> shape, by group.
     """
     for group, params in enumerate(shapes):
         ends = list(accumulate(rank.flats[group].kind.elements for rank in ranks))
@@ -109,8 +111,9 @@ def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 
 
 def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[FlatFragment]]]:
-    """Yields (name, fragments) for each parameter of a ZeRO 3 checkpoint, in which every rank has an equal share of
-    each parameter. The fragments locate these shares in the flat tensors of ``ranks``.
+    """Yields (name, fragments) for each parameter of a ZeRO 3 checkpoint, in which every rank has a share of 1 / N of
+    each parameter. The fragments locate these shares in the flat tensors of ``ranks``. ``shapes``: parameter name ->
+    shape, by parameter group.
     """
     flat, place = 0, 0
     sizes = [each.kind.elements for each in ranks[0].flats]
@@ -135,8 +138,8 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 def tensors_of_fragments(
     ranks: Sequence[RankState], found: Mapping[str, Sequence[FlatFragment]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SpannedTensor]:
-    """Returns the weights and moments of all parameters as tensors that are still in the files, by name, such as
-    "param/NAME" and "exp_avg/NAME".
+    """Returns the weights and moments of all parameters by name, such as "param/NAME" and "exp_avg/NAME". Each is a
+    description of the pieces of its full tensor in the files; values are not read.
 
     Args:
         found: fragments of each parameter in the flat tensors of ``ranks``.
@@ -183,7 +186,8 @@ class UniversalFolder:
 
 
 def read_universal(files: Files, folder: Path, shapes: Shapes, others: set[str]) -> UniversalFolder:
-    """Reads the folder ``zero`` of a universal DeepSpeed checkpoint, which has a subfolder for each parameter.
+    """Reads ``folder``, the folder "zero" of a universal DeepSpeed checkpoint. It has a subfolder for each parameter,
+    with a file for the weight and for each moment.
 
     Args:
         shapes: trained parameters by group, from the model's file; if empty, all in the folder form one group.

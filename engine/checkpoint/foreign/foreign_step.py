@@ -38,7 +38,9 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignContents:
-    """Contents of another engine's checkpoint in terms of this engine. Tensor values stay in the files."""
+    """Contents of another engine's checkpoint, such as DeepSpeed's, under the names that this engine uses. Tensor
+    values stay in the files.
+    """
 
     origin: str
     """Words for logs: "DeepSpeed 0.19.8, ZeRO 2 over 2 data ranks"."""
@@ -57,7 +59,8 @@ class ForeignContents:
 
 
 class ForeignStep:
-    """Open checkpoint of another engine, with the interface ``OpenCheckpoint`` of this engine's checkpoints.
+    """Open checkpoint of another engine, such as DeepSpeed. It has the interface ``OpenCheckpoint``, so that a load
+    reads it as it reads a checkpoint of this engine.
 
     Raises:
         CheckpointError: the pieces of a tensor leave a gap or overlap.
@@ -80,7 +83,7 @@ class ForeignStep:
         return self.step
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the requested pieces from the files into their target memory."""
+        """Copies the pieces of tensors that ``wanted`` requests from the files into each request's target memory."""
         read_spans(self._files, self._tensors, wanted)
 
     def check_file(self, file: str) -> None:

@@ -80,8 +80,8 @@ def read_pickle(
 
 
 def plain(value: Any, dropped: list[str], path: str = "") -> Any:
-    """Returns a copy of ``value`` in JSON types. Values of other types are left out of dicts and become None in lists;
-    their paths are added to ``dropped``.
+    """Returns a copy of ``value`` in JSON types. A value of another type is left out of a dict and becomes None in a
+    list; its path, such as "args.lr" or "items[2]", is added to ``dropped``. ``path``: path of ``value`` itself.
 
     Raises:
         CheckpointError: the value has more than ``NODES`` entries.

@@ -74,7 +74,7 @@ class TorchTensor:
         return FileSpan(self.path, self.start + first * self.kind.width, piece)
 
     def check_row(self, tensor: str) -> None:
-        """Raises CheckpointError if the tensor is not contiguous; ``tensor`` is its name for the message."""
+        """Raises CheckpointError if this tensor is not contiguous (row-major). ``tensor``: its name for the message."""
         expected = 1
         for size, stride in reversed(list(zip(self.kind.shape, self.strides, strict=True))):
             if size != 1 and stride != expected and self.kind.elements:
@@ -220,8 +220,8 @@ _PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebui
 
 
 def call_of_torch(name: PickledName, arguments: tuple[Any, ...]) -> Any:
-    """Returns the value of a function call in the pickle of a ``torch.save`` file: a tensor, dict, list or tuple. Calls
-    of other functions become a ``PickledObject``.
+    """Returns the value of a call of the function ``name`` in the pickle of a ``torch.save`` file: a tensor, dict, list
+    or tuple. Calls of functions other than these constructors become a ``PickledObject``.
     """
     match str(name).replace("__builtin__.", "builtins."), arguments:  # the name of Python 2, which protocol 2 still has
         case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):
@@ -276,25 +276,21 @@ def _is_natural(value: Any) -> bool:
 
 
 def value_dict(value: Any, what: str) -> dict[Any, Any]:
-    """Returns ``value`` if it is a dict.
-
-    Raises:
-        CheckpointError: it is another type; ``what`` names it in the message.
-    """
+    """Returns ``value`` if it is a dict. Raises CheckpointError, which names the source, for another type."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{what} has a {type(value).__name__} in place of a dict: it is damaged; {COPY_AGAIN}")
     return value
 
 
 def value_list(value: Any, what: str) -> list[Any]:
-    """Returns ``value`` as a list if it is a list or a tuple; raises CheckpointError otherwise."""
+    """Returns ``value``, a list or tuple, as a list. Raises CheckpointError for another type."""
     if not isinstance(value, list | tuple):
         raise CheckpointError(f"{what} has a {type(value).__name__} in place of a list: it is damaged; {COPY_AGAIN}")
     return list(value)
 
 
 def numbers_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value`` as a tuple if it is a list or tuple of integers >= 0; raises CheckpointError otherwise."""
+    """Returns ``value``, a list or tuple of integers >= 0, as a tuple. Raises CheckpointError for any other value."""
     found = value_list(value, what)
     if not all(map(_is_natural, found)):
         raise CheckpointError(
@@ -304,7 +300,9 @@ def numbers_of(value: Any, what: str) -> tuple[int, ...]:
 
 
 def shape_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value`` as a tuple if it is a valid tensor shape; raises CheckpointError otherwise."""
+    """Returns ``value``, a list or tuple that is a possible tensor shape, as a tuple. Raises CheckpointError for any
+    other value.
+    """
     found = numbers_of(value, what)
     if len(found) > 64 or prod(size or 1 for size in found) >= 2**62:
         raise CheckpointError(f"{what} has a shape that is too large for any tensor: it is damaged; {COPY_AGAIN}")
@@ -312,7 +310,7 @@ def shape_of(value: Any, what: str) -> tuple[int, ...]:
 
 
 def tensor_of(value: Any, what: str) -> TorchTensor:
-    """Returns ``value`` if it is a TorchTensor; raises CheckpointError otherwise."""
+    """Returns ``value`` if it is a TorchTensor. Raises CheckpointError for another type."""
     if not isinstance(value, TorchTensor):
         raise CheckpointError(
             f"{what} is a {type(value).__name__} in place of a tensor: the file is damaged; {COPY_AGAIN}"

@@ -67,8 +67,8 @@ def hash_function(algorithm: str) -> _HashFunction:
 
 
 def hash_blocks(data: memoryview, algorithm: str = DEFAULT_ALGORITHM, block: int = BLOCK) -> Hashes:
-    """Returns the hash of every block of ``block`` bytes in ``data``, as uint64 [blocks]. ``data`` starts at a block
-    boundary.
+    """Returns the hashes of ``data``, one for each block of ``block`` bytes, as a uint64 array [blocks]. ``data`` must
+    begin at a block boundary of its file; the last block may be shorter.
     """
     function = hash_function(algorithm)
     starts = range(0, len(data), block)
@@ -96,8 +96,8 @@ class ChunkReader:
         self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first read and end with the reader
 
     def read(self, file: int, target: ByteRange, start: int, check: Check) -> int:
-        """Fills ``target`` with the bytes of the open file from offset ``start`` on, a page boundary. Calls ``check``
-        on every chunk. Returns the number of bytes read.
+        """Fills ``target`` with bytes of the open file, from offset ``start`` on, which must be a multiple of the page
+        size. Calls the callback ``check`` with each chunk and its offset in the file. Returns the number of bytes read.
 
         Raises:
             OSError: the disk failed, or the file is too short. An error of ``check`` is raised as it is; of several
@@ -158,8 +158,8 @@ class HashSlice:
 
 
 def hash_slices(hashes: Mapping[str, Hashes]) -> dict[str, HashSlice]:
-    """Returns the position of each file's block hashes in ``checksums.safetensors``, by file name. ``hashes``: the
-    block hashes of each file.
+    """Returns the position of each file's block hashes in ``checksums.safetensors``, and the sha256 of these hashes, by
+    file name. ``hashes``: file name -> hashes of the file's blocks.
     """
     layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
     return {

@@ -15,7 +15,7 @@ from engine.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Piece of a tensor that is contiguous in a file, and its position in the file."""
+    """Piece (elements) of a tensor that is contiguous in a file, with the file's path and the offset of the piece."""
 
     path: Path
     start: int
@@ -77,8 +77,9 @@ def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Itera
 
 
 def pieces_of_box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[Piece, int]]:
-    """Divides the box ``start : start + size`` of a tensor of ``shape`` into pieces. Yields each piece with the offset
-    of its first element in the flattened box.
+    """Divides a box of a tensor of ``shape`` into pieces that a checkpoint can describe. The box has the elements
+    ``start[d] : start[d] + size[d]`` of each dim d. Yields each piece with the offset of its first element in the
+    flattened box.
 
     Example: in a 3 x 4 tensor, columns 2:4 of row 1 are elements 2:4 of the part that consists of columns 2:4. A box
     that is cut along one dim, or along the first dim and one other, is one piece.

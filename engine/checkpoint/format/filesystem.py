@@ -18,16 +18,18 @@ PAGE = 4096
 
 
 class Files:
-    """File operations that checkpoints use, on the local file system. Subclasses replace them, for example to read from
-    other hosts.
+    """File operations that checkpoints use, here on the local file system. Subclasses override them, for example to
+    read from other hosts.
     """
 
     def make_folder(self, path: Path) -> None:
-        """Creates a folder in an existing parent."""
+        """Creates the folder ``path``. Raises OSError if its parent is missing, or if ``path`` exists."""
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """Creates a file for writing, with O_DIRECT if the file system supports it. Returns its descriptor."""
+        """Creates the file ``path`` for writing, with O_DIRECT if the file system supports it, and returns its
+        descriptor. Raises FileExistsError if ``path`` exists.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
             return os.open(path, flags | os.O_DIRECT, 0o644)
@@ -39,7 +41,9 @@ class Files:
         return os.open(path, flags, 0o644)
 
     def write(self, file: int, data: memoryview) -> None:
-        """Appends ``data`` to an open file. With O_DIRECT, ``data`` must be whole pages at page-aligned addresses."""
+        """Appends all of ``data`` to an open file. If ``create`` has opened it with O_DIRECT, ``data`` must begin at a
+        page boundary and be whole pages.
+        """
         while data:
             try:
                 written = os.write(file, data)
@@ -60,7 +64,9 @@ class Files:
         os.fsync(file)
 
     def sync_folder(self, path: Path) -> None:
-        """Calls fsync on a folder, so that its file names survive a crash."""
+        """Calls fsync on the folder ``path``, so that the names of new and renamed files in it survive a crash of the
+        machine.
+        """
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with named(path):
@@ -73,8 +79,8 @@ class Files:
         os.rename(path, target)
 
     def unlink(self, path: Path, parent: int | None = None) -> None:
-        """Removes a file or link. ``parent``: open descriptor of its folder; the name is looked up there, even if the
-        path now leads elsewhere.
+        """Removes the file or link ``path``. If ``parent``, an open descriptor of its folder, is given, the name is
+        looked up in that folder, even if another process has since replaced the folder at the path.
         """
         os.unlink(path if parent is None else path.name, dir_fd=parent)
 
@@ -131,8 +137,8 @@ class Files:
         return done
 
     def is_cached(self, file: int, offset: int) -> bool:
-        """Returns True if the byte at ``offset`` of an open file is in the page cache. Also True if the system cannot
-        tell.
+        """Returns True if the byte at ``offset`` of an open file is in the page cache, so that a read needs no disk.
+        Also True if the file system cannot answer.
         """
         try:
             os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT)
@@ -143,11 +149,11 @@ class Files:
         return True
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` like ``read_into``, but with O_DIRECT: data that is read once then does not evict other
-        pages from the page cache.
+        """Fills ``target`` from byte ``offset`` of an open file on, without the page cache (O_DIRECT), so that data
+        that is read once evicts nothing from it. Returns the number of bytes read, which is smaller than ``target``
+        only at the end of the file.
 
-        ``target`` and ``offset`` are page-aligned, and the length is a whole number of pages, even at the end of the
-        file.
+        ``target`` must begin at a page boundary; its length and ``offset`` must be multiples of the page size.
         """
         try:
             direct = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT)
@@ -186,8 +192,8 @@ class Files:
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[bool]:
-        """Locks a folder inside this context. Yields True with the lock, and False if another process has it. The lock
-        ends with the context or the process.
+        """Locks the folder ``path`` inside this context, without waiting. Yields True if this process has the lock, or
+        the file system has no locks; False if another process has it. The lock ends with the context or the process.
         """
         file, free = os.open(path, os.O_RDONLY | os.O_NOFOLLOW), True
         try:
@@ -206,15 +212,15 @@ class Files:
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path with all links resolved."""
+    """Returns ``path`` as an absolute path with all symbolic links resolved. The path need not exist."""
     return Path(os.path.realpath(path))
 
 
 def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
-    """Returns the contents of the file ``name`` under ``root``, at most ``limit`` bytes.
+    """Returns the contents of the file ``name`` under ``root``.
 
     Raises:
-        CheckpointError: the file cannot be read, or is larger.
+        CheckpointError: the file cannot be read, or has more than ``limit`` bytes.
     """
     with opened(files, root, name) as file:
         size = files.size(file)
@@ -230,7 +236,9 @@ def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
 
 
 def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
-    """Writes ``chunks`` one after the other into a new file and calls fsync. Returns the file's size in bytes."""
+    """Writes ``chunks`` one after the other into the new file ``path`` and calls fsync. Returns the file's size in
+    bytes.
+    """
     count = 0
     with named(path):
         file = files.create(path)
@@ -266,8 +274,8 @@ def opened(files: Files, root: Path, name: str) -> Iterator[int]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Adds ``path`` to an OSError that is raised inside this context, because errors of file descriptors do not name
-    the file.
+    """Makes an OSError that is raised inside this context name the file ``path``. Errors of operations on a file
+    descriptor do not name a file otherwise.
     """
     try:
         yield

@@ -25,13 +25,17 @@ T = TypeVar("T")
 
 
 class ImageMemory:
-    """Host buffers by name, which later snapshots reuse. Each is as large as its largest use so far."""
+    """Host buffers by name, which each snapshot uses again. A buffer grows to the largest size that was requested, and
+    never shrinks.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, mmap.mmap] = {}
 
     def take(self, name: str, size: int) -> memoryview:
-        """Returns the buffer ``name`` with ``size`` bytes, rounded up to whole pages. Its contents are undefined."""
+        """Returns ``size`` bytes, rounded up to whole pages, of the buffer ``name``. The buffer is made or enlarged if
+        necessary; its contents are undefined.
+        """
         wanted = max(PAGE, -(-size // PAGE) * PAGE)
         held = self._buffers.get(name)
         if held is None or len(held) < wanted:
@@ -106,7 +110,7 @@ def kind_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorKind:
 
 
 def torch_dtype(kind: TensorKind) -> torch.dtype:
-    """Returns the torch dtype of a ``TensorKind``."""
+    """Returns the torch dtype of a tensor with the dtype and shape ``kind``."""
     dtype: torch.dtype = getattr(torch, DTYPES[kind.dtype])
     return dtype
 

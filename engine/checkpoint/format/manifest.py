@@ -31,7 +31,7 @@ _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class FileNames(Protocol):
-    """Sequence of a checkpoint's file names. Manifests refer to files by their index in it."""
+    """Interface of the list of a checkpoint's file names. Manifests refer to a file by its index in this list."""
 
     def __len__(self) -> int: ...
 
@@ -93,7 +93,9 @@ class Manifest:
 
     @property
     def kinds(self) -> dict[str, TensorKind]:
-        """Dtype and full shape of every tensor, by name. Reads no further files."""
+        """Dtype and full shape of every tensor, by name. Reads no index files of a manifest that is split into several
+        files.
+        """
         known: dict[str, TensorKind] | None = getattr(self.tensors, "kinds", None)
         return {name: tensor.kind for name, tensor in self.tensors.items()} if known is None else known
 
@@ -109,8 +111,8 @@ class Manifest:
 
 
 def hashes_file(hashes: Mapping[str, Hashes]) -> tuple[bytearray, Checksum]:
-    """Returns the bytes of the file ``checksums.safetensors`` with the block hashes of each file, and the manifest
-    entry that describes it.
+    """Returns the bytes of the file ``checksums.safetensors``, and the manifest entry that describes this file.
+    ``hashes``: file name -> hashes of the file's blocks, uint64 [blocks].
     """
     layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
     data = bytearray(layout.size)
@@ -182,8 +184,8 @@ def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
 
 
 def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) -> StoredPiece:
-    """Returns the stored piece that ``piece_to_json`` has written as ``value``, and checks its bounds. ``shape``: full
-    shape of the tensor; ``file``: name of the file.
+    """Returns the stored piece of a tensor of ``shape`` from ``value``, the JSON dict that ``piece_to_json`` has made,
+    and checks its bounds. ``file``: name of the file that contains the piece.
 
     Raises:
         CheckpointError: the value is damaged.
@@ -199,7 +201,8 @@ def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) ->
 
 
 def from_fields(fields: Fields) -> Manifest:
-    """Parses and checks a manifest that is one file. ``fields``: the fields of its JSON object.
+    """Parses and checks a manifest that is not split into index files. ``fields``: the fields of the JSON object in
+    ``manifest.json``.
 
     Raises:
         CheckpointError: the manifest is damaged, has an unknown format or version, names a file outside the folder, or
@@ -239,7 +242,9 @@ def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[
 
 
 def check_version(fields: Fields, known: int = MAJOR) -> None:
-    """Raises CheckpointError if the format in ``fields`` is unknown, or its major version is not ``known``."""
+    """Raises CheckpointError if the manifest's ``fields`` name another format than this engine's, or a version with
+    another major number than ``known``.
+    """
     if fields.text("format") != FORMAT:
         raise CheckpointError(
             f"{fields.what} has format {fields.text('format')[:40]!r}, but this engine reads {FORMAT!r}; pass a "

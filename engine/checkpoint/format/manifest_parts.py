@@ -53,8 +53,8 @@ ReadPart = Callable[[str, int], bytes | bytearray]
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Compact index entry for many equal pieces of a tensor, such as the shards of all data ranks. Their file numbers
-    are evenly spaced.
+    """Compact index entry for consecutive pieces of equal size of a tensor, such as the shards of all data ranks. Piece
+    i is in the file with the number ``file + i * step``.
     """
 
     run: PieceRun
@@ -65,7 +65,9 @@ class StoredRun:
 
 
 class StoredRuns(Sequence[StoredPiece]):
-    """Sequence of the pieces of a tensor, expanded on access from compact :class:`StoredRun` entries."""
+    """Sequence of the stored pieces of a tensor. It stores compact :class:`StoredRun` entries, and makes the pieces
+    when they are accessed.
+    """
 
     def __init__(self, runs: Sequence[StoredRun], files: FileNames) -> None:
         self._runs, self._files = runs, files
@@ -87,7 +89,9 @@ class StoredRuns(Sequence[StoredPiece]):
             yield from self._stored(one, range(one.run.count))
 
     def sharing(self, want: Piece) -> Iterator[StoredPiece]:
-        """Yields the stored pieces that may have elements in common with ``want``."""
+        """Yields the stored pieces that may have elements in common with the piece ``want``. All other pieces have
+        none.
+        """
         for one in self._runs:
             yield from self._stored(one, one.run.sharing(want))
 
@@ -97,14 +101,16 @@ class StoredRuns(Sequence[StoredPiece]):
 
 
 def sharing(tensor: StoredTensor, want: Piece) -> Iterable[StoredPiece]:
-    """Returns the stored pieces of ``tensor`` that may have elements in common with ``want``. Some of them may have
-    none.
+    """Returns the stored pieces of ``tensor`` that may have elements in common with the piece ``want``. All pieces that
+    are left out have none.
     """
     return tensor.pieces.sharing(want) if isinstance(tensor.pieces, StoredRuns) else tensor.pieces
 
 
 def fold(pieces: Iterable[StoredPiece], number: Mapping[str, int]) -> list[StoredRun]:
-    """Combines the pieces of a tensor into runs of equal pieces. ``number`` maps each file name to its number."""
+    """Combines the stored pieces of a tensor into runs: consecutive pieces of equal size, in files with evenly spaced
+    numbers. ``number``: file name -> number of the file.
+    """
     groups: dict[tuple[str, Part], list[StoredPiece]] = {}
     for stored in pieces:
         groups.setdefault((stored.key, stored.piece.part), []).append(stored)
@@ -186,7 +192,7 @@ def _wholes(runs: Sequence[StoredRun]) -> list[StoredPiece] | None:
 
 def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes, dict[str, bytes]]:
     """Returns the texts of a manifest that is split into several files: the text of ``manifest.json``, and the texts of
-    the index files by name. ``slices``: position of each file's block hashes.
+    the index files by name. ``slices``: file name -> position of the file's block hashes, which the index stores.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.

@@ -24,10 +24,10 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Part:
-    """Selection of rows along one dim of a tensor, concatenated to a smaller tensor, such as a tensor-parallel shard.
-    If ``dim`` is None, it is the full tensor.
+    """Selection of rows along one dim of a tensor, concatenated into a smaller tensor, such as a tensor-parallel shard.
+    If ``dim`` is None, the part is the full tensor.
 
-    With ``dim`` > 0, ``outer`` also restricts the first dim to one range, such as the experts of a rank.
+    If ``dim`` > 0, ``outer`` may restrict the first dim to one range too, such as the experts of a rank.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,9 @@ class Part:
 
     @property
     def box(self) -> tuple[int, ...]:
-        """Shape of the full tensor, with the first dim reduced to the range ``outer``."""
+        """Shape of the full tensor, except that the first dim has only the rows in the range ``outer``, if that is
+        given.
+        """
         if self.outer is None:
             return self.shape
         return (self.outer[1] - self.outer[0], *self.shape[1:])
@@ -54,13 +56,13 @@ class Part:
         return inner * sum(stop - start for start, stop in self.rows)
 
     def whole(self) -> "Piece":
-        """Returns a piece with all elements of the part."""
+        """Returns all elements of this part as a piece."""
         return Piece(self, 0, self.elements)
 
     @property
     def is_inside(self) -> bool:
-        """True if the rows ascend and are inside the full tensor. A part that comes from a file or another rank may not
-        be.
+        """True if the part's rows ascend and are inside the full tensor. Check it for a part that comes from a file or
+        another rank.
         """
         if self.dim is None:
             return not self.rows and self.outer is None
@@ -73,8 +75,8 @@ class Part:
 
 
 class Spans(NamedTuple):
-    """Contiguous ranges of a flattened full tensor that make up a piece, in ascending order. The three arrays have an
-    entry for each range.
+    """Contiguous ranges of a flattened full tensor that make up a piece (some of its elements). The three arrays have
+    one entry for each range; the ranges ascend.
     """
 
     full: Numbers
@@ -86,7 +88,9 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start:stop`` of a flattened part, in row-major order, such as the ZeRO shard of one data rank."""
+    """Elements ``start:stop`` of ``part``, a selection of rows of a tensor, flattened in row-major order. Example: the
+    ZeRO shard of one data rank.
+    """
 
     part: Part
     start: int
@@ -99,11 +103,15 @@ class Piece:
 
     @property
     def is_inside(self) -> bool:
-        """True if the piece is inside its part, and the part inside the full tensor."""
+        """True if ``start:stop`` is within the part's elements, and the part's rows ascend and are inside the full
+        tensor.
+        """
         return self.part.is_inside and 0 <= self.start <= self.stop <= self.part.elements
 
     def spans(self) -> Spans:
-        """Returns the contiguous ranges of the flattened full tensor that make up the piece."""
+        """Returns the contiguous ranges of elements in the flattened full tensor that make up this piece, in ascending
+        order.
+        """
         full, count = _full_spans(self.part)
         local = np.cumsum(count) - count
         first = np.maximum(local, self.start)
@@ -113,8 +121,8 @@ class Piece:
         return Spans(full + first - local, first - self.start, last - first)
 
     def within(self, part: Part) -> "Piece":
-        """Returns the elements of this piece that are in ``part``, as a piece of ``part``. All rows of ``part`` must be
-        in this piece's own part.
+        """Returns the elements of this piece that are in the selection of rows ``part``, as a piece of ``part``. All
+        rows of ``part`` must also be rows of ``self.part``.
         """
         if part == self.part:
             return self
@@ -124,8 +132,9 @@ class Piece:
 
 
 class Runs(NamedTuple):
-    """Ranges of elements that are contiguous both in a source piece and in a target piece. The three arrays have an
-    entry for each range: its offset in the source, its offset in the target, and its length.
+    """Ranges of elements that are contiguous both in a source piece and in a target piece of a tensor. The three arrays
+    have one entry for each range: its offset in the source piece, its offset in the target piece, and its number of
+    elements.
     """
 
     source: Numbers
@@ -134,11 +143,12 @@ class Runs(NamedTuple):
 
 
 def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: Iterable[Piece] = ()) -> Runs:
-    """Returns the elements that two pieces of one tensor have in common, as ranges in the order of the full tensor.
+    """Returns the elements that the pieces ``source`` and ``target`` of one tensor have in common, as ranges in the
+    order of the full tensor.
 
     Args:
-        inside: further pieces, each of which must contain a returned element.
-        outside: pieces, none of which may contain a returned element.
+        inside: further pieces; only elements that all of them contain are returned.
+        outside: further pieces; no element that one of them contains is returned.
     """
     left, right = source.spans(), target.spans()
     within, without = [piece.spans() for piece in inside], [piece.spans() for piece in outside]
@@ -163,8 +173,9 @@ def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: It
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     """Returns True if every element of a tensor of ``shape`` is in exactly one of ``pieces``.
 
-    The pieces of each part must cover it without overlap, and the parts, all along one dim, must cover the tensor.
-    Other arrangements return False. The cost does not depend on the tensor's size.
+    The pieces of each part (selection of rows) must cover the part, and the parts must divide the tensor along one dim
+    that is the same for all. Returns False for any other arrangement, even if it covers the tensor. The cost does not
+    depend on the tensor's size.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:
@@ -230,7 +241,9 @@ def _joined(found: Runs) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """Consecutive pieces of equal size in one part, such as the shards of all data ranks."""
+    """Consecutive pieces of equal size in one part (selection of rows) of a tensor, such as the shards of all data
+    ranks.
+    """
 
     first: Piece
     count: int = 1
@@ -241,7 +254,9 @@ class PieceRun:
         return Piece(self.first.part, self.first.start + index * size, self.first.stop + index * size)
 
     def sharing(self, want: Piece) -> range:
-        """Returns the indices of the run's pieces that may have elements in common with ``want``."""
+        """Returns the indices of the run's pieces that may have elements in common with the piece ``want``. All other
+        pieces have none.
+        """
         size, (start, stop) = self.first.elements, _bounds(self.first.part, want)
         if not size:
             return range(0)

@@ -95,8 +95,8 @@ class FilePart:
 
 
 def file_parts(key: str, shape: tuple[int, ...], parts: Sequence[FilePart] = ()) -> Sequence[FilePart]:
-    """Returns the file entries that contain the tensor ``key`` of ``shape``: ``parts`` if there are any, otherwise one
-    entry for the full tensor.
+    """Returns the file entries that contain the tensor ``key`` of ``shape``: ``parts`` if it is not empty, otherwise
+    one entry for the full tensor under ``key``.
     """
     return parts or (FilePart(key, shape, 0),)
 
@@ -116,8 +116,9 @@ def lay_out(
     metadata: Mapping[str, str] | None = None,
     parts: Mapping[str, Sequence[FilePart]] = MappingProxyType({}),
 ) -> FileLayout:
-    """Returns the layout of a safetensors file that contains ``tensors`` (dtype and shape by key) and ``metadata`` in
-    its header. ``parts``: entries that the header lists in place of a tensor, by the tensor's key.
+    """Returns the layout of a safetensors file that contains ``tensors`` (dtype and shape by key), and ``metadata`` in
+    its header. ``parts``: tensor key -> entries that the header lists in place of this tensor, such as one for each
+    expert.
 
     Raises:
         CheckpointError: a tensor has the reserved name "__metadata__".
@@ -209,7 +210,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def shard_bytes(size: int | str) -> int:
-    """Returns a size such as 5_000_000_000, "5GB" or "512MiB" in bytes, parsed as in transformers.
+    """Returns ``size`` in bytes. ``size`` is a number of bytes, or a text such as "5GB" (10^9) or "512MiB" (2^20), as
+    transformers accepts them.
 
     Raises:
         EngineError: the size is malformed or not above 0.
@@ -224,10 +226,11 @@ def shard_bytes(size: int | str) -> int:
 
 
 def repack(files: Files, source: Path, target: Path, keys: Sequence[str], limit: int) -> None:
-    """Copies the tensors ``keys`` from the safetensors files in the folder ``source`` into new files of at most
-    ``limit`` bytes in ``target``.
+    """Copies the tensors ``keys`` from the safetensors files in the folder ``source`` into new files in the folder
+    ``target``, each with at most ``limit`` bytes of tensors. A tensor of more than ``limit`` bytes has a file of its
+    own.
 
-    A larger tensor has its own file. If there are several files, an index in Hugging Face's format is written too.
+    If there are several new files, writes an index in Hugging Face's format too.
     """
     with _opened(files, source) as opened:
         places = {key: (file, *place) for file, own in opened for key, place in own.items()}

@@ -49,8 +49,8 @@ WHOLE_PIECES = 1 << 14
 
 
 def step_of(name: str) -> tuple[int, int] | None:
-    """Returns (step, revision) from the name of a checkpoint's folder, such as (20, 1) for "step-00000020-r1". None for
-    any other name.
+    """Returns (step, revision) from the name of a checkpoint's folder, such as (20, 1) for "step-00000020-r1"; None for
+    any other name. The revision counts repeated saves of one step, from 0.
     """
     found = _STEP.fullmatch(name)
     return (int(found[1]), int(found[2] or 0)) if found else None
@@ -86,24 +86,26 @@ def temporary(folder: Path, step: int, attempt: str) -> Path:
 
 
 def is_step(files: Files, path: Path) -> bool:
-    """Returns True if ``path`` is the folder of one checkpoint, by its name or because it contains a manifest. False
-    for the folder of a run.
+    """Returns True if ``path`` is the folder of one checkpoint: it has a checkpoint's name, or contains a manifest.
+    Returns False for a folder of a run, which contains checkpoint folders.
     """
     return step_of(path.name) is not None or (files.is_folder(path) and NAME in files.names(path))
 
 
 def steps_of(files: Files, path: Path) -> list[Path]:
-    """Returns [``path``] if it is the folder of one checkpoint. Otherwise ``path`` is the folder of a run; returns its
-    checkpoints, the newest last.
+    """Returns the folders of the checkpoints at ``path``: [``path``] if it is the folder of one checkpoint. Otherwise
+    ``path`` is the folder of a run, and the newest of its checkpoints is last.
     """
     return [path] if is_step(files, path) else committed(files, path)
 
 
 def read_manifest(files: Files, step: Path) -> Manifest:
-    """Reads and checks the manifest of the checkpoint in the folder ``step``, against the sha256 in its file COMMIT.
+    """Reads the manifest of the checkpoint in the folder ``step``, and checks its size and sha256 against the file
+    COMMIT of this folder.
 
     Raises:
-        CheckpointError: COMMIT is missing, the manifest differs from the committed one, or it is of another step.
+        CheckpointError: COMMIT is missing, the manifest differs from the committed one, or its step is not that in the
+            folder's name.
     """
     text = read_all(files, step, COMMIT, _SMALL)
     commit = Fields(parse(text, str(step / COMMIT)), str(step / COMMIT))
@@ -132,8 +134,8 @@ def read_manifest(files: Files, step: Path) -> Manifest:
 def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping[str, HashSlice] | None = None) -> None:
     """Writes the files ``manifest.json`` and then ``COMMIT`` into the folder ``step``, each with fsync.
 
-    ``slices``: position of each file's block hashes. If it is given, a manifest of many pieces is split into index
-    files, of which a rank reads only some.
+    ``slices``: file name -> position of the file's block hashes. If it is given, and ``manifest`` has many pieces, the
+    manifest is split into index files, so that a rank that loads reads only some of them.
     """
     if slices is not None and sum(len(tensor.pieces) for tensor in manifest.tensors.values()) > WHOLE_PIECES:
         data, parts = to_parts(manifest, slices)
@@ -234,11 +236,11 @@ class FolderLocks:
         self._closed = False
 
     def hold(self, folder: Path, early: bool = False) -> None:
-        """Locks an existing folder until ``close``. A second call does nothing, unless the folder was replaced; it then
-        locks the new folder.
+        """Locks ``folder``, which must exist, until ``close``. A second call for the same folder does nothing; if the
+        folder was deleted and made again in between, it locks the new one.
 
-        ``early``: True before the first save. Another engine of this process may then have the lock without an error.
-        The reason is that ``eng = initialize(...)`` drops an old engine only after it has made the new one.
+        ``early``: True before the first save. If another engine of this process has the lock, nothing is locked and no
+        error is raised, because ``eng = initialize(...)`` drops an old engine only after it has made the new one.
 
         Raises:
             CheckpointError: another engine has the lock; the message names its process and machine.

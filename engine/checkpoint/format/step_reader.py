@@ -47,7 +47,7 @@ class ReadRequest:
 
 
 class Copy(NamedTuple):
-    """Bytes of a file to read, and the memory that receives them."""
+    """Byte range of a file to read, the memory that receives it, and the name of the tensor for messages."""
 
     start: int
     length: int
@@ -69,18 +69,20 @@ class OpenCheckpoint(Protocol):
         """Folder of the checkpoint, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the requested pieces of tensors into their target memory."""
+        """Copies the pieces of tensors that ``wanted`` requests from the files into each request's target memory."""
 
     def check_file(self, file: str) -> None:
-        """Reads a file and checks the hash of every block, if the checkpoint has hashes."""
+        """Reads the file ``file`` of the checkpoint and checks the hash of every block. Does nothing if the checkpoint,
+        such as another engine's, has no hashes.
+        """
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
         """Returns all tensors in the file ``file`` of the checkpoint: key -> (dtype and shape, bytes)."""
 
 
 class StepReader:
-    """Checkpoint of this engine, open for reading. Its reads check block hashes, and ``bytes_read`` counts the bytes of
-    tensor files that were read.
+    """Checkpoint of this engine, open for reading. It checks the hash of every block that it reads. ``bytes_read`` is
+    the number of bytes of tensor files that were read so far.
 
     Raises:
         CheckpointError: the checkpoint is not committed or is damaged, or a file is missing or has another length.
@@ -103,7 +105,7 @@ class StepReader:
         """Dtype and shape of every stored tensor."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the requested pieces of tensors into their target memory.
+        """Copies the pieces of tensors that ``wanted`` requests from the files into the target memory of each request.
 
         Raises:
             CheckpointError: names the damaged file, and the tensor in the damaged block.
@@ -113,8 +115,8 @@ class StepReader:
                 self._fetch(file, opened_file, found)
 
     def verify(self) -> int:
-        """Reads and checks every block of every file, and the header entry of every piece. Returns the number of bytes
-        read.
+        """Reads every file and checks the hashes of all blocks, and that each file's header has the tensors that the
+        manifest lists. Returns the number of bytes read. Raises CheckpointError at the first damage.
         """
         before = self.bytes_read
         for file in self.manifest.files:
@@ -134,8 +136,8 @@ class StepReader:
             pass
 
     def chunks(self, file: str) -> Iterator[memoryview]:
-        """Yields the bytes of a file in consecutive chunks, with hashes checked. A chunk is valid until the next one is
-        requested, because they share a buffer.
+        """Yields the bytes of the file ``file`` in consecutive chunks, after their hashes were checked. All chunks use
+        one buffer, so a chunk is valid only until the next one is requested.
         """
         size = self.manifest.files[file]
         buffer = np.empty(min(size, 8 * max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
@@ -359,7 +361,7 @@ def _listed(tensors: Sequence[str]) -> str:
 
 
 def copies(shared: Runs, begin: int, width: int, want: ReadRequest) -> Iterator[Copy]:
-    """Yields the byte ranges to copy from a file into the target of the request ``want``.
+    """Yields the byte ranges that must be copied from a file into the target memory of the request ``want``.
 
     Args:
         shared: elements that the stored piece (source) and the requested piece (target) have in common.

@@ -41,8 +41,8 @@ def dump(value: Mapping[str, Any]) -> bytes:
 
 
 class Fields:
-    """Typed access to the fields of a JSON object. A field that is missing or has a wrong type or range raises a
-    CheckpointError that names it.
+    """Typed access to the fields of a JSON object. If a field is missing, or has a wrong type or range, a method raises
+    a CheckpointError that names the field.
     """
 
     def __init__(self, value: Any, what: str) -> None:
@@ -79,8 +79,8 @@ class Fields:
         return self._value.get(name)
 
     def each(self, name: str, read: Callable[[Any, str], _Value]) -> dict[str, _Value]:
-        """Returns the JSON object in field ``name``, with each value converted by ``read(value, description for
-        messages)``.
+        """Returns the JSON object in field ``name``, with each value converted by the callback ``read``. Its arguments
+        are the value, and the value's name for error messages.
         """
         return {key: read(value, f"{self.what}: {name}[{key!r}]") for key, value in self.object(name).items()}
 
@@ -94,7 +94,9 @@ class Fields:
 
 
 def natural(value: Any, what: str) -> int:
-    """Returns ``value`` if it is an integer from 0 to 2^63 - 1; raises CheckpointError otherwise."""
+    """Returns ``value`` if it is an integer from 0 to 2^63 - 1. Raises CheckpointError, which names the source,
+    otherwise.
+    """
     if type(value) is not int or not 0 <= value < 2**63:
         raise CheckpointError(
             f"{what} is {_named(value)}, not a whole number of 0 or more: the file is damaged; {COPY_AGAIN}"
@@ -103,7 +105,7 @@ def natural(value: Any, what: str) -> int:
 
 
 def naturals(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value`` as a tuple if it is a list of integers from 0 to 2^63 - 1; raises CheckpointError otherwise."""
+    """Returns ``value``, a list of integers from 0 to 2^63 - 1, as a tuple. Raises CheckpointError otherwise."""
     if not isinstance(value, list):
         raise CheckpointError(f"{what} is {_named(value)}, not a list: the file is damaged; {COPY_AGAIN}")
     return tuple(natural(item, what) for item in value)

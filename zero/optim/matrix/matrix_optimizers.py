@@ -15,8 +15,9 @@ from engine.zero.optim.flat_optimizers import FlatOptimizer
 class FlatMatrixOptimizer(FlatOptimizer):
     """Base class of optimizers that need whole matrices: Muon, SOAP and Shampoo.
 
-    If its tensors are whole matrices, ``step`` updates them. If they are shards (``apart``), ``step`` only stores
-    update directions in ``directions``. ``MatrixUpdates`` then computes the updates across ranks.
+    If its tensors are whole matrices, ``step`` updates them. If they are shards (``apart`` is True), ``step`` does not
+    update: it stores an update direction for each shard in ``directions``, and :class:`MatrixUpdates` then computes the
+    updates across ranks.
     """
 
     apart = False
@@ -61,11 +62,11 @@ class FlatMatrixOptimizer(FlatOptimizer):
 
 
 class FlatMuon(FlatMatrixOptimizer):
-    """Muon. It stores one momentum per weight, from which the update direction of a matrix is computed."""
+    """Muon. It stores one momentum per weight; a matrix's update is computed from the momenta of all its weights."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Name of the momentum tensor."""
+        """Name of the momentum tensor: "momentum_buffer"."""
         return ("momentum_buffer",)
 
     def rule(self, group: Mapping[str, Any]) -> MuonRule:
@@ -86,7 +87,9 @@ class FlatMuon(FlatMatrixOptimizer):
 
 
 class FlatSOAP(FlatMatrixOptimizer):
-    """SOAP. Its update direction is the gradient, and its state, such as preconditioners, belongs to whole matrices."""
+    """SOAP. A matrix's update is computed from its whole gradient and from state, such as preconditioners, that belongs
+    to the whole matrix. No state is stored per weight of a shard.
+    """
 
     families = SOAP_STATE
 
@@ -96,7 +99,9 @@ class FlatSOAP(FlatMatrixOptimizer):
 
 
 class FlatShampoo(FlatMatrixOptimizer):
-    """Shampoo. Its update direction is the gradient, and its state (preconditioners) belongs to whole matrices."""
+    """Shampoo. A matrix's update is computed from its whole gradient and from state (preconditioners) that belongs to
+    the whole matrix. No state is stored per weight of a shard.
+    """
 
     families = SHAMPOO_STATE
 

@@ -47,7 +47,9 @@ _UNDER_WAY = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRound:
-    """Matrices of one round of a step: they are sent to their owners, updated and sent back in the same messages."""
+    """Matrices that are updated together in one round of a step. Their shards are sent to owner ranks in the same
+    messages, and the updated matrices are sent back in the same messages.
+    """
 
     data: OwnerRoute
     """Route over the data ranks that share buckets, for shards of one tensor rank."""
@@ -57,8 +59,8 @@ class MatrixRound:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRoutes:
-    """Plan that assigns each matrix to an owner rank, which updates it, and divides the matrices into rounds. It covers
-    the matrices of one pipeline and tensor coordinate, within one ZeRO shard group.
+    """Plan that assigns each matrix to an owner, the rank that updates it, and divides the matrices into rounds. It
+    covers the matrices of one pipeline and tensor coordinate, on the data ranks that divide each bucket among them.
     """
 
     rows: Mapping[str, ShardRow]
@@ -76,7 +78,7 @@ class MatrixRoutes:
 
     @cached_property
     def made(self) -> tuple[str, ...]:
-        """Names of the matrices that this rank owns. It updates them and stores their state."""
+        """Names of the matrices that this rank owns: it updates them and stores their state."""
         found: list[str] = []
         for each in self.rounds:
             cut = each.tensor.owners if each.tensor is not None else {}
@@ -85,10 +87,11 @@ class MatrixRoutes:
 
 
 class MatrixUpdates:
-    """Updates of sharded matrices, once per step: shards go to each matrix's owner, which computes the update and sends
-    it back.
+    """Updates of sharded matrices, once per step. The shards are sent to each matrix's owner rank, which computes the
+    update and sends it back.
 
-    The optimizer stores momenta of shards. This object stores state of full matrices, each on its owner.
+    Momenta have the shape of the weights, so each rank's optimizer stores the momenta of its shards. This object stores
+    other state, such as preconditioners, of the full matrices that this rank owns.
 
     Args:
         places: the tensors of the optimizer.
@@ -119,7 +122,7 @@ class MatrixUpdates:
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of the state tensors that belong to full matrices, such as preconditioners, over all optimizers."""
+        """Names of the state tensors of full matrices, such as preconditioners, that any combined optimizer stores."""
         return frozenset(family for maker in self._makers for family in maker.families)
 
     @property
@@ -128,8 +131,8 @@ class MatrixUpdates:
         return all(len(each.data.members) == 1 for each in self._routes.rounds)
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the parameters in a bucket that this object updates; the optimizer's own step leaves
-        them.
+        """Returns the names of the parameters in the bucket ``flat`` that this object updates; the optimizer's own step
+        does not change them.
         """
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._routes.rows)
 
@@ -139,8 +142,8 @@ class MatrixUpdates:
         self._begun.clear()
 
     def prepare(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the state of the matrices that this rank owns, by matrix and name. Allocates zeros if there is none
-        yet.
+        """Returns the state of the matrices that this rank owns: matrix name -> state name -> tensor. Allocates zeros
+        if there is none yet.
         """
         for name in self._routes.made if not self.state else ():
             if own := self.shapes[name]:
@@ -153,8 +156,8 @@ class MatrixUpdates:
         """Updates all matrices from the update directions that the optimizer's step has stored. Yields the names of the
         matrices that are done, or an empty set while a round is in progress.
 
-        Matrices in ``unused``, without a gradient, do not change. ``missed``: number of updates without a gradient, by
-        matrix.
+        Matrices in ``unused``, which have no gradient in this step, do not change. ``missed``: matrix name -> number of
+        earlier updates without a gradient.
         """
         step = _Step(self._places, self._take_directions(), self._routes.dtype, unused, missed)
         self.prepare()
@@ -266,8 +269,9 @@ class _Step:
 
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
-    """Overlaps rounds, each an iterator over its phases. Repeatedly starts a new round and then advances all started
-    ones by one phase, newest first. Yields the results of all phases.
+    """Runs several rounds overlapped; each is an iterator that yields a result after each of its phases. Repeatedly
+    starts one more round, and then advances every started round by one phase, the latest first. Yields the results of
+    all phases.
     """
     waiting, begun = iter(rounds), list[Iterator[Made]]()
     while True:

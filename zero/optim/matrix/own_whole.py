@@ -38,8 +38,8 @@ def declares_whole(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnWholeRule:
-    """Update rule that runs one step of the user's optimizer on a whole parameter, with the options of a parameter
-    group.
+    """Update rule of a whole parameter: it runs one step of the user's own optimizer on the parameter, with the options
+    of the parameter's group.
     """
 
     make: OptimizerFactory
@@ -48,20 +48,21 @@ class OwnWholeRule:
     """State after an update by parameter shape and name: meta tensors and numbers."""
 
     def cost(self, shape: Shape) -> int:
-        """Returns the estimated cost of an update of a parameter of ``shape``, to balance owners: its number of
-        elements, because the user's operations are unknown.
+        """Returns the estimated work of an update of a parameter of ``shape``, by which updates are divided between
+        ranks. It is the number of elements, because the operations of the user's optimizer are unknown.
         """
         return prod(shape)
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
-        """Returns the shapes of the optimizer state of a parameter of ``shape``, by name. State that is a number has
-        shape ().
+        """Returns the shapes of the tensors that the user's optimizer stores for a parameter of ``shape``, by name. A
+        number has shape ().
         """
         return {name: tuple(getattr(value, "shape", ())) for name, value in self._state(shape).items()}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Runs a step of the user's optimizer and returns the new weights. ``direction_AB`` [2, ...] contains the
-        gradient and the weights. ``state`` is updated in place; ``step`` is the number of this update, from 1.
+        """Runs a step of the user's optimizer on one parameter and returns the new weights. ``direction_AB`` is the
+        pair (gradient, weights), stacked to [2, *shape]. ``state`` (name -> tensor) is updated in place; ``step`` is
+        the number of this update, from 1.
         """
         gradient, weights = direction_AB
         parameter = nn.Parameter(weights.clone())
@@ -75,7 +76,9 @@ class OwnWholeRule:
         return parameter.detach()
 
     def apply_(self, weights: Tensor, update: Tensor, shape: Shape, step: int) -> None:
-        """Copies ``update``, which has the new values, into ``weights``."""
+        """Copies ``update``, the new weights that ``update()`` has returned, into ``weights``. ``shape`` and ``step``
+        are not used.
+        """
         weights.copy_(update.view(weights.shape))
 
     def _over(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
@@ -134,8 +137,8 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """Optimizer over parameter shards in place of the user's optimizer, which updates whole parameters. It has the
-    user's groups and options.
+    """Optimizer over shards of parameters, in place of the user's optimizer, which can update only whole parameters. It
+    has the user's parameter groups and options.
     """
 
     reads_weights = True

@@ -34,7 +34,9 @@ Arrived = TypeVar("Arrived")
 
 @dataclass(frozen=True)
 class OwnerRoute:
-    """Owner rank of each matrix, and the number of its elements on each rank. Equal on all ranks of an axis."""
+    """Owner rank of each matrix, and the number of the matrix's elements on each rank, along one axis of the grid. All
+    ranks of the axis have the same values.
+    """
 
     axis: Axis
     members: tuple[int, ...]
@@ -45,13 +47,15 @@ class OwnerRoute:
     """Number of elements of each matrix on every member."""
 
     def owned(self, place: int) -> list[str]:
-        """Returns the names of the matrices that the member at position ``place`` in ``members`` owns, in order."""
+        """Returns the names of the matrices that the rank at position ``place`` in ``members`` owns, in the order of
+        ``owners``.
+        """
         return [name for name, owner in self.owners.items() if owner == place]
 
     @cached_property
     def message(self) -> int:
-        """Number of elements of the largest message between two members; all messages are padded to it. 0: no
-        communication.
+        """Number of elements in the largest message between two members; all messages are padded to it. 0 if no member
+        has to send anything.
         """
         places = range(len(self.members))
         sums = [
@@ -63,7 +67,7 @@ class OwnerRoute:
         return max(sums, default=0)
 
     def traffic(self, counted: Axis, itemsize: int, ways: int = 2) -> tuple[Traffic, ...]:
-        """Returns the traffic of a step, for the engine's traffic counts.
+        """Returns the bytes and collectives of a step, for the engine's traffic counts; () if nothing is sent.
 
         Args:
             counted: axis to which the traffic is attributed.
@@ -77,10 +81,10 @@ class OwnerRoute:
 
 
 def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Chooses an owner rank for each matrix. Owners are ranks with many of the matrix's elements and less work than a
-    fair share. Returns matrix name -> rank.
+    """Chooses an owner rank for each matrix, and returns matrix name -> rank. It prefers ranks that store many of the
+    matrix's elements, among the ranks with less work than a fair share.
 
-    No owner exceeds a fair share by more than one matrix.
+    A fair share is 1 / N of the work for N ranks; no owner exceeds it by more than one matrix.
 
     Args:
         costs: work of each matrix's update.
@@ -105,11 +109,12 @@ def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]])
 def rounds_of(
     owners: Mapping[str, int], costs: Mapping[str, int], held: Mapping[str, Sequence[int]], order: Sequence[str]
 ) -> list[list[str]]:
-    """Divides the matrices into rounds with about equal work for every owner. Returns the names in each round.
+    """Divides the matrices into rounds with about the same work for every owner in each round. Returns the names in
+    each round.
 
-    There are at most ``ROUNDS`` rounds. There are fewer if owners have fewer matrices, or if padding would make
-    messages exceed ``SURPLUS`` times a single round's. There are more if an owner would gather over ``ROUND_ELEMENTS``
-    in a round.
+    There are at most 4 rounds. There are fewer if owners have fewer matrices, or if padding would make the messages of
+    all rounds exceed 1.25 times the messages of a single round. There are more if an owner would otherwise gather more
+    than 2^24 elements in one round.
 
     Args:
         owners: owner rank of each matrix.
@@ -156,31 +161,33 @@ def _message_elements(
 
 
 class Arriving(Generic[Arrived]):
-    """Handle of an exchange of matrices in progress."""
+    """Handle of an exchange of matrices between ranks that is in progress."""
 
     def __init__(self, pending: Pending | None, read: Callable[[], Arrived]) -> None:
         """Takes ``read``, which computes the result from the received messages. ``pending`` None: nothing is sent."""
         self._pending, self._read = pending, read
 
     def wait(self) -> Arrived:
-        """Waits for the messages and returns the result."""
+        """Waits for the messages and returns the tensors that this rank has received."""
         if self._pending is not None:
             self._pending.wait()
         return self._read()
 
 
 class OwnerExchange:
-    """Exchange of matrices between their shards and their owners: two asynchronous all-to-alls, label "matrices"."""
+    """Exchange of matrices between the ranks that store their shards and the ranks that own (update) them. Each
+    direction is one asynchronous all-to-all, label "matrices".
+    """
 
     def __init__(self, route: OwnerRoute, comm: Comm) -> None:
         self._route, self._comm = route, comm
         self._here = route.members.index(comm.grid.index(route.axis))
 
     def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> Arriving[dict[str, list[Tensor]]]:
-        """Starts the all-to-all that sends the pieces of every matrix to its owner. The result has, for each matrix
-        that this rank owns, the flat pieces of all members in order.
+        """Starts the all-to-all that sends the pieces of every matrix to its owner. The handle's result has, for each
+        matrix that this rank owns, the flat pieces of all members in the order of the members.
 
-        ``pieces``: this rank's pieces by matrix. ``blank``: empty tensor with their dtype and device.
+        ``pieces``: matrix name -> this rank's piece. ``blank``: empty tensor with the dtype and device of the pieces.
         """
         own = {name: pieces.get(name, blank).reshape(-1) for name in self._route.owners}
         places = range(len(self._route.members))
@@ -199,11 +206,11 @@ class OwnerExchange:
         return Arriving(pending, read)
 
     def scatter(self, results: Mapping[str, Sequence[Tensor]], blank: Tensor) -> Arriving[dict[str, Tensor]]:
-        """Starts the all-to-all that sends updated matrices back from their owners. The result has this rank's flat
-        piece of each matrix.
+        """Starts the all-to-all that sends updated matrices back from their owners. The handle's result has this rank's
+        flat piece of each matrix, by name.
 
-        ``results``: for each matrix that this rank owns, the pieces of all members in order. ``blank``: empty tensor
-        with their dtype and device.
+        ``results``: for each matrix that this rank owns, the pieces of all members in the order of the members.
+        ``blank``: empty tensor with the dtype and device of the pieces.
         """
         places, mine = range(len(self._route.members)), self._route.owned(self._here)
         pending, received = self._swap([[results[name][place] for name in mine] for place in places], blank)

@@ -39,7 +39,9 @@ from engine.zero.optim.rules.counted_parts import LABEL, CountedPart, SumRoutes,
 
 
 class FlatAdafactor(FlatOptimizer):
-    """Adafactor. A step only records the tensors to update, and :class:`FactoredUpdates` updates them across ranks."""
+    """Adafactor over flat tensors. ``step`` does not update: it records the tensors to update, and
+    :class:`FactoredUpdates` updates them across ranks.
+    """
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         """Takes ``options``: all params of the configuration."""
@@ -74,8 +76,8 @@ class FactorRoutes(SumRoutes):
 
 
 class FactoredUpdates:
-    """Adafactor's updates of all sharded parameters on this rank, once per step. Sums over whole parameters are
-    all-reduced.
+    """Adafactor's updates of all sharded parameters on this rank, once per step. Sums over a whole parameter, such as
+    row means, are all-reduced between the ranks with its shards.
 
     Args:
         places: the tensors of the optimizer.
@@ -99,14 +101,14 @@ class FactoredUpdates:
 
     @property
     def shapes(self) -> WholeShapes:
-        """Shapes of the running means of squared gradients, by parameter and name. A matrix has row and column means,
-        and a vector has one mean per element.
+        """Shapes of the running means of squared gradients: parameter name -> state name -> shape. A matrix has row
+        means and column means; a vector has one mean for each element.
         """
         return {row.name: mean_shapes(row.shape) for row in self._routes.rows}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the parameters in a bucket that this object updates; the optimizer's own step leaves
-        them.
+        """Returns the names of the parameters in the bucket ``flat`` that this object updates; the optimizer's own step
+        does not change them.
         """
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._numbers)
 
@@ -115,15 +117,18 @@ class FactoredUpdates:
         self.state.clear()
 
     def prepare(self) -> WholeState:
-        """Returns the running means of squared gradients, by parameter and name; zeros before the first update."""
+        """Returns the running means of squared gradients: parameter name -> state name -> tensor. Allocates zeros
+        before the first update.
+        """
         if not self.state:
             self.state.update(self._views(self._zeros(self._routes.elements - len(self._numbers))))
         return self.state
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all parameters except ``unused`` ones, which retain values and step counts. Yields the names of all
-        its parameters once. ``missed``: number of missed updates by parameter.
+        """Updates all parameters except ``unused`` ones (without a gradient), of which values and step counts do not
+        change. Yields once, the names of all parameters of this object. ``missed``: parameter name -> number of earlier
+        updates without a gradient.
         """
         due = {weight for maker in self._makers for weight in maker.due}
         for maker in self._makers:

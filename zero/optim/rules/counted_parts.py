@@ -22,7 +22,9 @@ LABEL = "statistics"
 
 @dataclass(frozen=True, slots=True)
 class SumRoutes:
-    """Parameters that need a sum over all of their elements, and the axes over which partial sums are all-reduced."""
+    """Parameters that need a sum over all of their elements, such as a norm, and the axes of the grid over which the
+    partial sums of the ranks are all-reduced.
+    """
 
     rows: tuple[ShardRow, ...]
     """Parameters of one pipeline coordinate, as rows of the shard table."""
@@ -36,8 +38,8 @@ class SumRoutes:
 
 @dataclass(frozen=True, slots=True)
 class CountedPart:
-    """Elements of one parameter in one optimizer tensor of this rank, and which of them this rank adds to a sum over
-    the parameter.
+    """Elements of one parameter in one optimizer tensor of this rank. If several ranks have an element, only one of
+    them adds it to a sum over the parameter; ``counted`` selects the elements that this rank adds.
     """
 
     row: ShardRow
@@ -61,7 +63,9 @@ class CountedPart:
         return self.place.grads.view(-1)[self.part]
 
     def own(self, squares_n: Tensor) -> Tensor:
-        """Returns a copy of ``squares_n`` [n] in which elements that another rank adds are 0."""
+        """Returns ``squares_n`` [n], one value for each of the part's n elements, with 0 for the elements that another
+        rank adds to sums. Returns the argument itself if this rank adds all elements.
+        """
         if self.counted is None:
             return squares_n
         kept = torch.zeros_like(squares_n)
@@ -70,8 +74,8 @@ class CountedPart:
         return kept
 
     def square(self, values_n: Tensor) -> Tensor:
-        """Returns the sum of squares of ``values_n`` [n] over the elements that this rank adds, as an fp64 scalar
-        tensor.
+        """Returns the sum of squares of ``values_n`` [n], one value for each of the part's n elements, as an fp64
+        scalar tensor. Elements that another rank adds to sums are left out.
         """
         found = values_n.new_zeros((), dtype=torch.float64)
         for part in (slice(None),) if self.counted is None else self.counted:
@@ -82,8 +86,8 @@ class CountedPart:
 def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
-    """Yields the elements of each parameter in each optimizer tensor that is in ``due``. Each states which elements
-    this rank adds, so that no element is added twice.
+    """Yields the elements of each parameter in each optimizer tensor of ``places`` that is also in ``due``. Each item
+    also states which of its elements this rank adds to sums, so that no element is added by two ranks.
     """
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}

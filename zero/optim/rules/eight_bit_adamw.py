@@ -33,7 +33,7 @@ class FlatAdamW8bit(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the two moments."""
+        """Names of the two moments: "exp_avg" and "exp_avg_sq"."""
         return tuple(_SIGNED)
 
     @property
@@ -80,7 +80,7 @@ class FlatAdamW8bit(FlatOptimizer):
         return found
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Encodes the moments ``values`` (name -> tensor) and stores them as the moments of ``weight``."""
+        """Encodes ``values`` (moment name -> tensor) in 8 bits, and stores the codes as the moments of ``weight``."""
         self.state.pop(weight, None)
         if not values:
             return

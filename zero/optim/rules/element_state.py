@@ -15,8 +15,11 @@ ElementState = dict[nn.Parameter, dict[str, Tensor]]
 
 
 def element_state(optimizer: ShardedOptimizer, device: torch.device | None = None) -> ElementState:
-    """Returns the optimizer's moments: flat parameter -> name -> tensor of its shape; {} before the first update.
-    Encoded moments are returned as decoded copies on ``device``.
+    """Returns the optimizer's moments: flat parameter of the optimizer -> moment name -> tensor in the parameter's
+    shape. Returns {} before the first update.
+
+    Moments that are stored encoded, such as in 8 bits, are returned as decoded copies on ``device``; None: on the
+    parameter's device. Other moments are returned as the live tensors.
     """
     inner = optimizer.inner
     known = [place for place in optimizer.places if place.parameter in inner.state]
@@ -33,15 +36,15 @@ def element_state(optimizer: ShardedOptimizer, device: torch.device | None = Non
 
 
 def kept_encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
-    """Returns True if the optimizer stores the moments of ``parameter`` encoded, so that ``element_state`` returns
-    copies.
+    """Returns True if the optimizer stores the moments of ``parameter`` encoded, such as in 8 bits. Then
+    ``element_state`` returns copies of them, not live tensors.
     """
     return isinstance(optimizer.inner, FlatOptimizer) and optimizer.inner.encoded(parameter)
 
 
 def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Stores changed copies from ``element_state`` in the optimizer, encoded. Does nothing for moments that are not
-    stored encoded.
+    """Encodes the moments in ``state``, which ``element_state`` has returned and the caller has changed, and stores
+    them in the optimizer. Ignores moments that are not stored encoded, because they are live tensors.
     """
     inner = optimizer.inner
     for parameter, values in state.items():
@@ -51,8 +54,8 @@ def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping
 
 @contextmanager
 def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
-    """Yields the optimizer's moments for reads and in-place writes: flat parameter -> name -> tensor. Moments that are
-    stored encoded are encoded again at the end of the context.
+    """Yields the optimizer's moments for reads and in-place writes: flat parameter of the optimizer -> moment name ->
+    tensor. At the end of the context, writes are stored, also to moments that the optimizer stores encoded.
     """
     state = element_state(optimizer)
     yield state
@@ -60,8 +63,8 @@ def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
 
 
 def state_names(optimizer: ShardedOptimizer) -> list[str]:
-    """Returns the sorted names of the optimizer's moments on this rank, such as "exp_avg". For several optimizers,
-    returns the names of all, even if this rank has no elements of some.
+    """Returns the sorted names of the optimizer's moments, such as "exp_avg", that exist on this rank. If several
+    optimizers are combined, returns the names of all, even if this rank has no elements of some.
     """
     if optimizer.delayed is not None:
         optimizer.delayed.join()

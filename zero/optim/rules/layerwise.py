@@ -28,10 +28,10 @@ _SUM = torch.float64
 
 
 class FlatLayerwise(FlatOptimizer):
-    """Base class of LAMB and LARS. Their steps depend on norms of whole parameters.
+    """Base class of LAMB and LARS, in which the step size of a parameter depends on norms over the whole parameter.
 
-    If its tensors are full parameters, ``step`` updates them. If they are shards (``apart``), ``step`` only records the
-    tensors, and :class:`LayerwiseUpdates` updates them across ranks.
+    If its tensors are full parameters, ``step`` updates them. If they are shards (``apart`` is True), ``step`` does not
+    update: it records the tensors, and :class:`LayerwiseUpdates` updates them across ranks.
     """
 
     apart = False
@@ -47,7 +47,7 @@ class FlatLayerwise(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the moments that any parameter group has."""
+        """Names of the moments, such as "exp_avg", that the update rule of any parameter group uses."""
         return tuple(dict.fromkeys(name for group in self.param_groups for name in self.rule(group).moment_names))
 
     def rule(self, group: Mapping[str, Any]) -> LayerRule:
@@ -55,8 +55,8 @@ class FlatLayerwise(FlatOptimizer):
         raise NotImplementedError
 
     def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
-        """Returns the moments of ``weight`` in the order of the rule's names, each in the shape of ``weight``.
-        ``group``: the parameter group of ``weight``.
+        """Returns the moments of ``weight``, each in the shape of ``weight``, in the order in which the update rule of
+        its parameter group ``group`` names them. Moments that do not exist yet are made as zeros.
         """
         return [self._moments([weight], name)[0] for name in self.rule(group).moment_names]
 
@@ -103,8 +103,8 @@ class LayerRoutes(SumRoutes):
 
 
 class LayerwiseUpdates:
-    """Updates of sharded parameters by LAMB and LARS, once per step. Only norms of the parameters are all-reduced; all
-    state is per weight and sharded.
+    """Updates of sharded parameters by LAMB and LARS, once per step. Ranks all-reduce only norms of the parameters;
+    each rank stores the moments of its own shards.
 
     Args:
         places: the tensors of the optimizer.
@@ -129,8 +129,8 @@ class LayerwiseUpdates:
         self.shapes: WholeShapes = {}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the parameters in a bucket that this object updates; the optimizer's own step leaves
-        them.
+        """Returns the names of the parameters in the bucket ``flat`` that this object updates; the optimizer's own step
+        does not change them.
         """
         return frozenset(slot.name for slot in flat.bucket.slots) & self._names
 
@@ -143,8 +143,9 @@ class LayerwiseUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all parameters except ``unused`` ones, which retain values and step counts. Yields the names of all
-        its parameters once. ``missed``: number of missed updates by parameter.
+        """Updates all parameters except ``unused`` ones (without a gradient), of which values and step counts do not
+        change. Yields once, the names of all parameters of this object. ``missed``: parameter name -> number of earlier
+        updates without a gradient.
         """
         due = {weight: maker for maker in self._makers for weight in maker.due}
         parts = counted_parts(self._places, due.keys(), self._routes, self._comm.grid)

@@ -33,7 +33,9 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
         return (SQUARES, ITERATE)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of ``group``, and sets the weight that this update's iterate has in the average."""
+        """Increments the step count of the parameter group ``group``, and sets the weight with which this update's
+        iterate z enters the average x.
+        """
         count(group)
 
     def _update_pieces(self, weight: Tensor, group: dict[str, Any]) -> None:
@@ -55,8 +57,8 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the weights of ``optimizer``, which are not sharded, by their schedule-free averages, in place. Weights
-    of other optimizers do not change.
+    """Replaces the weights of ``optimizer``, which must not be sharded, by their schedule-free averages x, in place. If
+    several optimizers are combined, weights that another type of optimizer updates do not change.
     """
     parts = optimizer.parts if isinstance(optimizer, PlainComposite) else [optimizer]
     for part in (part for part in parts if isinstance(part, FlatScheduleFreeAdamW)):
@@ -66,8 +68,8 @@ def take_averages(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ScheduleFreeAverage:
-    """Weights for evaluation with schedule-free optimizers: the averages x. Weights of other optimizers are returned
-    unchanged.
+    """Source of the weights with which models of schedule-free optimizers are evaluated: their averages x. If several
+    optimizers are combined, weights that another optimizer updates are returned as they are.
     """
 
     def __init__(self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer) -> None:
@@ -78,8 +80,8 @@ class ScheduleFreeAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages of the elements of a bucket that this rank updates, [owned], in the dtype of the
-        weights.
+        """Returns the averages x of the elements of the bucket ``flat`` that this rank updates, as a flat tensor in the
+        dtype of the weights.
         """
         betas = {id(weight): group["betas"] for group in self._groups for weight in group["params"]}
         found = flat.weights.clone()
