@@ -47,14 +47,13 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:  # fmt: skip
     """Shards ``model`` over the ranks; returns (engine, optimizer, loader of ``training_data``, scheduler). Collective.
 
-    Weights are broadcast from rank 0. Without an optimizer in the call or the configuration, the engine only evaluates,
-    and the second value is None. Trainable parameters outside both ``model_parameters`` and ``optimizer`` are not
-    updated. Values "auto" of the configuration are taken from ``args``.
+    Weights are broadcast from rank 0. Without an optimizer in call or configuration, the engine only evaluates, and the
+    second value is None. Trainable parameters outside both ``model_parameters`` and ``optimizer`` are not updated.
+    Values "auto" of the configuration are taken from ``args``.
 
     Raises:
-        ConfigError: the configuration is missing, wrong or passed twice; ``model`` is missing; a group in
-            ``model_parameters`` sets more than lr and weight_decay; ``mpu`` or ``mesh_param`` has other numbers of
-            ranks.
+        ConfigError: the configuration is missing, wrong or passed twice; ``model`` is missing; ``model_parameters``
+            sets more than lr and weight_decay; ``mpu`` or ``mesh_param`` has other numbers of ranks.
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
