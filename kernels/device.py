@@ -69,7 +69,7 @@ def count_devices(kind: str) -> int:
 
 
 def is_host(device: torch.device) -> bool:
-    """Returns True if ``device`` is the CPU: the host reads its tensors without a wait."""
+    """Returns True if ``device`` is the CPU, where an operator has run when its call returns."""
     return device.type == "cpu"
 
 
@@ -249,7 +249,7 @@ class PostedCopy:
         self._event = record_event(tensor.device)
 
     def read_on(self, device: torch.device) -> torch.Tensor:
-        """Returns the copy as a tensor on ``device``, ready for use on its current stream."""
+        """Returns the copy as a tensor on ``device``; the current stream of ``device`` may read it at once."""
         if self._copy.device == device:
             hand_over(device, self._event, (self._copy,))
         return self._copy.to(device)

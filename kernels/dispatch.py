@@ -153,7 +153,9 @@ def read_choices(text: str) -> tuple[TunedChoice, ...]:
 
 @cache
 def shipped_choices() -> tuple[TunedChoice, ...]:
-    """Returns the table of measured choices between Triton and torch that ships with this package (``tuned.json``)."""
+    """Returns the rows of ``tuned.json``, which ships with this package: measured choices between Triton and
+    PyTorch.
+    """
     return read_choices((Path(__file__).resolve().parent / "tuned.json").read_text(encoding="utf-8"))
 
 
@@ -240,9 +242,9 @@ class Kernels:
         return found
 
     def summary(self) -> str:
-        """Returns all choices made so far as the text of one log line; "" if there are none.
+        """Returns all choices between Triton and PyTorch made so far, as text for one log line; "" if there are none.
 
-        A debug-level log line reports each choice when it is made, with dtype, width and measured speedup.
+        A line at debug level reports each choice when it is made, with dtype, width and measured speedup.
         """
         return "; ".join(
             why.format("; ".join(f"{', '.join(operators)}: {name}" for name, operators in sorted(names.items())[::-1]))

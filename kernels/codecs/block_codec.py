@@ -106,11 +106,11 @@ class BlockFormat:
         return f"int{self.bits}" if self.bits > 1 else "signs"
 
     def code_bytes(self, elements: int) -> int:
-        """Returns the size in bytes of the codes of ``elements`` numbers, without scales."""
+        """Returns the size in bytes of the codes of ``elements`` numbers, not including their scales."""
         return elements * self.bits // 8
 
     def padded(self, elements: int) -> int:
-        """Returns ``elements`` rounded up to a multiple of the block size."""
+        """Returns ``elements`` rounded up to a multiple of ``block``, the number of elements per scale."""
         return -(-elements // self.block) * self.block
 
     def message_bytes(self, elements: int) -> int:

@@ -136,7 +136,9 @@ class Asked(NamedTuple):
 
 
 class SlopeBuffers(NamedTuple):
-    """Gradients of a loss with respect to the softmax statistics of N rows, [N] fp32 each."""
+    """Gradients of a loss with respect to softmax statistics of N rows, [N] in fp32 each; None for a statistic not
+    used.
+    """
 
     log_sum: Tensor
     picked: Tensor | None

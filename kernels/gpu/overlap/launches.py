@@ -327,8 +327,8 @@ class KernelCall:
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """Values of the kernel arguments ``rank``, ``epoch``, ``patience``, ``capacity`` and ``most``, in
-        this order.
+        """Five arguments of a kernel, in this order: the rank, the epoch (call number), the polls until a signal counts
+        as lost, the bytes of a slot, and the maximum number of signals from one rank to another.
         """
         box = self.mailbox
         return box.rank, self.epoch, box.patience, box.capacity, box.most
