@@ -227,8 +227,8 @@ def triton_target(capability: tuple[int, int]) -> Any:
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
     """Makes the current stream of ``device`` wait for ``event`` of another stream, so that it may then use ``tensors``.
 
-    The memory of ``tensors`` is not reused before the work of the current stream on them has ended. None: nothing
-    happens.
+    The memory of ``tensors`` is not reused before the work of the current stream on them has ended. If ``event`` is
+    None, nothing happens.
     """
     if event is None:
         return

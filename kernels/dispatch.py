@@ -112,8 +112,9 @@ def is_executed(node: Any) -> bool:
 def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
     """Returns the gradient sum to which the running backward of a matrix product adds its product in place.
 
-    None: the backward must return its gradient to autograd instead; so if ``main`` is None, if the backward is itself
-    differentiated, or if autograd does not execute ``node``. ``node`` is the argument of :meth:`MainGradient.begin`.
+    None: the backward must return its gradient to autograd instead. This is so if ``main`` is None, if the backward is
+    itself differentiated, or if autograd does not execute ``node``. ``node`` is the argument of
+    :meth:`MainGradient.begin`.
     """
     if main is None or torch.is_grad_enabled() or (node is not None and not is_executed(node)):
         return None

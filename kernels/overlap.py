@@ -175,7 +175,7 @@ class Mailbox:
 
 
 class Missing(NamedTuple):
-    """First signal that a kernel waited for in vain: that ``rank`` has written ``tile`` in call number ``epoch``."""
+    """First signal that a kernel has not received: that ``rank`` has written ``tile`` in call number ``epoch``."""
 
     rank: int
     tile: int
@@ -246,14 +246,14 @@ class ExpertRows:
         return self.received.sum(0)
 
     def most_rows(self) -> int:
-        """Returns the number of rows that a rank sends to the experts of another, for the pair of ranks with the most
-        rows.
+        """Returns the largest number of rows that any rank sends to the experts of one rank, which may be the same
+        rank.
         """
         return int(self.counts.view(self.ranks, self.ranks, -1).sum(2).max())
 
     def most_tiles(self, height: int) -> int:
-        """Returns the number of tiles that a rank sends to the experts of another, for the pair of ranks with the most
-        tiles.
+        """Returns the largest number of tiles that any rank sends to the experts of one rank, which may be the same
+        rank.
 
         A tile is a run of at most ``height`` rows for one expert. The result is at least 1.
         """

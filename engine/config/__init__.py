@@ -216,9 +216,7 @@ class Config:
 
     @property
     def given_microbatches(self) -> int | None:
-        """Number of microbatches that each data rank passes to a step; None: any number, which may differ between
-        ranks.
-        """
+        """Number of microbatches that each data rank passes to a step; None: any number, which ranks choose."""
         return None if self.uneven_microbatches else self.accumulation
 
     @cached_property
@@ -267,17 +265,14 @@ class Config:
         return int(sizes[name])
 
     def grid(self, rank: int) -> Grid:
-        """Returns the grid of all ranks (number of ranks on each parallel axis), as seen from rank ``rank``, counted
-        from 0.
-        """
+        """Returns the grid of all ranks (number of ranks on each parallel axis), as seen from rank ``rank``."""
         asked = self.zero_optimization.shard_size
         shards = asked if asked is not None and asked < self.dp else None
         sizes = {axis.name: self._settled(axis.noun) for axis in grid.AXES}
         return Grid(rank=rank, order=self.parallel.order, shard_size=shards, experts=self.parallel.expert, **sizes)
 
     def resolve(self, world_size: int) -> "Config":
-        """Returns a copy of the config, with all sizes that are "auto" or missing computed for ``world_size``
-        processes.
+        """Returns a copy of the config with all "auto" and missing sizes computed for ``world_size`` processes.
 
         Raises:
             ConfigError: the sizes do not fit the number of processes.
@@ -285,16 +280,14 @@ class Config:
         return load_config(self, world_size)
 
     def for_accelerators(self) -> "Config":
-        """Returns the config for GPUs: with the default ``reduce_bucket_size`` of GPUs, or unchanged if that key is
-        set.
-        """
+        """Returns the config with the default ``reduce_bucket_size`` of GPUs, or unchanged if that key is set."""
         zero = self.zero_optimization
         if zero.reduce_bucket_size is not None:
             return self
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the config as a dict of JSON values, from which ``load_config`` makes the same config, but without
+        """Returns the config as a dict of JSON values; ``load_config`` makes the same config of it, without
         ``notes``.
         """
         return dump_section(self)
@@ -427,8 +420,7 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
 
 
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int | Literal["auto"]]:
-    """Returns a dict with the name and size of each axis of the grid; a size that the configuration leaves open is
-    "auto".
+    """Returns the size, or "auto", of each parallel axis by the name of the axis.
 
     An axis without a configuration key has its default size, as listed in ``grid.AXES``.
     """

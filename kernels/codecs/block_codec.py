@@ -270,9 +270,9 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 
     A message has the integer codes of s numbers, then one fp32 scale per block; ``s`` is a multiple of the block size.
     With ``residual_Rs`` (fp32, contiguous) the sum of values and residual is encoded. The residual is then overwritten
-    with the rounding error (error feedback, Seide et al. 2014), or with 0 if the sum is not finite.
+    with the rounding error (error feedback, Seide et al. 2014), or with 0 where the sum is not finite.
 
-    No gradient flows through this function, and torch.compile does not trace it.
+    It is a plain function and no torch custom operator, because it is neither differentiated nor compiled with a model.
     """
     if wire.bits == 1:
         return encode_signs(values_Rs, wire.block, residual_Rs)

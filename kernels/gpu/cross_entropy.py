@@ -149,8 +149,8 @@ def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor,
     """Computes softmax statistics of each of N rows over the W columns that this rank has; each is [N] in fp32.
 
     Returns:
-        (maximum, sum of exp(logit - maximum), logit at the target, weighted sum of (logit - maximum)); the last two are
-            empty unless ``asked`` requests them.
+        (maximum, sum of exp(logit - maximum), logit at the target or 0 if another rank has it, weighted sum of (logit -
+            maximum)); the last two are empty unless ``asked`` requests them.
     """
     rows, width = logits_NW.shape
     largest_N = logits_NW.new_empty(rows, dtype=torch.float32)

@@ -65,7 +65,7 @@ def grouped_weight_gradient_kernel(
     x, d, out, ends, experts, N, K, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Computes x' d for each expert, over its rows of ``x`` [R, K] and ``d`` [R, N]; writes ``out`` [X, K, N].
+    """Multiplies each expert's rows of ``x`` [R, K], transposed, by its rows of ``d`` [R, N]; writes ``out`` [X, K, N].
 
     The R rows are sorted by expert, and ``ends`` [X] has the index after the last row of each of X experts. Each
     program computes several tiles.
@@ -104,7 +104,7 @@ def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, t
 
 
 def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """Returns x' d for each of X experts, over the expert's rows of ``x_RK`` and ``d_RN``: [X, K, N].
+    """Returns, for each of X experts, its rows of ``x_RK``, transposed, times its rows of ``d_RN``: [X, K, N].
 
     Both operands are contiguous, with R rows sorted by expert; they and the result have one dtype. ``ends_X`` (integers
     on the device): index after the last row of each expert. ``tile``: launch shape; None: the default for the dtype.

@@ -71,8 +71,8 @@ def adamw_(
     """Makes Adam or AdamW update number ``step`` (from 1) of the tensors in ``run``, in place, unless ``decision.go``
     is 0.
 
-    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest. No gradient flows through this function,
-    and torch.compile does not trace it.
+    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest. It is a plain function and no torch
+    custom operator, because it is neither differentiated nor compiled with a model.
     """
     if not fits_adamw_kernel(run.weights, kernels):
         adamw_reference_(run, rule, step, decision, rounding)

@@ -46,9 +46,9 @@ def linear(
 ) -> Tensor:
     """Computes f(x W' + b) + residual: x [.., I] -> [.., O], with the activation f of ``form``. Differentiable.
 
-    ``weight`` W is [O, I], or stored as [I, O] if ``form.transposed``; ``bias`` b is [O]. Under autocast the layer runs
-    in autocast's dtype. If W has a main gradient (the tensor that sums its gradients), the backward adds to it in
-    place.
+    W' is the transpose of ``weight`` [O, I], or the weight itself if ``form.transposed``, stored as [I, O]; ``bias`` b
+    is [O]. Under autocast the layer runs in autocast's dtype. If the weight has a main gradient (the tensor that sums
+    its gradients), the backward adds to it in place.
     """
     given = x, weight, bias, residual
     if has_torch_function(given):
@@ -77,9 +77,10 @@ def linear(
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, residual: Tensor | None = None
 ) -> Tensor:
-    """Computes f(x W' + b) + residual in PyTorch, with the activation f of ``form``, ``weight`` W and ``bias`` b.
+    """Computes f(x W' + b) + residual in PyTorch, with the activation f of ``form`` and the bias b.
 
-    The Triton kernel of :func:`linear` is compared with this function.
+    W' is the transpose of ``weight``, or the weight itself if ``form.transposed``. The Triton kernel of :func:`linear`
+    is compared with this function.
     """
     y = ACTIVATIONS[form.activation](functional.linear(x, weight.t() if form.transposed else weight, bias))
     return y if residual is None else y + residual

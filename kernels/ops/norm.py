@@ -197,8 +197,8 @@ _PIECE = 1 << 20
 def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
     """Returns the sum of squares over all tensors in ``parts`` that count, as an fp64 scalar on their device.
 
-    ``parts``: pairs (flat contiguous values, True if they count), all on one device. No gradient flows through this
-    function, and torch.compile does not trace it.
+    ``parts``: pairs (flat contiguous values, True if they count), all on one device. It is a plain function and no
+    torch custom operator, because it is neither differentiated nor compiled with a model.
     """
     ours = [_squares_fit(values, kernels) for values, _ in parts]
     rest = [part for part, yes in zip(parts, ours, strict=True) if not yes]

@@ -55,8 +55,8 @@ class MatrixRule(Protocol):
 def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: float, add: float) -> None:
     """Updates ``left`` [A, A] and ``right`` [B, B], the statistics of a matrix's gradients, in place.
 
-    For the gradient G = ``grad_AB``, ``left`` becomes ``keep`` * left + ``add`` * G G', and ``right`` becomes ``keep``
-    * right + ``add`` * G' G. A statistic of None is left out.
+    For the gradient G = ``grad_AB`` and its transpose G', ``left`` becomes ``keep`` * left + ``add`` * G G', and
+    ``right`` becomes ``keep`` * right + ``add`` * G' G. A statistic of None is left out.
     """
     if left is not None:
         left.addmm_(grad_AB, grad_AB.T, beta=keep, alpha=add)

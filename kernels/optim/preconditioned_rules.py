@@ -95,8 +95,8 @@ class ShampooRule:
         return {**momentum, **squares, **sums, **roots}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] for the gradient ``direction_AB``, preconditioned by the statistics of past
-        gradients.
+        """Returns the update [A, B] for the gradient ``direction_AB``, preconditioned by the statistics of all
+        gradients so far.
 
         ``state``: state tensors by name, written in place. ``step``: number of the update, from 1. Before
         ``start_preconditioning_step`` the update of a simpler rule is returned.
@@ -203,8 +203,8 @@ class SoapRule:
         return {FIRST: shape, SECOND: shape, **averages, **bases}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] for the gradient ``direction_AB``: Adam's update in the eigenbasis of past
-        gradients.
+        """Returns the update [A, B] for the gradient ``direction_AB``: Adam's update in an eigenbasis of earlier
+        gradients' statistics.
 
         ``state``: state tensors by name, written in place. ``step``: number of the update, from 1. The first gradient
         only initializes the bases, and its update is zero.
