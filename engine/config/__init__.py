@@ -216,7 +216,7 @@ class Config:
 
     @property
     def given_microbatches(self) -> int | None:
-        """Number of microbatches that each data rank passes to a step; None: any number, which ranks choose."""
+        """Number of microbatches that each data rank passes to a step; None: any number, also unequal ones."""
         return None if self.uneven_microbatches else self.accumulation
 
     @cached_property
@@ -287,9 +287,7 @@ class Config:
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the config as a dict of JSON values; ``load_config`` makes the same config of it, without
-        ``notes``.
-        """
+        """Returns the config as JSON values; ``load_config`` makes the same config of them, without ``notes``."""
         return dump_section(self)
 
 

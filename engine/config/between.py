@@ -171,8 +171,8 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
 
 
 def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if ZeRO++ hpZ (a second copy of the shards within each node) is configured, but no all-gather
-    would read that copy.
+    """Adds a problem if ZeRO++ hpZ, a second copy of the parameter shards within each node, is configured, but no
+    all-gather would read that copy.
     """
     asked = zero.zero_hpz_partition_size
     if asked in (0, 1):

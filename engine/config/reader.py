@@ -157,7 +157,7 @@ def stored(params: Any, everything: bool = False) -> FrozenMap:
 
 
 def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
-    """Reads the JSON object ``raw``, found at JSON path ``at``, into the dataclass ``cls``, and returns that.
+    """Returns the JSON object ``raw``, found at JSON path ``at``, as an object of the section dataclass ``cls``.
 
     A wrong or missing key gets its default, and each mistake is added to ``problems``. ``beside``: further valid keys,
     which the caller reads.
@@ -203,9 +203,10 @@ def paths(cls: type[Any], at: str = "") -> Iterator[str]:
 
 
 def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, Any], list[str]]:
-    """Returns the configuration ``raw`` with keys of earlier versions converted to their present names.
+    """Returns (``raw`` with keys of earlier versions converted to their present names, a note for the user about each
+    such key).
 
-    The second result is a list with a note for the user about each such key.
+    ``raw`` is the configuration; if a converted key contradicts another key, a problem is added to ``problems``.
     """
     present, notes = dict(raw), list[str]()
     for old, meaning in OLD_KEYS.items():
