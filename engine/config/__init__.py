@@ -216,7 +216,7 @@ class Config:
 
     @property
     def given_microbatches(self) -> int | None:
-        """Number of microbatches that each data rank passes to a step; None: any number, also unequal ones."""
+        """Number of microbatches that each data rank passes to a step; None: the number is not fixed."""
         return None if self.uneven_microbatches else self.accumulation
 
     @cached_property
@@ -226,7 +226,7 @@ class Config:
 
     @cached_property
     def row_ranks(self) -> int:
-        """Number of ranks that read different rows of the batch."""
+        """Number of data ranks, each of which reads other rows of the batch."""
         return self.dp
 
     @cached_property

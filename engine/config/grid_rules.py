@@ -10,7 +10,7 @@ from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
 
 def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
-    """Adds problems for keys of section ``parallel`` that contradict each other."""
+    """Adds a problem for each key of section ``parallel`` that contradicts another key of the section."""
     automatic = [axis for axis in ("data", "tensor", "pipeline", "context") if getattr(parallel, axis) == "auto"]
     if len(automatic) > 1:
         named = " and ".join(automatic)

@@ -103,9 +103,13 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return self.engine.scale(loss)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Runs one training step, and returns the mean loss of its microbatches as a 0-dim tensor.
+        """Runs one training step, and returns the mean loss of its microbatches as a 0-dim tensor. Collective.
 
-        ``data_iter`` yields the microbatches of this data rank; None: the training data passed to ``initialize``.
+        ``data_iter`` yields the microbatches of this data rank; None: the training data passed to ``initialize`` or
+        ``set_dataloader``.
+
+        Raises:
+            EngineError: there are no training data; the configuration adds keyword arguments to the model's forward.
         """
         self._scheduled.refuse_whole_steps()
         report = self.engine.train_batch(self._given(data_iter))

@@ -17,7 +17,9 @@ from engine.parallel.comm.launcher import local_rank
 
 
 class MicrobatchCount:
-    """Counter of microbatches over all steps, for runs in which steps may have different numbers of microbatches."""
+    """Counter of the microbatches of all steps so far, for runs in which steps may have different numbers of
+    microbatches.
+    """
 
     KEY = "microbatches"
 
@@ -151,7 +153,9 @@ class EngineState:
         return self.engine.config.accumulation or 0
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Returns (train batch size, microbatch size, gradient accumulation steps)."""
+        """Returns (rows of a step over all data ranks, rows of a microbatch on a data rank, microbatches of a step on a
+        data rank).
+        """
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def zero_optimization_stage(self) -> int:

@@ -15,21 +15,21 @@ from engine.reporting.step_report import StepReport
 
 
 class LastStep:
-    """Report of the last ``step`` call, and the gradient norm of the last update."""
+    """Record of the last call of the engine's ``step``: its report, and the gradient norm of the last finished step."""
 
     def __init__(self) -> None:
         self.norm: float | None = None
         self._report: StepReport | None = None
 
     def take(self, report: StepReport | None) -> None:
-        """Stores ``report``, the result of a ``step`` call; None if the call only ended a microbatch."""
+        """Stores ``report``, which the engine's ``step`` has returned; None: the call only ended a microbatch."""
         self._report = report
         if report is not None:
             self.norm = report.grad_norm
 
     @property
     def applied(self) -> bool:
-        """True if the last ``step`` updated the weights."""
+        """True if the last call of ``step`` updated the weights; False if it only ended a microbatch or was skipped."""
         return self._report is not None and not self._report.skipped
 
     @property

@@ -22,7 +22,7 @@ class CurriculumScheduler:
         self._curriculum, self._steps = curriculum, steps
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Returns the difficulty in step ``global_steps``, counted from 1."""
+        """Returns the difficulty, such as a sequence length, in step number ``global_steps``, counted from 1."""
         return self._curriculum.difficulty(global_steps)
 
     update_difficulty = get_difficulty

@@ -32,7 +32,9 @@ def GatheredParameters(  # noqa: N802, DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Gathers ZeRO 3 parameters over the data ranks: inside the context each parameter has all its values. Collective.
+    """Gathers ZeRO 3 parameters over the data ranks: inside the context each parameter is complete. Collective.
+
+    Tensor ranks get all values of their own tensor-parallel shard.
 
     Args:
         params: parameters, or a module with them.

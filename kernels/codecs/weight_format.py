@@ -110,7 +110,7 @@ class QuantizedShape:
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of the codes of one row."""
+        """Size in bytes of the codes of one row, not including its scales."""
         return -(-self.shape[-1] * self.format.bits // 8)
 
     @property

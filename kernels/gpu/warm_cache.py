@@ -122,8 +122,8 @@ def is_compiled(kernel: NotedKernel) -> bool:
 
 
 def compile_kernel(kernel: NotedKernel) -> CompiledKernel:
-    """Compiles ``kernel``, a recorded launch, into Triton's cache on disk; needs no GPU. Returns its name and the time
-    taken.
+    """Compiles ``kernel``, a recorded launch, into Triton's cache on disk; needs no GPU. Returns the kernel's name and
+    the seconds taken.
     """
     began = time.perf_counter()
     with _standing_in(kernel.gpu):

@@ -151,9 +151,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Sets the full gradient of each trainable parameter in ``param_list`` to ``update_func(gradient, parameter)``.
+    """Sets the full gradient of each trainable parameter in ``param_list`` to the result of the callback
+    ``update_func``.
 
-    Frozen parameters are skipped. Collective.
+    It calls ``update_func(gradient, parameter)`` with a copy of the full gradient. Frozen parameters are skipped.
+    Collective: the results must be equal on all ranks.
     """
     for parameter in param_list:
         if (grad := safe_get_full_grad(parameter)) is not None:

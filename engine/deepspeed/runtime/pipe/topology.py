@@ -9,7 +9,7 @@ from engine.parallel.grid import Grid
 class ProcessTopology:
     """Grid of ranks with a name for each axis.
 
-    Ranks are numbered from 0, and neighbours along the last axis are adjacent.
+    Ranks are numbered from 0, and neighbours along the last axis have consecutive numbers.
 
     Args:
         axes: names of the axes, the outermost first.
