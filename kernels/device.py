@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Properties of a device type that torch does not report, as a row of :data:`ACCELERATORS`."""
+    """Properties of a device type, such as "cuda", that torch does not report; a value of :data:`ACCELERATORS`."""
 
     collectives: str
     """Backend of ``torch.distributed`` for tensors of the type."""
@@ -69,31 +69,35 @@ def count_devices(kind: str) -> int:
 
 
 def is_host(device: torch.device) -> bool:
-    """Returns True if ``device`` is the CPU: the host reads its tensors without a wait."""
+    """Returns True if ``device`` is the CPU, where an operator has run when its call returns."""
     return device.type == "cpu"
 
 
 def compiles_triton(device: torch.device) -> bool:
-    """Returns True if Triton compiles this package's kernels for ``device``."""
+    """Returns True if Triton compiles this package's kernels for the type of ``device``; False for the CPU."""
     row = ACCELERATORS.get(device.type)
     return row is not None and row.compiles_triton
 
 
 def multiplies_wide(device: torch.device) -> bool:
-    """Returns True if torch can multiply bf16 or fp16 matrices into an fp32 matrix on ``device``."""
+    """Returns True if torch can multiply two bf16 or fp16 matrices into an fp32 result on ``device``."""
     row = ACCELERATORS.get(device.type)
     return row is not None and row.multiplies_wide
 
 
 def collectives_for(device: torch.device) -> str:
-    """Returns the torch.distributed backend for tensors on ``device``, such as "nccl"; "gloo" for unknown types."""
+    """Returns the torch.distributed backend for tensors on ``device``, such as "nccl"; "gloo" for device types other
+    than the known accelerators.
+    """
     row = ACCELERATORS.get(device.type)
     return "gloo" if row is None else row.collectives
 
 
 def expected_link(kind: str) -> tuple[float, float]:
-    """Returns rough (latency in seconds, bytes per second) between two ranks on one node with devices of
-    type ``kind``.
+    """Returns the pair (latency in seconds, bytes per second) to expect between two ranks on one node, a rough
+    estimate.
+
+    ``kind``: type of the ranks' devices, such as "cuda".
     """
     row = ACCELERATORS.get(kind)
     return _GLOO_LINK if row is None else row.link
@@ -104,13 +108,16 @@ _GLOO_LINK = (200e-6, 1e9)
 
 
 def use_device(device: torch.device) -> None:
-    """Makes ``device`` the current device of this thread, as ``torch.cuda.set_device`` does; no effect for the CPU."""
+    """Makes ``device`` the current device of this thread, as ``torch.cuda.set_device`` does; does nothing for the
+    CPU.
+    """
     if _is_accelerator(device):
         _module(device.type).set_device(device)
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Returns ``device`` with an index: its own, or that of this thread's current device.
+    """Returns ``device`` if it has an index, such as "cuda:1"; otherwise with the index of this thread's current
+    device.
 
     The CPU is returned unchanged.
     """
@@ -127,9 +134,9 @@ def finish(device: torch.device) -> None:
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """Records an event in the current stream of ``device``, after the work queued so far.
+    """Records an event in the current stream of ``device``, and returns it; it completes with the work queued so far.
 
-    ``device`` must be the current device of this thread. Returns None on the host, which queues no work.
+    ``device`` must be the current device of this thread. Returns None on the CPU, which queues no work.
     """
     if not _is_accelerator(device):
         return None
@@ -139,7 +146,7 @@ def record_event(device: torch.device) -> torch.Event | None:
 
 
 def device_generator(device: torch.device) -> torch.Generator | None:
-    """Returns torch's default random generator of ``device``; None on the host."""
+    """Returns torch's default random generator of ``device``; None on the CPU."""
     if not _is_accelerator(device):
         return None
     module = _module(device.type)
@@ -149,15 +156,18 @@ def device_generator(device: torch.device) -> torch.Generator | None:
 
 
 def host_words(count: int, device: torch.device) -> torch.Tensor:
-    """Returns ``count`` int32 zeros in host memory, page-locked for an accelerator, so that its kernels read them in
-    place.
+    """Returns ``count`` int32 zeros in host memory.
+
+    If ``device`` is an accelerator, the memory is page-locked, so that kernels on ``device`` read it in place, without
+    a copy.
     """
     return torch.zeros(count, dtype=torch.int32, pin_memory=_is_accelerator(device))
 
 
 def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a host tensor with shape and dtype of ``tensor``, pinned for asynchronous copies; its content is
-    undefined.
+    """Returns an uninitialized tensor in host memory with the shape and dtype of ``tensor``.
+
+    If ``tensor`` is on an accelerator, the memory is page-locked, so that copies from it run asynchronously.
     """
     if not _is_accelerator(tensor.device):
         return torch.empty_like(tensor)
@@ -165,28 +175,29 @@ def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns ``count`` zeros of ``dtype`` in host memory, page-locked for asynchronous copies if ``device`` is an
-    accelerator.
+    """Returns ``count`` zeros of ``dtype`` in host memory.
+
+    If ``device`` is an accelerator, the memory is page-locked, so that copies to ``device`` run asynchronously.
     """
     return torch.zeros(count, dtype=dtype, pin_memory=_is_accelerator(device))
 
 
 def host_bytes(count: int, pinned: bool) -> torch.Tensor:
-    """Returns a uint8 tensor of ``count`` elements in host memory, page-locked if ``pinned``; its content
-    is undefined.
-    """
+    """Returns an uninitialized uint8 tensor of ``count`` elements in host memory, page-locked if ``pinned`` is True."""
     return torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
 
 
 def peak_allocated(device: torch.device) -> int | None:
-    """Returns the peak number of bytes that torch has allocated on ``device``; None on the host, which does not count
-    them.
+    """Returns the peak number of bytes that torch has allocated on ``device``; None on the CPU, for which torch does
+    not count.
     """
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Returns the size of the memory of ``device`` in bytes; None on the host, where other processes use it too."""
+    """Returns the size of the memory of ``device`` in bytes; None on the CPU, because other processes use its memory
+    too.
+    """
     if not _is_accelerator(device):
         return None
     memory: int = _module(device.type).get_device_properties(device).total_memory
@@ -194,12 +205,14 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def attends_in_blocks(device: torch.device) -> bool:
-    """Returns True if torch has flash attention kernels for ``device`` that return and accept log-sum-exps."""
+    """Returns True if torch has flash attention kernels on ``device`` that return log-sum-exps and accept them in the
+    backward.
+    """
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the vendor's name of the device, such as "NVIDIA H100 80GB HBM3"; on the host "cpu"."""
+    """Returns the vendor's name of ``device``, such as "NVIDIA H100 80GB HBM3"; "cpu" on the CPU."""
     return str(_module(device.type).get_device_name(device)) if _is_accelerator(device) else device.type
 
 
@@ -212,9 +225,10 @@ def triton_target(capability: tuple[int, int]) -> Any:
 
 
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Makes ``tensors`` usable on the current stream of ``device``, which waits for ``event`` of another stream.
+    """Makes the current stream of ``device`` wait for ``event`` of another stream, so that it may then use ``tensors``.
 
-    Their memory is not reused before this stream has read them. Nothing happens if ``event`` is None.
+    The memory of ``tensors`` is not reused before the work of the current stream on them has ended. If ``event`` is
+    None, nothing happens.
     """
     if event is None:
         return
@@ -226,31 +240,35 @@ def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable
 
 
 class PostedCopy:
-    """Copy of ``tensor`` for another rank in a thread of this process; any stream may read it."""
+    """Copy of ``tensor`` for another rank that runs in a thread of this process; the thread may read it on any
+    stream.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.detach().clone()
         self._event = record_event(tensor.device)
 
     def read_on(self, device: torch.device) -> torch.Tensor:
-        """Returns the copy as a tensor on ``device``, ready for use on its current stream."""
+        """Returns the copy as a tensor on ``device``; the current stream of ``device`` may read it at once."""
         if self._copy.device == device:
             hand_over(device, self._event, (self._copy,))
         return self._copy.to(device)
 
 
 class PinnedCopies:
-    """Asynchronous copies from pageable host memory to a device, through pinned memory.
+    """Asynchronous copies to a device from host memory that is not page-locked, by way of page-locked memory.
 
-    Each pinned tensor stays until the device has read it. Without it, the driver copies through a buffer of its own,
-    and the host may wait for the device's queue.
+    The object refers to each page-locked tensor until the device has read it. A direct copy could make the host wait
+    for the device's queue.
     """
 
     def __init__(self) -> None:
         self._unread: deque[tuple[torch.Event, torch.Tensor]] = deque()
 
     def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns a copy of ``tensor`` on ``device``, the current device of this thread, without blocking the host."""
+        """Returns a copy of ``tensor`` on ``device``, which must be the current device of this thread; the host does
+        not wait.
+        """
         pageable = _is_accelerator(device) and is_host(tensor.device) and tensor.numel() and not tensor.is_pinned()
         if not pageable:
             return tensor.to(device, non_blocking=True)
@@ -264,7 +282,9 @@ class PinnedCopies:
 
 
 class SideStream:
-    """Second stream of ``device``, next to the current one; on the host its work runs immediately."""
+    """Stream of ``device`` in addition to its current stream; on the CPU, which has no streams, work runs
+    immediately.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -272,7 +292,9 @@ class SideStream:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Queues the work inside the context on this stream, after all work queued on the current stream so far."""
+        """Queues the work inside the context on this stream; it waits for all work queued on the current stream so
+        far.
+        """
         if self._stream is None:
             yield
             return
@@ -282,7 +304,7 @@ class SideStream:
 
     @contextmanager
     def after(self, events: Iterable[torch.Event | None]) -> Iterator[None]:
-        """Queues the work inside the context on this stream, after ``events`` but not after other work of the current
+        """Queues the work inside the context on this stream; it waits for ``events``, but not for the current
         stream.
         """
         if self._stream is None:
@@ -295,7 +317,10 @@ class SideStream:
             yield
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """Prevents reuse of the memory of ``tensor`` until the work now queued on this stream has ended."""
+        """Prevents reuse of the memory of ``tensor`` until the work now queued on this stream has ended.
+
+        Call it for a tensor of another stream that work on this stream reads or writes.
+        """
         if self._stream is not None:
             tensor.record_stream(self._stream)
 

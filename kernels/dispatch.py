@@ -39,7 +39,7 @@ logger = logging.getLogger("trine")
 
 
 class OpenSum(NamedTuple):
-    """Gradient sum of one parameter to which the backward of a matrix product may add in place."""
+    """Gradient sum of one parameter, to which the backward of a matrix product may now add the product in place."""
 
     into: Tensor
     """Gradient sum in the shape of the parameter; fp32, or the parameter's dtype."""
@@ -48,23 +48,26 @@ class OpenSum(NamedTuple):
 
 
 class MainGradient(Protocol):
-    """Interface to the main gradient of a parameter: the tensor that sums its gradients (Megatron-LM:
-    ``main_grad``).
+    """Interface to the main gradient of a parameter: the tensor that sums its gradients over microbatches.
+
+    Megatron-LM calls this tensor ``main_grad``.
     """
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the sum to which the running backward adds; None: the backward must return a gradient instead.
+        """Returns the gradient sum to which the running backward adds its product in place.
 
-        ``node``: autograd node that accumulates the parameter's gradients; None: called without autograd.
+        None: the backward must return its gradient to autograd instead. ``node``: autograd node that accumulates the
+        parameter's gradients; None: the caller runs outside of autograd.
         """
 
     def end(self, node: Any | None) -> None:
-        """Ends the addition that :meth:`begin` has opened for ``node``, once the kernel that adds has been launched."""
+        """Ends the addition that ``begin(node)`` has opened; call it once the kernel that adds has been launched."""
 
 
 class MainGradients:
-    """Registry of an engine's main gradients by parameter; a parameter without an entry gets gradients from
-    autograd.
+    """Registry of the main gradients of an engine: for each parameter, the tensor that sums its gradients.
+
+    Gradients of a parameter without an entry are returned to autograd.
     """
 
     def __init__(self) -> None:
@@ -74,17 +77,20 @@ class MainGradients:
         return bool(self._of)
 
     def register(self, parameter: Tensor, main: MainGradient) -> None:
-        """Registers ``main`` as the sum to which products add the gradient of ``parameter``."""
+        """Registers ``main`` as the sum to which the backward of a matrix product with ``parameter`` adds its
+        gradient.
+        """
         self._of[id(parameter)] = parameter, main
 
     def clear(self) -> None:
-        """Removes all entries, so that autograd returns the gradients of all parameters."""
+        """Removes all entries, so that products return the gradients of all parameters to autograd."""
         self._of.clear()
 
     def use(self, weight: Tensor) -> MainGradient | None:
-        """Returns the main gradient to which the backward of a product with ``weight`` may add.
+        """Returns the main gradient to which the backward of a matrix product with ``weight`` may add.
 
-        None: ``weight`` is not itself a registered parameter, needs no gradient, or is used inside torch.compile.
+        None: ``weight`` is not itself a registered parameter (such as a view of one), needs no gradient, or is used
+        inside torch.compile.
         """
         if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
             return None
@@ -95,7 +101,7 @@ class MainGradients:
 def is_executed(node: Any) -> bool:
     """Returns True if the running backward executes the autograd node ``node``.
 
-    A nested ``torch.autograd.grad`` inside a recomputed block computes other gradients and may skip the node.
+    A nested ``torch.autograd.grad`` inside a recomputed block computes other gradients, and may leave the node out.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -104,10 +110,11 @@ def is_executed(node: Any) -> bool:
 
 
 def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
-    """Returns the sum to which the running backward of a product adds; None: it must return a gradient instead.
+    """Returns the gradient sum to which the running backward of a matrix product adds its product in place.
 
-    ``node`` is the argument of :meth:`MainGradient.begin`. A backward that is itself differentiated returns its
-    gradients.
+    None: the backward must return its gradient to autograd instead. This is so if ``main`` is None, if the backward is
+    itself differentiated, or if autograd does not execute ``node``. ``node`` is the argument of
+    :meth:`MainGradient.begin`.
     """
     if main is None or torch.is_grad_enabled() or (node is not None and not is_executed(node)):
         return None
@@ -121,8 +128,9 @@ NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
-    """Row of ``tuned.json``: the faster implementation, Triton or PyTorch, of an operator for rows of ``width`` and
-    more.
+    """Row of ``tuned.json``: the faster implementation of an operator, Triton or PyTorch, for widths from ``width`` on.
+
+    The row applies up to the ``width`` of the next row of the same operator, device and dtype.
     """
 
     operator: str
@@ -138,21 +146,25 @@ class TunedChoice:
 
 
 def read_choices(text: str) -> tuple[TunedChoice, ...]:
-    """Returns the rows of a table of choices, parsed from the JSON text of a file like ``tuned.json``."""
+    """Returns the rows of a table of choices between Triton and PyTorch, parsed from JSON text like that of
+    ``tuned.json``.
+    """
     return tuple(TunedChoice(**row) for row in json.loads(text)["winners"])
 
 
 @cache
 def shipped_choices() -> tuple[TunedChoice, ...]:
-    """Returns the table of measured choices between Triton and torch that ships with this package (``tuned.json``)."""
+    """Returns the rows of ``tuned.json``, which ships with this package: measured choices between Triton and
+    PyTorch.
+    """
     return read_choices((Path(__file__).resolve().parent / "tuned.json").read_text(encoding="utf-8"))
 
 
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
-    """Returns the row that applies to an operator on rows of ``width`` elements; None if there is none.
+    """Returns the row in ``rows`` that applies to ``operator`` on rows of ``width`` elements; None if there is none.
 
-    Rows that name the ``device`` precede rows of "*", which is any GPU; among them the largest width up to ``width``
-    applies. "*" excludes the CPU, where an interpreter runs Triton for tests and takes a hundred times as long.
+    Rows that name the ``device`` precede rows for "*", which means any GPU. Among these the one with the largest width
+    up to ``width`` applies. "*" excludes the CPU.
     """
     held = [
         row
@@ -182,7 +194,9 @@ def runs_triton(device: torch.device) -> bool:
 
 
 class Kernels:
-    """Choice between Triton and PyTorch for every operator of a run, cached by operator, device, dtype and width."""
+    """Choice between Triton and PyTorch for each operator of a run; it is cached by operator, device, dtype and
+    width.
+    """
 
     def __init__(self, mode: Mode = "auto", winners: tuple[TunedChoice, ...] | None = None) -> None:
         self.mode = mode
@@ -197,22 +211,26 @@ class Kernels:
         """Main gradients to which products add the gradients of weights."""
 
     def replaces(self, device: torch.device) -> bool:
-        """Returns True if models on ``device`` get this package's operators; with "auto", models on the CPU stay
-        unchanged.
+        """Returns True if models on ``device`` use this package's operators in place of torch's.
+
+        False only for the mode "auto" on the CPU, where models stay unchanged.
         """
         return self.mode != "auto" or not is_host(device)
 
     def takes(self, operator: str, x: Tensor) -> bool:
-        """Returns True if a Triton kernel should run ``operator`` on ``x``, and supports its dtype; the last dim is the
-        width.
+        """Returns True if ``operator`` should run in Triton on ``x``, and the Triton kernels support the dtype of
+        ``x``.
+
+        The choice depends on the width, the size of the last dim of ``x``.
         """
         return self.mode != "reference" and is_narrow(x) and self.triton(operator, x, x.shape[-1])
 
     def for_products(self, x: Tensor) -> "Kernels":
-        """Returns the choice for a linear layer's products with ``x``: this one, or ``REFERENCE`` if Triton is never
-        faster.
+        """Returns the object that chooses the implementation of a linear layer's matrix products with inputs like
+        ``x``.
 
-        A layer asks once; with ``REFERENCE`` its three products need no further lookup.
+        This is ``self``, or ``REFERENCE`` (always PyTorch) if Triton is the faster one for no width, so that the
+        layer's three products need no further lookups.
         """
         if self.mode == "reference":
             return self
@@ -225,9 +243,9 @@ class Kernels:
         return found
 
     def summary(self) -> str:
-        """Returns all choices made so far as the text of one log line; "" if there are none.
+        """Returns all choices between Triton and PyTorch made so far, as text for one log line; "" if there are none.
 
-        A debug-level log line reports each choice when it is made, with dtype, width and measured speedup.
+        A line at debug level reports each choice when it is made, with dtype, width and measured speedup.
         """
         return "; ".join(
             why.format("; ".join(f"{', '.join(operators)}: {name}" for name, operators in sorted(names.items())[::-1]))
@@ -235,7 +253,8 @@ class Kernels:
         )
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
-        """Returns True if ``operator`` should run in Triton on ``x`` with rows of ``width`` elements.
+        """Returns True if ``operator`` should run in Triton on ``x``, with rows of ``width`` elements; False: in
+        PyTorch.
 
         Each new choice is logged once, at debug level.
         """
@@ -297,13 +316,16 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def is_narrow(x: Tensor) -> bool:
-    """Returns True if the Triton kernels support ``x``: fp32, fp16 or bf16, with a nonempty last dim."""
+    """Returns True if the Triton kernels support ``x``: its dtype is fp32, fp16 or bf16, and its last dim is not
+    empty.
+    """
     return x.dtype in NARROW and x.dim() > 0 and x.shape[-1] > 0
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Returns ``x`` [.., H] as [N, H] with contiguous rows; copies only if the leading dims cannot be
-    merged in a view.
+    """Returns ``x`` [.., H] as a matrix [N, H] with contiguous rows: all leading dims are merged into N.
+
+    It is a view of ``x`` if the strides of ``x`` allow one, otherwise a copy.
     """
     x_NH = x.reshape(-1, x.shape[-1])
     return x_NH if x_NH.stride(1) == 1 or x_NH.shape[1] == 1 else x_NH.contiguous()
@@ -341,7 +363,7 @@ def _is_seen(tensor: Tensor) -> bool:
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Returns a function equal to ``function.apply`` that is faster in eager mode; its first argument must
+    """Returns a faster equivalent of ``function.apply`` for eager mode, without torch.compile; its first argument must
     be a tensor.
     """
     plain = _plain_apply(function)
@@ -355,9 +377,10 @@ def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 class FusedOperator(Generic[R]):
-    """Torch custom operator made from a function of tensors, with a fast path for eager mode.
+    """Torch custom operator made from a Python function of tensors, which is called directly in eager mode.
 
-    The function takes positional arguments and returns new tensors; it writes to the arguments named in ``mutates``.
+    The function takes positional arguments and returns new tensors. It may write only to the arguments named in
+    ``mutates``.
     """
 
     def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
@@ -368,8 +391,10 @@ class FusedOperator(Generic[R]):
         self._plain_eager: Callable[..., Any]
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
-        """Registers ``fake``, which returns outputs of correct shape and dtype for tensors without content;
-        returns it.
+        """Registers the callback ``fake``, and returns it.
+
+        ``fake`` gets tensors without content (meta or fake tensors), and returns such outputs of the correct shape and
+        dtype.
         """
 
         def on_shapes(*args: Any) -> R:
@@ -382,10 +407,11 @@ class FusedOperator(Generic[R]):
         return fake
 
     def register_autograd(self, gradients: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
-        """Registers the backward of the operator.
+        """Registers the backward of the operator, as two callbacks.
 
-        The forward calls ``setup_context(ctx, inputs, output)``; the backward calls ``gradients(ctx, *slopes)`` with
-        the gradients of the outputs, and it returns the gradients of the inputs.
+        The forward calls ``setup_context(ctx, inputs, output)`` to save tensors on ``ctx``. The backward calls
+        ``gradients(ctx, *slopes)``: ``slopes`` are the gradients of the outputs, and the callback returns the gradients
+        of the inputs.
         """
         self.registered.register_autograd(gradients, setup_context=setup_context)
         function: Callable[..., R] = self._function
@@ -426,9 +452,10 @@ class FusedOperator(Generic[R]):
 
 @contextmanager
 def launching_on_shapes() -> Iterator[None]:
-    """Makes operators launch their kernels for tensors without content too, inside the context.
+    """Makes operators launch their kernels inside the context even if their tensors have no content (meta or fake
+    tensors).
 
-    ``warm_cache`` records these launches in order to compile the kernels.
+    ``warm_cache`` records these launches, which run nothing, in order to compile the kernels.
     """
     token = _LAUNCHES.set(True)
     try:
@@ -446,8 +473,10 @@ def _without_content(given: Any) -> Any:
 
 
 def fused_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], FusedOperator[R]]:
-    """Returns a decorator that makes a function the torch operator ``name``; ``mutates`` names arguments that it
-    writes.
+    """Returns a decorator that registers a function as the torch operator ``name``, such as "trine::dequantize".
+
+    ``mutates`` names the arguments that the function writes to; the decorated function becomes a
+    :class:`FusedOperator`.
     """
     return lambda function: FusedOperator(name, function, mutates)
 

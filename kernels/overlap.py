@@ -56,7 +56,10 @@ class ProductSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapChoice:
-    """Row of ``overlap.json``: the fastest way to overlap a matrix product of one size with its communication."""
+    """Row of ``overlap.json``: the fastest way, by measurement, to overlap one matrix product with its communication.
+
+    It applies to products of these columns and depth with at least ``rows`` rows.
+    """
 
     operation: Operation
     device: str
@@ -75,18 +78,22 @@ class OverlapChoice:
 
     @property
     def fuses(self) -> bool:
-        """True if this way runs a kernel that both computes and communicates."""
+        """True if this way runs a kernel that multiplies while it communicates."""
         return self.way in IN_KERNEL
 
 
 class OverlapChoices:
-    """Measured choices for one type of GPU and one number of ranks."""
+    """Rows of ``overlap.json`` for one type of GPU and one number of ranks."""
 
     def __init__(self, rows: Iterable[OverlapChoice]) -> None:
         self.rows = tuple(rows)
 
     def find(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> OverlapChoice | None:
-        """Returns the choice for ``operation`` on a product of ``sizes``; None if no such product was measured."""
+        """Returns the row for ``operation`` on a product of ``sizes`` in ``dtype``; None if no such product was
+        measured.
+
+        The row applies from its own number of rows up to that of the next row.
+        """
         product = (sizes.columns, sizes.depth)
         held = [
             row for row in self._of(operation, dtype) if (row.columns, row.depth) == product and row.rows <= sizes.rows
@@ -97,9 +104,10 @@ class OverlapChoices:
         self, operation: Operation, rows: int, dtype: torch.dtype, *, columns: int | None = None,
         depth: int | None = None,
     ) -> bool:  # fmt: skip
-        """Returns True if a communicating kernel was the fastest way for a product with ``rows`` rows in ``dtype``.
+        """Returns True if a kernel that multiplies while it communicates was measured as the fastest way for
+        ``operation``.
 
-        ``columns``, ``depth``: sizes of the product; None: any measured size.
+        The product has ``rows`` rows in ``dtype``. ``columns``, ``depth``: its other sizes; None: any measured size.
         """
         products = {
             ProductSizes(rows, row.columns, row.depth)
@@ -115,25 +123,32 @@ class OverlapChoices:
 
 
 def read_overlap(text: str) -> tuple[OverlapChoice, ...]:
-    """Returns the rows of a table of choices, parsed from the JSON text of a file like ``overlap.json``."""
+    """Returns the rows in ``text``, JSON like that of ``overlap.json``: measured ways to overlap products with
+    communication.
+    """
     rows = json.loads(text)["winners"]
     return tuple(OverlapChoice(**(row | {"tile": tuple(row["tile"])} if row.get("tile") else row)) for row in rows)
 
 
 @cache
 def shipped_overlap() -> tuple[OverlapChoice, ...]:
-    """Returns the table of measured choices that ships with this package (``overlap.json``)."""
+    """Returns the rows of ``overlap.json``, which ships with this package: measured ways to overlap matrix products
+    with their communication.
+    """
     return read_overlap((Path(__file__).resolve().parent / "overlap.json").read_text(encoding="utf-8"))
 
 
 def overlap_choices(device: str, ranks: int) -> OverlapChoices:
-    """Returns the shipped choices for the GPU named ``device`` and ``ranks`` ranks."""
+    """Returns the rows of the shipped ``overlap.json`` for the GPU named ``device`` and for ``ranks`` ranks."""
     return OverlapChoices(row for row in shipped_overlap() if row.ranks == ranks and fnmatchcase(device, row.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mailbox:
-    """Memory that all ranks of an axis can write: the addresses of each rank's buffers, as one rank maps them."""
+    """Addresses of memory for messages between the ranks of a parallel axis; each rank can write to the memory of all.
+
+    The addresses are valid on the rank ``rank``, which has mapped the memory of the other ranks.
+    """
 
     rank: int
     slots: Tensor
@@ -160,7 +175,7 @@ class Mailbox:
 
 
 class Missing(NamedTuple):
-    """First signal that a kernel did not receive: from ``rank``, for ``tile``, in call number ``epoch``."""
+    """First signal that a kernel has not received: that ``rank`` has written ``tile`` in call number ``epoch``."""
 
     rank: int
     tile: int
@@ -168,15 +183,17 @@ class Missing(NamedTuple):
 
 
 def read_status(word: int) -> Missing | None:
-    """Decodes the status word of a :class:`Mailbox`; returns None if all signals have arrived."""
+    """Decodes ``word``, the status word of a :class:`Mailbox`: returns the first missing signal, or None if none is
+    missing.
+    """
     return Missing(word >> 24 & 0xFF, (word & 0xFFFFFF) - 1, word >> 32) if word else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """Counts of token rows that each rank sends to each expert, and the views of rank ``rank`` on them.
+    """Counts of the token rows that each rank sends to each expert, as the rank ``rank`` uses them.
 
-    ``counts`` is equal on all ranks.
+    All ranks have the same ``counts``.
     """
 
     counts: Tensor
@@ -208,17 +225,19 @@ class ExpertRows:
 
     @cached_property
     def received(self) -> Tensor:
-        """Number of rows that each rank sends to each of this rank's experts, int64 [ranks, experts of this rank]."""
+        """Number of rows that each rank sends to each of this rank's experts, int64 [sending ranks, experts of this
+        rank].
+        """
         return self.counts.view(self.ranks, self.ranks, -1)[:, self.rank].long()
 
     @property
     def own(self) -> int:
-        """Number of rows that this rank sends to experts on all ranks."""
+        """Number of rows that this rank sends, to experts on all ranks together."""
         return int(self.sent.sum())
 
     @property
     def here(self) -> int:
-        """Number of rows that this rank's experts receive from all ranks."""
+        """Number of rows that this rank's experts receive, from all ranks together."""
         return int(self.received.sum())
 
     @property
@@ -227,52 +246,60 @@ class ExpertRows:
         return self.received.sum(0)
 
     def most_rows(self) -> int:
-        """Returns the largest number of rows that one rank sends to the experts of one rank."""
+        """Returns the largest number of rows that any rank sends to the experts of one rank, which may be the same
+        rank.
+        """
         return int(self.counts.view(self.ranks, self.ranks, -1).sum(2).max())
 
     def most_tiles(self, height: int) -> int:
-        """Returns the largest number of tiles that one rank sends to the experts of one rank; at least 1.
+        """Returns the largest number of tiles that any rank sends to the experts of one rank, which may be the same
+        rank.
 
-        A tile has at most ``height`` rows, all for one expert.
+        A tile is a run of at most ``height`` rows for one expert. The result is at least 1.
         """
         tiles = -(-self.counts.view(self.ranks, self.ranks, -1) // height)
         return max(1, int(tiles.sum(2).max()))
 
     def source_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Returns a table of this rank's own rows in tiles of at most ``height`` rows, int32 [n, 6], on the host.
+        """Returns a table of this rank's own rows in tiles (runs for one expert) of at most ``height`` rows, int32 [n,
+        6], on the host.
 
-        ``sends``: True for rows on the way to the experts, False on the way back. Fields: other rank, number of the
-        tile, expert, first row in the slot, number of rows, first row of this rank.
+        ``sends``: True: the order in which rows are sent to the experts; False: the order in which results come back.
+        The six fields of a tile are the other rank, the tile's number, the expert, the first row in the memory for
+        messages (slot), the number of rows, and the first row in this rank's tensor.
         """
         starts = (self.sent.flatten().cumsum(0) - self.sent.flatten()).view_as(self.sent)
         return self._tiles(self.sent, starts, height, sends)
 
     def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Returns a table of the rows for this rank's experts in tiles of at most ``height`` rows, int32 [n, 6], on the
-        host.
+        """Returns a table of the rows for this rank's experts in tiles (runs for one expert) of at most ``height``
+        rows, int32 [n, 6], on the host.
 
-        ``sends``: True for results on the way back, False for rows received. It has the fields of :meth:`source_tiles`.
+        ``sends``: True: the order in which results are sent back; False: the order in which rows are received. A tile
+        has the six fields of :meth:`source_tiles`.
         """
         return self._tiles(self.received, self._starts(), height, sends)
 
     def by_expert(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenates the rows received from each rank, in order of expert, then of rank; returns [R, ..].
+        """Joins the rows received from all ranks to one tensor [R, ..], sorted by expert, then by rank.
 
-        ``parts``: one tensor [rows, ..] per rank, sorted by expert.
+        ``parts``: one tensor [rows, ..] from each rank, in rank order, each sorted by expert.
         """
         pieces = [torch.split(part, rows.tolist()) for part, rows in zip(parts, self.received, strict=True)]
         return torch.cat([piece[expert] for expert in range(self.experts) for piece in pieces])
 
     def by_rank(self, rows: Tensor) -> list[Tensor]:
-        """Splits results ``rows`` [R, ..], in the order of :meth:`by_expert`, into one tensor for each rank that gets
-        them back.
+        """Splits ``rows`` [R, ..], results of this rank's experts, into one tensor for each rank from which the rows
+        came.
+
+        ``rows`` has the order of the result of :meth:`by_expert`.
         """
         pieces = torch.split(rows, self.received.t().flatten().tolist())
         return [torch.cat(pieces[rank :: self.ranks]) for rank in range(self.ranks)]
 
     def to_owners(self, tokens: Tensor) -> list[Tensor]:
-        """Splits this rank's ``tokens`` [T, ..], sorted by expert, into one tensor for each rank that owns
-        the experts.
+        """Splits this rank's ``tokens`` [T, ..], sorted by expert, into one tensor for each rank, with the rows for its
+        experts.
         """
         return list(torch.split(tokens, self.sent.sum(1).tolist()))
 

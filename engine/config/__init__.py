@@ -206,17 +206,17 @@ class Config:
 
     @cached_property
     def micro(self) -> int:
-        """Rows per data rank in one forward pass."""
+        """Number of batch rows that one data rank computes in one forward."""
         return self._settled("train_micro_batch_size_per_gpu")
 
     @cached_property
     def accumulation(self) -> int:
-        """Microbatches per data rank and step."""
+        """Number of microbatches that one data rank computes in a step."""
         return self._settled("gradient_accumulation_steps")
 
     @property
     def given_microbatches(self) -> int | None:
-        """Microbatches that each data rank passes to a step; None: any number."""
+        """Number of microbatches that each data rank passes to a step; None: the number is not fixed."""
         return None if self.uneven_microbatches else self.accumulation
 
     @cached_property
@@ -226,7 +226,7 @@ class Config:
 
     @cached_property
     def row_ranks(self) -> int:
-        """Number of ranks that read different rows of the batch."""
+        """Number of data ranks, each of which reads other rows of the batch."""
         return self.dp
 
     @cached_property
@@ -265,14 +265,14 @@ class Config:
         return int(sizes[name])
 
     def grid(self, rank: int) -> Grid:
-        """Returns the grid of all ranks with the coordinates of ``rank``, a number from 0."""
+        """Returns the grid of all ranks (number of ranks on each parallel axis), as seen from rank ``rank``."""
         asked = self.zero_optimization.shard_size
         shards = asked if asked is not None and asked < self.dp else None
         sizes = {axis.name: self._settled(axis.noun) for axis in grid.AXES}
         return Grid(rank=rank, order=self.parallel.order, shard_size=shards, experts=self.parallel.expert, **sizes)
 
     def resolve(self, world_size: int) -> "Config":
-        """Returns the config with all "auto" and missing sizes computed for ``world_size`` processes.
+        """Returns a copy of the config with all "auto" and missing sizes computed for ``world_size`` processes.
 
         Raises:
             ConfigError: the sizes do not fit the number of processes.
@@ -280,14 +280,14 @@ class Config:
         return load_config(self, world_size)
 
     def for_accelerators(self) -> "Config":
-        """Returns the config with the default ``reduce_bucket_size`` of GPUs, unless one is set."""
+        """Returns the config with the default ``reduce_bucket_size`` of GPUs, or unchanged if that key is set."""
         zero = self.zero_optimization
         if zero.reduce_bucket_size is not None:
             return self
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the config as a JSON object, from which ``load_config`` makes an equal config without ``notes``."""
+        """Returns the config as JSON values; ``load_config`` makes the same config of them, without ``notes``."""
         return dump_section(self)
 
 
@@ -418,9 +418,9 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
 
 
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int | Literal["auto"]]:
-    """Returns the size, or "auto", of each axis of the grid by name.
+    """Returns the size, or "auto", of each parallel axis by the name of the axis.
 
-    An axis without a configuration key has its default size in ``grid.AXES``.
+    An axis without a configuration key has its default size, as listed in ``grid.AXES``.
     """
     others = {axis.noun: getattr(parallel, axis.noun, axis.size) for axis in grid.AXES if axis.noun not in AXES}
     return {axis: getattr(parallel, axis) for axis in AXES} | others

@@ -24,8 +24,8 @@ from engine.config.wording import shown_value
 
 
 def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastConfig, problems: Problems) -> None:
-    """Adds a problem for each combination of ``bf16``, ``fp16`` and ``torch_autocast`` settings that exclude each
-    other.
+    """Adds a problem to ``problems`` for each pair of settings that exclude each other in ``bf16``, ``fp16`` and
+    ``torch_autocast``.
     """
     if autocast.enabled and fp16.enabled:
         problems.add(
@@ -55,8 +55,10 @@ def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
 
 
 def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
-    """Adds problems for keys of ``activation_checkpointing`` that its ``mode`` does not read, or that contradict each
-    other.
+    """Adds a problem for each key of ``activation_checkpointing`` that its ``mode`` does not read or that contradicts
+    another key.
+
+    ``given`` is this section, and ``problems`` collects the problems.
     """
     takes = {
         "save": given.mode == "selective" or (given.mode, given.others) == ("offload", "selective"),
@@ -106,7 +108,9 @@ def check_tiles(
 
 
 def check_zero(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds problems for ZeRO settings that need another stage, and for offload settings that lack another setting."""
+    """Adds a problem for each setting in ``zero`` that needs another ZeRO stage, and for each offload setting that
+    lacks another setting which it needs.
+    """
     _check_offload(zero.offload_optimizer, problems)
     if zero.reduce == "microbatch" and zero.stage < 2:
         problems.add(
@@ -167,7 +171,9 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
 
 
 def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if secondary shards (ZeRO++ hpZ) are configured but no all-gather would read them."""
+    """Adds a problem if ZeRO++ hpZ, a second copy of the parameter shards within each node, is configured, but no
+    all-gather would read that copy.
+    """
     asked = zero.zero_hpz_partition_size
     if asked in (0, 1):
         return
@@ -186,9 +192,10 @@ def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds problems if ZeRO messages are quantized that the stage does not send.
+    """Adds a problem for each ZeRO message that the configuration quantizes, but that the configured stage does not
+    send.
 
-    It also adds problems for settings of a quantization that is off.
+    It also adds a problem for each setting of a quantization that is off.
     """
     for key, what in (("zero_quantized_weights", "gather parameters"), ("zero_quantized_gradients", "reduce shards")):
         if getattr(zero, key) and zero.stage == 0:
@@ -219,7 +226,9 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
-    """Adds problems for ``integrity`` settings without ``every``, which have no effect."""
+    """Adds a problem for each setting of ``integrity`` that has no effect because ``integrity.every`` is 0, which
+    checks nothing.
+    """
     if integrity.every:
         return
     for key, asks in (("rerun", integrity.rerun), ("on_failure", integrity.on_failure != "raise")):
@@ -232,9 +241,9 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 
 
 def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem for ``integrity.rerun`` with error feedback of gradients.
+    """Adds a problem if ``integrity.rerun``, which runs a step twice, is set together with error feedback of gradients.
 
-    Each of the two runs of a step would add the rounding error of the last one.
+    The second run of a step would add the rounding errors of the first, so the two runs would differ.
     """
     if integrity.rerun and zero.zero_gradient_error_feedback:
         problems.add(
@@ -245,7 +254,10 @@ def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problem
 
 
 def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if a moving average of the weights would read them during a delayed optimizer update."""
+    """Adds a problem if a moving average of the weights is configured together with a delayed optimizer update.
+
+    The average would read the weights during their update.
+    """
     if ema is not None and zero.offload_optimizer.delayed_update:
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
@@ -254,9 +266,9 @@ def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -
 
 
 def check_uneven(uneven: bool, parallel: ParallelConfig, problems: Problems) -> None:
-    """Adds a problem for ``uneven`` microbatches with expert ranks, which exchange rows in every forward.
+    """Adds a problem if ``uneven`` is True and there are expert ranks, because they exchange rows in every forward.
 
-    ``uneven`` is the configuration value ``uneven_microbatches``.
+    ``uneven`` is the configuration value ``uneven_microbatches``: ranks may pass different numbers of microbatches.
     """
     if uneven and parallel.expert > 1:
         problems.add(
@@ -267,8 +279,8 @@ def check_uneven(uneven: bool, parallel: ParallelConfig, problems: Problems) -> 
 
 
 def check_managed(managed: bool, parallel: ParallelConfig, problems: Problems) -> None:
-    """Adds a problem for pipeline ranks if ``managed`` is False, because a schedule needs a fixed number of
-    microbatches.
+    """Adds a problem if ``managed`` is False and there are pipeline ranks, because a pipeline schedule needs a fixed
+    number of microbatches.
 
     ``managed`` is the configuration value ``managed_gradient_accumulation``.
     """
@@ -281,9 +293,10 @@ def check_managed(managed: bool, parallel: ParallelConfig, problems: Problems) -
 
 
 def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Problems) -> None:
-    """Adds a problem if ``monitor.profile`` is not a range of steps such as "10:12".
+    """Adds a problem if ``monitor.profile`` is set, but is not a range of steps such as "10:12".
 
-    It also adds one if the profile lacks its folder or the watchdog's flight recorder.
+    It also adds one if the profile lacks a setting that it needs: a folder for its file, or the watchdog's flight
+    recorder.
     """
     if (given := monitor.profile) is None:
         return
@@ -316,9 +329,9 @@ _ORDERED = (
 def check_optimizer(
     optimizer: OptimizerConfig | None, zero: ZeroConfig, bf16: Bf16Config, ema: EmaConfig | None, problems: Problems
 ) -> None:
-    """Adds problems for optimizer params that contradict each other.
+    """Adds a problem for each pair of optimizer params that contradict each other.
 
-    It also adds problems for settings that the optimizer's type, or a list of optimizers, does not support.
+    It also adds one for each setting that the type of the optimizer, or a list of optimizers, does not support.
     """
     if optimizer is None:
         return
@@ -393,7 +406,7 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
 
 
 def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None, problems: Problems) -> None:
-    """Adds problems for scheduler params that contradict each other or the optimizer's params."""
+    """Adds a problem for each scheduler param that contradicts another one or the params of the optimizer."""
     if scheduler is None:
         return
     params, at = scheduler.params, "scheduler.params"

@@ -22,7 +22,7 @@ _LAST_COMMA = re.compile(_TEXT + r"|,(?=\s*[}\]])", flags=re.DOTALL)
 
 
 class FileObject(dict[str, Any]):
-    """JSON object read from a file, with the keys that the file gives twice in it."""
+    """JSON object read from a file, with a list of the keys that occur twice in the file's object."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         dict.__init__(self, pairs)
@@ -51,7 +51,9 @@ def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mappin
 
 
 def remarks(raw: object) -> tuple[str, ...]:
-    """Returns a note if the file with the object ``raw`` was read as Hjson, because it is not JSON; otherwise ()."""
+    """Returns a note for the user if the file of the object ``raw`` was read as Hjson, because it is not JSON;
+    otherwise ().
+    """
     return (raw.remark,) if isinstance(raw, FileObject) and raw.remark else ()
 
 

@@ -10,7 +10,7 @@ from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
 
 def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
-    """Adds problems for keys of section ``parallel`` that contradict each other."""
+    """Adds a problem for each key of section ``parallel`` that contradicts another key of the section."""
     automatic = [axis for axis in ("data", "tensor", "pipeline", "context") if getattr(parallel, axis) == "auto"]
     if len(automatic) > 1:
         named = " and ".join(automatic)
@@ -87,9 +87,9 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
 
 
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Adds problems for ``wire`` settings that the chosen format ignores.
+    """Adds a problem for each setting of ``wire`` (formats of messages in fewer bits) that the chosen format ignores.
 
-    It also adds problems for formats that exclude ``parallel.overlap`` or ``integrity.rerun``.
+    It also adds one for each format that cannot be used with ``parallel.overlap`` or ``integrity.rerun``.
     """
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
     if wire.block_size != 256 and not blocks:

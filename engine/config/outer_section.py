@@ -129,32 +129,34 @@ class OuterConfig:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Addresses of all stores."""
+        """Addresses of the stores, the servers in which the sites of an outer loop merge their updates."""
         return () if self.url is None else (self.url,) if isinstance(self.url, str) else self.url
 
     @property
     def steps(self) -> int:
-        """Number of local steps between two pushes of a tensor to the store."""
+        """Number of local training steps between two pushes of a tensor to its store, the server that merges all sites'
+        updates.
+        """
         if self.period is not None:
             return self.period
         return 1 if self.rule in SERVER_RULES or self.rule == "hogwild" else DELTA_PERIOD
 
     @property
     def content(self) -> Literal["sums", "gradients", "deltas"]:
-        """Kind of values that a site pushes.
+        """Kind of values that a site pushes to the store, the server that merges all sites' updates.
 
-        "sums": gradients, summed over sites for the sites' own optimizers. "gradients": gradients for the store's
-        optimizer. "deltas": differences of weights since the last push.
+        "sums": gradients, which the store sums over sites for the sites' own optimizers. "gradients": gradients for the
+        store's optimizer. "deltas": differences of the weights since the last push.
         """
         if self.steps > 1 or self.rule in ("quorum", "hogwild"):
             return "deltas"
         return "gradients" if self.rule in SERVER_RULES else "sums"
 
     def store_optimizer(self, training: OptimizerConfig | None) -> StoreOptimizerConfig:
-        """Returns the optimizer with which the store updates its weights.
+        """Returns the optimizer with which the store, the server of an outer loop, updates its weights.
 
-        ``training`` is the section ``optimizer``, which the store uses if sites push gradients and ``outer.optimizer``
-        is not set.
+        It is ``outer.optimizer`` if set. Otherwise it is ``training``, the section ``optimizer``, if sites push
+        gradients, and a default of the rule if they push differences of weights.
         """
         if self.optimizer is not None:
             return self.optimizer
@@ -193,7 +195,7 @@ class ConsumerConfig:
 
     @property
     def address(self) -> str:
-        """Address of the vLLM or SGLang server; empty for a folder."""
+        """Address of the vLLM or SGLang server that receives the weights; empty if the receiver is a folder."""
         return self.vllm or self.sglang or ""
 
 
@@ -231,14 +233,14 @@ class WeightsOutConfig:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Addresses of all vLLM servers."""
+        """Addresses of all vLLM servers that receive the published weights."""
         return tuple(each.vllm for each in self.to if each.vllm is not None)
 
 
 def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) -> OptimizerConfig | None:
-    """Returns the optimizer section that this process uses: ``training``, unless a store updates the weights.
+    """Returns the optimizer section that a site (one of the engines of an outer loop) uses for its own updates.
 
-    Then it is SGD, which has no state.
+    It is ``training``, or SGD without state if the site pushes gradients to a store (server) that updates the weights.
     """
     if outer is None or training is None or outer.content != "gradients":
         return training
@@ -246,7 +248,8 @@ def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) 
 
 
 def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clipping: float) -> dict[str, Any]:
-    """Returns the settings, as JSON values, that the store and all its sites must have in common.
+    """Returns a dict of the settings that must be equal on the store (server) of an outer loop and all its sites, as
+    JSON values.
 
     ``clipping`` is the norm to which gradients are clipped; 0: no clipping.
     """
@@ -263,8 +266,8 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
 
 
 def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) -> None:
-    """Adds problems for entries of ``weights_out.to``: none or several kinds of receivers, bad addresses, unknown
-    pauses.
+    """Adds a problem for each entry of ``weights_out.to`` that has no receiver or several, a bad address, or an unknown
+    ``pause``.
     """
     for index, each in enumerate(weights_out.to if weights_out is not None else ()):
         at = f"weights_out.to[{index}]"
@@ -296,9 +299,10 @@ def check_outer(
     zero: ZeroConfig,
     problems: Problems,
 ) -> None:
-    """Adds problems for settings of section ``outer`` that have no effect or exclude each other or other sections.
+    """Adds a problem for each setting of section ``outer`` that has no effect, or excludes another setting.
 
-    ``clipping`` is the norm to which gradients are clipped; 0: no clipping.
+    The other setting may be in section ``outer`` or in another one. ``clipping`` is the norm to which gradients are
+    clipped; 0: no clipping.
     """
     if outer is None:
         return

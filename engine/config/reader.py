@@ -132,32 +132,34 @@ class Typed(Section):
 
 
 def setting(default: Any, rule: Rule, *, key: str = "", required: bool = False, kept: bool = True) -> Any:
-    """Returns a dataclass field that the reader fills from JSON by ``rule``.
+    """Returns a dataclass field for a configuration key; ``rule`` checks and converts the key's JSON value.
 
-    ``key``: JSON name, if it differs from the field's name. ``required`` true: a file without the key has a problem.
-    ``kept`` false: :func:`stored` leaves the field out.
+    ``key``: name in JSON, if it differs from the field's name. ``required``: True: a missing key is a mistake.
+    ``kept``: False: the result of :func:`stored` does not have the field.
     """
     return dataclasses.field(default=default, metadata={"rule": rule, "key": key, "required": required, "kept": kept})
 
 
 def settings(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """Returns the fields of the section dataclass ``cls`` by JSON name, in order of declaration."""
+    """Returns a dict with the JSON name and the field of each configuration key in the section dataclass ``cls``, in
+    order.
+    """
     return {f.metadata["key"] or f.name: f for f in dataclasses.fields(cls) if "rule" in f.metadata}
 
 
 def stored(params: Any, everything: bool = False) -> FrozenMap:
-    """Returns the params of an optimizer or scheduler as a read-only mapping by field name.
+    """Returns ``params``, the dataclass of an optimizer's or scheduler's params, as a read-only mapping by field name.
 
-    Fields declared with ``kept`` false are left out, unless ``everything`` is True.
+    Fields that :func:`setting` declares with ``kept`` False are left out, unless ``everything`` is True.
     """
     kept = [f.name for f in dataclasses.fields(params) if everything or f.metadata["kept"]]
     return FrozenMap({name: getattr(params, name) for name in kept})
 
 
 def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
-    """Reads the JSON object ``raw`` at JSON path ``at`` into the dataclass ``cls``.
+    """Returns the JSON object ``raw``, found at JSON path ``at``, as an object of the section dataclass ``cls``.
 
-    A wrong or missing key gets its default, and each mistake becomes a problem. ``beside`` are further valid keys,
+    A wrong or missing key gets its default, and each mistake is added to ``problems``. ``beside``: further valid keys,
     which the caller reads.
     """
     known = settings(cls)
@@ -180,7 +182,9 @@ def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside:
 
 
 def dump_section(section: Any) -> dict[str, Any]:
-    """Returns a section as a JSON object, from which ``read_section`` makes an equal section."""
+    """Returns ``section``, a section dataclass, as a dict of JSON values, from which ``read_section`` makes the same
+    section.
+    """
     return {key: f.metadata["rule"].dump(getattr(section, f.name)) for key, f in settings(type(section)).items()}
 
 
@@ -199,8 +203,10 @@ def paths(cls: type[Any], at: str = "") -> Iterator[str]:
 
 
 def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, Any], list[str]]:
-    """Returns the configuration with keys of earlier versions under their present names, and a note for
-    each such key.
+    """Returns (``raw`` with keys of earlier versions converted to their present names, a note for the user about each
+    such key).
+
+    ``raw`` is the configuration; if a converted key contradicts another key, a problem is added to ``problems``.
     """
     present, notes = dict(raw), list[str]()
     for old, meaning in OLD_KEYS.items():
@@ -232,9 +238,10 @@ def _spread_context(present: dict[str, Any], problems: Problems) -> None:
 
 
 def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
-    """Sets the dotted key ``target`` in ``raw`` to ``value``, because the key ``origin`` is given.
+    """Sets the dotted key ``target`` in ``raw`` to ``value``, because the user gave the key ``origin``, which stands
+    for it.
 
-    If ``target`` is already given with a different value, it stays, and a problem is added.
+    If ``raw`` already has a different value at ``target``, that value stays, and a problem is added.
     """
     if (given := put_at(raw, target, value)) != value:
         rival = f"which is given as {shown_value(given)}"
@@ -242,9 +249,10 @@ def move(raw: dict[str, Any], target: str, value: object, origin: str, problems:
 
 
 def put_at(raw: dict[str, Any], path: str, value: object) -> object:
-    """Sets the dotted key ``path`` in ``raw`` to ``value``, unless it has a value; returns the value that it then has.
+    """Sets the dotted key ``path`` in ``raw`` to ``value``, unless it already has a value; returns the value that it
+    has then.
 
-    Nested objects on the path are copied, not changed in place.
+    Nested objects on the path are replaced by copies, so that the caller's are not changed.
     """
     *parents, leaf = path.split(".")
     for parent in parents:

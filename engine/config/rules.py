@@ -65,11 +65,14 @@ class Problems:
         """Collects unknown top-level keys that resemble no known one; None: they are problems too."""
 
     def add(self, at: str, sentence: str) -> None:
-        """Adds a mistake about the value at JSON path ``at``; ``sentence`` describes it and gives a remedy."""
+        """Adds a mistake about the value at JSON path ``at``; ``sentence`` describes the mistake and gives a remedy."""
         self._found.append((at, sentence))
 
     def unknown(self, at: str, key: object, level: Sequence[str]) -> None:
-        """Adds a mistake about an unknown key, with a suggestion from ``level``, the valid keys of its section."""
+        """Adds a mistake about the unknown key ``key`` in the section at JSON path ``at``.
+
+        It suggests similar names from ``level``, the valid keys of that section.
+        """
         path = f"{at}.{key}" if at else str(key)
         if path not in self._ours and (elsewhere := other_engines_word(path)):
             self.add(join_path(at, key), f"unknown key; {elsewhere}.")
@@ -85,7 +88,7 @@ class Problems:
             self.add(join_path(at, key), f"unknown key; remove it or use one of {', '.join(level)}.")
 
     def touch(self, *prefixes: str) -> bool:
-        """Returns True if any mistake is at or below one of these JSON paths."""
+        """Returns True if any mistake so far is at one of the JSON paths ``prefixes``, or below one."""
         return any(at == p or at.startswith(p + ".") for at, _ in self._found for p in prefixes)
 
     def raise_if_any(self) -> None:
@@ -99,15 +102,17 @@ class Problems:
 
 
 class RefusedError(ValueError):
-    """Error that a rule raises about a value. Its message is a clause, such as "is below 0", that follows the value."""
+    """Error that a rule raises about a value; its message is a clause, such as "is below 0", for a sentence about the
+    value.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Base class of rules for the JSON value of a key.
+    """Base class of rules that check and convert the JSON value of a configuration key.
 
-    ``remedy`` is the advice in an error; without it, the advice is "give" and the result of ``expected``. With ``null``
-    the rule accepts null.
+    ``remedy`` is the advice in an error; if it is empty, the advice is "give" and the result of ``expected``. With
+    ``null`` the rule accepts null.
     """
 
     remedy: str = ""
@@ -144,7 +149,7 @@ class Rule:
             return None
 
     def dump(self, value: Any) -> Any:
-        """Returns a converted value as a JSON value again."""
+        """Returns ``value``, a result of :meth:`accept`, converted back to a JSON value."""
         if isinstance(value, Mapping):
             return dict(value)
         return list(value) if isinstance(value, tuple) else value

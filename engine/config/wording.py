@@ -16,7 +16,7 @@ _PLAIN_KEY = re.compile(rf"[\w$-]{{1,{_ROOM}}}")
 
 
 def shown_value(value: object) -> str:
-    """Returns a value for an error text: close to its JSON, on one line, and at most 60 characters long."""
+    """Returns ``value`` as text for an error: close to its JSON, on one line, with at most 60 characters."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -26,9 +26,9 @@ def shown_value(value: object) -> str:
 
 
 def show_path(name: str) -> str:
-    """Returns a file path for an error text, on one line.
+    """Returns the file path ``name`` as text for an error, on one line.
 
-    JSON text that was passed by mistake as a path is shortened.
+    A long text, such as JSON that was passed in place of a path, is shortened.
     """
     if name.isprintable() and 0 < len(name) <= _PATH_ROOM:
         return name
@@ -44,26 +44,26 @@ def join_path(at: str, key: object) -> str:
 
 
 def kind(value: object) -> str:
-    """Returns words for the JSON type of a value, such as "an object" for a dict."""
+    """Returns the JSON type of ``value`` in words, such as "an object" for a dict."""
     words = ((bool, "a true/false value"), (type(None), "no value"), (str, "text"), (RealNumber, "a number"),
              (Mapping, "an object"), ((list, tuple), "a list"))  # fmt: skip
     return next((word for types, word in words if isinstance(value, types)), f"a {type(value).__name__}")
 
 
 def either(numbers: Sequence[int]) -> str:
-    """Returns numbers as text with a choice, such as "1, 2 or 4"."""
+    """Returns ``numbers`` as text that offers a choice, such as "1, 2 or 4"."""
     words = [str(number) for number in numbers]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def divisors(number: int) -> list[int]:
-    """Returns the divisors of ``number`` in ascending order, only up to 4,096."""
+    """Returns the divisors of ``number`` that are at most 4,096, in ascending order."""
     return [size for size in range(1, min(number, 4096) + 1) if number % size == 0]
 
 
 def printable(text: str) -> str:
-    """Returns text with invisible characters (control characters, lone surrogates, direction marks) as escape
-    sequences.
+    """Returns ``text`` with escape sequences in place of invisible characters: control characters, lone surrogates and
+    direction marks.
     """
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
 

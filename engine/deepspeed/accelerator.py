@@ -11,9 +11,9 @@ from engine.parallel.comm.world import read_world
 
 
 class Accelerator:
-    """Object of ``deepspeed.accelerator.get_accelerator`` for the device of this process.
+    """Object that ``deepspeed.accelerator.get_accelerator()`` returns, for the device of this process.
 
-    Attributes that are not defined here come from torch's module of the device type, such as ``torch.cuda``.
+    Attributes that this class does not define are read from torch's module of the device type, such as ``torch.cuda``.
     """
 
     def __init__(self) -> None:
@@ -27,8 +27,10 @@ class Accelerator:
         return getattr(self._module, name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Returns the device type, such as "cuda", or with ``device_index`` the device, such as "cuda:1"; on the CPU
-        always "cpu".
+        """Returns the device type of this process, such as "cuda"; with ``device_index``, type and index, such as
+        "cuda:1".
+
+        On the CPU it always returns "cpu".
         """
         return self._kind if device_index is None or self._is_host else f"{self._kind}:{device_index}"
 
@@ -43,11 +45,13 @@ class Accelerator:
         return self._kind if self._is_host else f"{self._kind}:{self._module.current_device()}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Returns a context manager that makes the device with this index current; it has no effect on the CPU."""
+        """Returns a context manager that makes the device with index ``device_index`` current; no effect on the CPU."""
         return nullcontext() if self._is_host else self._module.device(device_index)
 
     def set_device(self, device_index: int) -> None:
-        """Makes the device with this index current, as ``torch.cuda.set_device`` does."""
+        """Makes the device with index ``device_index`` current, as ``torch.cuda.set_device`` does; does nothing on the
+        CPU.
+        """
         if not self._is_host:
             self._module.set_device(device_index)
 
@@ -60,7 +64,7 @@ class Accelerator:
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Returns True on the CPU, where operations are complete when their calls return."""
+        """Returns True on the CPU, where operations are complete when their calls return; False on accelerators."""
         return self._is_host
 
     def communication_backend_name(self) -> str:
@@ -68,12 +72,14 @@ class Accelerator:
         return default_backend(self._kind)
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Waits until the device ``device_index`` (default: the current one) has finished its queued work."""
+        """Waits until the device ``device_index`` (default: the current one) has finished its queued work; no effect on
+        the CPU.
+        """
         if not self._is_host:
             self._module.synchronize(device_index)
 
     def empty_cache(self) -> None:
-        """Frees unused memory of torch's caching allocator."""
+        """Frees memory that torch's caching allocator reserves but no tensor uses; does nothing on the CPU."""
         if not self._is_host:
             self._module.empty_cache()
 
@@ -82,11 +88,17 @@ class Accelerator:
         return 0 if self._is_host else int(self._module.memory_allocated(device_index))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Returns the peak of ``memory_allocated`` since the start or the last reset; 0 on the CPU."""
+        """Returns the peak of ``memory_allocated`` since the process started or ``reset_peak_memory_stats`` was called.
+
+        ``device_index``: index of the device; None: the current one. The result is 0 on the CPU.
+        """
         return 0 if self._is_host else int(self._module.max_memory_allocated(device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Makes ``max_memory_allocated`` count its peak from now on."""
+        """Resets the peak that ``max_memory_allocated`` returns to the bytes now allocated; does nothing on the CPU.
+
+        ``device_index``: index of the device; None: the current one.
+        """
         if not self._is_host:
             self._module.reset_peak_memory_stats(device_index)
 
@@ -119,7 +131,7 @@ class Accelerator:
         return torch.random
 
     def is_bf16_supported(self) -> bool:
-        """Returns True, because torch computes in fp32 if the device has no bf16."""
+        """Returns True: on a device without bf16 arithmetic, torch computes bf16 operations in fp32."""
         return True
 
     def is_fp16_supported(self) -> bool:
@@ -136,7 +148,10 @@ class Accelerator:
         return tensor.device.type in (self._kind,)
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Returns a page-locked copy of a tensor, or the tensor itself on the CPU; ``align_bytes`` has no effect."""
+        """Returns a copy of ``tensor`` in page-locked host memory, or ``tensor`` itself on the CPU.
+
+        ``align_bytes`` has no effect.
+        """
         return tensor if self._is_host else tensor.pin_memory()
 
 

@@ -10,22 +10,24 @@ from engine.precision.dtypes import NAMED_DTYPES
 
 
 class Throughput:
-    """Timer for DeepSpeed's attribute ``tput_timer``; it measures nothing, because each ``StepReport`` has the
-    throughput.
+    """Timer for DeepSpeed's attribute ``tput_timer``. It measures nothing, because the engine reports the throughput of
+    each step in its ``StepReport``.
     """
 
     def __init__(self) -> None:
         self.epoch_count = 0
 
     def update_epoch_count(self) -> None:
-        """Adds one to ``epoch_count``."""
+        """Adds one to the attribute ``epoch_count``, the number of calls of this method so far."""
         self.epoch_count += 1
 
     def start(self) -> None:
-        """Does nothing; each ``StepReport`` has the throughput."""
+        """Does nothing, because the engine reports the throughput of each step in its ``StepReport``."""
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Does nothing; each ``StepReport`` has the throughput."""
+        """Does nothing, because the engine reports the throughput of each step in its ``StepReport``; arguments have no
+        effect.
+        """
 
 
 class Timers:
@@ -36,19 +38,21 @@ class Timers:
         return Throughput()
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Does nothing; each ``StepReport`` has the times of its step."""
+        """Does nothing, because the engine reports the seconds of each step in its ``StepReport``; arguments have no
+        effect.
+        """
 
 
 class DeepSpeedMonitor:
     """Object for DeepSpeed's attribute ``monitor``; it writes nothing.
 
-    The configuration section ``monitor`` chooses the logs, and the engine writes them.
+    The engine itself writes the logs, to the places that the configuration section ``monitor`` chooses.
     """
 
     enabled = False
 
     def write_events(self, events: list[Any], flush: bool = True) -> None:
-        """Does nothing; the engine writes the logs of the configuration section ``monitor``."""
+        """Drops ``events``: the engine itself writes the logs, as the configuration section ``monitor`` chooses."""
 
 
 class AskedSettings:
@@ -69,7 +73,9 @@ class AskedSettings:
         return section.type.lower() if section is not None else None
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Returns the ``params`` of the configured optimizer, with defaults; None if none is configured."""
+        """Returns the section ``optimizer.params`` of the configuration, with defaults for absent keys; None if no
+        optimizer is configured.
+        """
         section = self.engine.config.optimizer
         return dict(section.params) if section is not None else None
 
@@ -79,12 +85,14 @@ class AskedSettings:
         return section.type if section is not None else None
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Returns the ``params`` of the configured learning-rate schedule; None if none is configured."""
+        """Returns the section ``scheduler.params`` of the configuration: options of the learning-rate schedule; None if
+        no schedule is configured.
+        """
         section = self.engine.config.scheduler
         return dict(section.params) if section is not None else None
 
     def dynamic_loss_scale(self) -> bool:
-        """Returns True in an fp16 run without a fixed loss scale."""
+        """Returns True in an fp16 run without a fixed loss scale, and False in any other run."""
         return self.engine.config.fp16.enabled and not self.engine.config.fp16.loss_scale
 
     def initial_dynamic_scale(self) -> float:
@@ -149,8 +157,10 @@ class AskedSettings:
     zero_model_persistence_threshold = zero_param_persistence_threshold
 
     def zero_hpz_partition_size(self) -> int | str:
-        """Returns the number of data ranks that share one secondary copy of the parameters (ZeRO++ hpZ); 1: no such
-        copy.
+        """Returns the configured number of data ranks that share one secondary copy of the parameters (ZeRO++ hpZ), or
+        "auto".
+
+        1 or 0: there is no such copy.
         """
         return self._zero.zero_hpz_partition_size
 
@@ -183,7 +193,7 @@ class AskedSettings:
         return True
 
     def zero_load_from_fp32_weights(self) -> bool:
-        """Returns True, because fp32 master weights are loaded from the fp32 weights of a checkpoint."""
+        """Returns True, because ``load_checkpoint`` sets the fp32 master weights from the checkpoint's fp32 weights."""
         return True
 
     def zero_legacy_stage1(self) -> bool:
@@ -213,11 +223,14 @@ class AskedSettings:
         return self._zero.offload_optimizer.device == "cpu"
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Returns True if the optimizer's moments are on disk."""
+        """Returns True if the optimizer's moments are offloaded to disk."""
         return self._zero.offload_optimizer.device == "nvme"
 
     def zero_partial_offload(self) -> float | str:
-        """Returns the fraction of parameter elements, 0 to 1, with offloaded optimizer state."""
+        """Returns the configured fraction, 0 to 1, of the parameter elements with offloaded optimizer state.
+
+        "auto": the engine chooses the smallest fraction with which the state on the GPU fits into ``memory_limit``.
+        """
         return self._zero.offload_optimizer.ratio
 
     def bf16_master_weights_and_gradients(self) -> bool:
@@ -233,7 +246,7 @@ class AskedSettings:
         return False
 
     def fp16_auto_cast(self) -> bool:
-        """Returns True if floating-point inputs of forward are cast to the model's dtype."""
+        """Returns True if floating-point inputs of the model's forward are cast to the model's dtype."""
         return self.engine.config.cast_forward_inputs
 
     @property
@@ -242,7 +255,7 @@ class AskedSettings:
         return NAMED_DTYPES[self.engine.config.communication_data_type]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Returns (dtype of parameters in forward, dtype of accumulated gradients)."""
+        """Returns a pair of dtypes: of the parameters in the forward, and of the accumulated gradients."""
         config = self.engine.config
         if config.bf16.enabled:
             held = config.bf16.bf16_master_weights_and_grads
@@ -263,7 +276,9 @@ class AskedSettings:
         return set()
 
     def flops_profiler_enabled(self) -> bool:
-        """Returns False; each ``StepReport`` has the FLOP/s without a profiler."""
+        """Returns False, because the engine reports the FLOP/s of each step in its ``StepReport``, without a
+        profiler.
+        """
         return False
 
     def use_node_local_storage(self) -> bool:
@@ -275,7 +290,7 @@ class AskedSettings:
         return True
 
     def autotp_size(self) -> int:
-        """Returns the number of tensor ranks."""
+        """Returns the number of tensor ranks, over which tensor parallelism shards the layers."""
         return self.engine.grid.tp
 
     def postscale_gradients(self) -> bool:
@@ -287,15 +302,19 @@ class AskedSettings:
         return 1.0
 
     def wall_clock_breakdown(self) -> bool:
-        """Returns False; each ``StepReport`` has the times of its step."""
+        """Returns False: DeepSpeed's log of timers is not written, and the engine's ``StepReport`` has the seconds of a
+        step.
+        """
         return False
 
     def memory_breakdown(self) -> bool:
-        """Returns False; each ``StepReport`` has the peak memory."""
+        """Returns False: DeepSpeed's log of memory is not written, and the engine's ``StepReport`` has the peak
+        memory.
+        """
         return False
 
     def dump_state(self) -> bool:
-        """Returns False; the engine's state is not printed."""
+        """Returns False, because DeepSpeed's printout of the engine's state at its start is not supported."""
         return False
 
     def random_ltd_enabled(self) -> bool:
@@ -303,7 +322,7 @@ class AskedSettings:
         return False
 
     def curriculum_learning_enabled(self) -> bool:
-        """Returns False, because ``data_efficiency`` is not supported."""
+        """Returns False, because curriculum learning by DeepSpeed's section ``data_efficiency`` is not supported."""
         return False
 
     def eigenvalue_enabled(self) -> bool:
@@ -315,5 +334,7 @@ class AskedSettings:
         return False
 
     def data_efficiency_enabled(self) -> bool:
-        """Returns False, because ``data_efficiency`` is not supported."""
+        """Returns False, because DeepSpeed's section ``data_efficiency`` (data sampling and routing) is not
+        supported.
+        """
         return False

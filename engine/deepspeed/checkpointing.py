@@ -19,15 +19,15 @@ def __getattr__(name: str) -> Any:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs ``function(*args)`` and returns its output without storing its activations.
+    """Runs ``function(*args)`` and returns its output, without storing the intermediate activations of ``function``.
 
-    The backward recomputes the activations, with the same random numbers as the forward.
+    The backward runs ``function`` again, with the same random numbers as the forward, to recompute the activations.
     """
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
 def configure(*_: Any, **__: Any) -> None:
-    """Does nothing, because DeepSpeed's options choose only where stored activations are placed."""
+    """Ignores all arguments: DeepSpeed's options choose only the memory in which activations are stored."""
 
 
 def is_configured() -> bool:
@@ -36,9 +36,9 @@ def is_configured() -> bool:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the random generator of the current device.
+    """Seeds the random generator of the current device with ``seed``.
 
-    Tensor ranks need no seeds of their own: in training they draw different numbers for sharded tensors in any case.
+    All tensor ranks may pass the same seed: in training they still draw different random numbers for sharded tensors.
     """
     get_accelerator().manual_seed(seed)
 

@@ -27,7 +27,8 @@ def init_distributed(
     not listed have no effect.
 
     Args:
-        timeout: used only with ``init_method`` or ``rank``; otherwise ``TRINE_TIMEOUT_SECONDS`` applies.
+        timeout: time limit of the group's collectives, if ``init_method`` or ``rank`` is passed; otherwise the
+            environment variable ``TRINE_TIMEOUT_SECONDS`` sets the limit.
         init_method: torch's rendezvous URL, in place of the launcher's.
         rank: rank of this process, from 0, among ``world_size`` processes; -1: the launcher's value.
         world_size: number of processes; -1: the launcher's value.
@@ -55,21 +56,24 @@ def world_group() -> Any:
 
 
 def wait_for_all() -> None:
-    """Runs a barrier over all ranks, if there is a process group."""
+    """Waits until all ranks have called this function (a barrier); does nothing if there is no process group."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def share_from(tensor: torch.Tensor, rank: int) -> None:
-    """Broadcasts ``tensor`` in place from rank ``rank`` to all ranks. Collective."""
+    """Overwrites ``tensor`` on all ranks with the values that it has on rank ``rank``. Collective.
+
+    It does nothing without a process group.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(tensor, src=rank)
 
 
 def from_every_rank(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """All-gathers ``tensor``, of the same shape on all ranks; returns one tensor per rank, in rank order.
+    """Returns a list with the ``tensor`` that each rank passes, in rank order; without a process group ``[tensor]``.
 
-    Collective.
+    Collective: the tensors of all ranks have one shape and dtype.
     """
     if not dist.is_initialized():
         return [tensor]

@@ -34,7 +34,7 @@ _COUNTED = {"micro_steps", "client_state"}
 class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     """Engine object with DeepSpeed's methods, the first value that ``deepspeed.initialize`` returns.
 
-    Attributes that are not defined here come from the model.
+    Attributes that this class does not define are read from the model.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Runs the backward of one microbatch, and returns ``loss`` divided by ``gradient_accumulation_steps``.
 
-        With ``scale_wrt_gas=False`` gradients are summed over the microbatches, not averaged, and ``loss`` is returned
-        unchanged.
+        The gradients are averaged over the microbatches of a step. With ``scale_wrt_gas=False`` they are summed, and
+        ``loss`` is returned unchanged. ``retain_graph``: as in ``Tensor.backward``.
         """
         steps = self.gradient_accumulation_steps()
         self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph)
@@ -86,24 +86,30 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return loss / steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Ends a microbatch; after the last one of an accumulation, also updates the weights.
+        """Ends a microbatch. If it is the last of the step's ``gradient_accumulation_steps`` microbatches, also updates
+        the weights.
 
-        ``lr_kwargs`` has no effect.
+        ``set_gradient_accumulation_boundary`` can choose another microbatch as the last. ``lr_kwargs`` has no effect.
         """
         self.micro_steps += 1
         self._counted.end_step()
         self._last.take(self.engine.step())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` times the fp16 loss scale (otherwise 1), so that a script can call ``backward()`` on the
-        result.
+        """Returns ``loss`` times the loss scale, so that a script can call ``backward()`` on the result.
+
+        The loss scale is 1 except in an fp16 run.
         """
         return self.engine.scale(loss)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Runs one training step, and returns the mean loss of its microbatches as a 0-dim tensor.
+        """Runs one training step, and returns the mean loss of its microbatches as a 0-dim tensor. Collective.
 
-        ``data_iter`` yields the microbatches of this data rank; None: the training data passed to ``initialize``.
+        ``data_iter`` yields the microbatches of this data rank; None: the training data passed to ``initialize`` or
+        ``set_dataloader``.
+
+        Raises:
+            EngineError: there are no training data; the configuration adds keyword arguments to the model's forward.
         """
         self._scheduled.refuse_whole_steps()
         report = self.engine.train_batch(self._given(data_iter))
@@ -118,10 +124,12 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
     ) -> Any:  # fmt: skip
         """Computes the mean loss over as many microbatches of ``data_iter`` as a step has, without an update.
+        Collective.
 
         Returns:
-            The loss as a 0-dim tensor; (loss, outputs) with ``return_logits``; only the outputs if ``compute_loss`` is
-                False. All ranks get the result, so ``bcast_loss`` has no effect.
+            The loss as a 0-dim tensor, equal on all ranks; (loss, outputs) with ``return_logits``; only the outputs if
+                ``compute_loss`` is False. Rank 0 gets the model's outputs for its own microbatches, other ranks get
+                None in their place.
 
         Raises:
             EngineError: ``reduce_output`` is not "avg", or ``num_micro_batches`` differs from
@@ -152,7 +160,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self.training_dataloader, self._items = loader, iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Makes ``train_batch`` read its microbatches from ``iterator``."""
+        """Makes ``train_batch`` read its microbatches from ``iterator``, which is not restarted at its end."""
         self.training_dataloader, self._items = None, iterator
 
     def deepspeed_io(
@@ -164,9 +172,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
 
         Args:
             batch_size: rows of a microbatch; None: the configured number.
-            route: "train" shuffles the rows; "eval" and "predict" keep their order.
-            data_sampler: sampler of this rank's rows; None: torch's DistributedSampler over the data ranks.
-            collate_fn: function that makes a batch of rows; None: the one passed to ``initialize``.
+            route: "train" shuffles the rows; "eval" and "predict" retain their order.
+            pin_memory: True: copies batches to page-locked memory, if this process has an accelerator.
+            data_sampler: sampler of this rank's rows, which replaces ``route``; None: torch's DistributedSampler over
+                the data ranks.
+            collate_fn: callback that makes a batch of a list of rows; None: the one passed to ``initialize``.
             num_local_io_workers: number of reader processes; None: this process reads.
         """
         return loader_of_a_rank(
@@ -181,22 +191,25 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         )
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Sets a function that converts each microbatch before ``train_batch`` or ``eval_batch`` uses it."""
+        """Sets the callback ``fn``; ``train_batch`` and ``eval_batch`` replace each microbatch by
+        ``fn(microbatch)``.
+        """
         self._batch_fn = fn
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Checks that ``train_batch_size`` equals the configured size, which cannot change in a run.
+        """Checks that ``train_batch_size`` equals the configured number of rows per step, which cannot change in a run.
 
         Raises:
-            EngineError: the size differs, because the plan of a run is made for one size.
+            EngineError: the two numbers differ.
         """
         self._refuse_size("train_batch_size", train_batch_size, self.train_batch_size())
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Checks that ``micro_batch_size`` equals the configured size, which cannot change in a run.
+        """Checks that ``micro_batch_size`` equals the configured number of rows per microbatch, which cannot change in
+        a run.
 
         Raises:
-            EngineError: the size differs, because the plan of a run is made for one size.
+            EngineError: the two numbers differ.
         """
         self._refuse_size("train_micro_batch_size_per_gpu", micro_batch_size, self.train_micro_batch_size_per_gpu())
 
@@ -218,7 +231,14 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self.engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which backwards do not reduce gradients."""
+        """Returns a context manager, inside which ``backward`` does not reduce gradients over ranks; ``step`` reduces
+        them later.
+
+        ZeRO 2 and 3 still reduce inside it, if the configuration sets ``reduce`` to "microbatch".
+
+        Raises:
+            EngineError: the model is on a pipeline.
+        """
         return self.engine.no_sync()
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
@@ -231,15 +251,17 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return self.train(False)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Returns True if the next ``step`` updates the weights."""
+        """Returns True if the next ``step`` updates the weights, and False if it only ends a microbatch."""
         return self.engine.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Makes later ``step`` calls update the weights (True), or only end a microbatch (False)."""
+        """Makes all later ``step`` calls update the weights if ``is_boundary`` is True, or only end a microbatch if
+        False.
+        """
         self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def was_step_applied(self) -> bool:
-        """Returns True if the last ``step`` updated the weights."""
+        """Returns True if the last ``step`` updated the weights; False if it only ended a microbatch or was skipped."""
         return self._last.applied
 
     # ------------------------------------------------------------------ checkpoints
@@ -250,8 +272,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     ) -> bool:  # fmt: skip
         """Saves a checkpoint in the folder ``save_dir/tag``; returns True once it is written. Collective.
 
-        ``tag`` is ``global_stepN`` by default; with ``save_latest`` it is written into the file ``save_dir/latest``.
-        ``load_checkpoint`` returns ``client_state`` again.
+        ``tag`` is ``global_stepN`` by default, for N steps so far; with ``save_latest`` it is written into the file
+        ``save_dir/latest``. ``client_state`` is the script's own JSON value, which ``load_checkpoint`` returns.
+        ``exclude_frozen_parameters`` leaves frozen parameters out.
         """
         if save_dir is None or not os.fspath(save_dir):
             raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; pass the folder of the run.")
@@ -272,10 +295,12 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Loads the checkpoint ``load_dir/tag``, of Trine or DeepSpeed. Collective.
 
-        ``tag=None`` loads the checkpoint that the file ``load_dir/latest`` names.
+        ``tag=None`` loads the checkpoint that the file ``load_dir/latest`` names. Without ``load_module_strict``,
+        parameters that the checkpoint lacks retain their values. ``load_module_only`` loads only weights and buffers.
 
         Returns:
-            (folder of the checkpoint, client state); (None, None) if neither ``tag`` nor a file ``latest`` is given.
+            (folder of the checkpoint, client state: the value that ``save_checkpoint`` got); (None, None), and nothing
+                is loaded, if ``tag`` is None and there is no file ``load_dir/latest``.
 
         Raises:
             EngineError: ``custom_load_fn`` is passed.
@@ -306,11 +331,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Writes the full weights into the safetensors file ``save_dir/save_filename`` on rank 0; returns True.
+        """Writes the full weights, in the model's dtypes, into the safetensors file ``save_dir/save_filename``; returns
+        True.
 
-        Collective.
-
-        Another suffix of ``save_filename`` is replaced by ``.safetensors``.
+        Collective; only rank 0 writes. A suffix of ``save_filename`` other than ``.safetensors`` is replaced by
+        ``.safetensors``. ``exclude_frozen_parameters`` leaves frozen parameters out.
         """
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
@@ -326,6 +351,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Returns the state dict of the whole model on rank 0, and an empty dict on other ranks. Collective.
+
+        ``exclude_frozen_parameters`` leaves frozen parameters out.
 
         Raises:
             EngineError: ``destination``, ``prefix`` or ``keep_vars`` is passed.
@@ -344,10 +371,14 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, state_dict: Mapping[str, Tensor], strict: bool = True, custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
     ) -> None:  # fmt: skip
-        """Copies full parameters and buffers from ``state_dict``, equal on all ranks, into the model. Collective.
+        """Copies full parameters and buffers from ``state_dict`` into the model, by name. Collective.
+
+        All ranks pass equal tensors. Without ``strict``, names that only one side has are ignored. ``fetch_z3_params``
+        has no effect.
 
         Raises:
-            EngineError: with ``strict``, if the names differ from the model's; ``custom_load_fn`` is passed.
+            EngineError: with ``strict``, if ``state_dict`` lacks a parameter, or has a name that the model lacks;
+                ``custom_load_fn`` is passed.
         """
         _refuse_load_fn("load_module_state_dict", custom_load_fn)
         with self.engine.full_parameters() as parameters, torch.no_grad():
@@ -373,14 +404,23 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves weights, gradients and optimizer state to host memory until ``reload_states``.
+        """Moves weights, gradients and optimizer state to host memory, until ``reload_states`` moves them back.
 
-        It takes the arguments of :meth:`Engine.offload_states`.
+        Args:
+            include: names of the state to move: "optim_states" (moments), "hp_params" (fp32 master weights),
+                "lp_params" (parameters), "lp_grads" (gradients); None: all.
+            device: "cpu", the only supported device.
+            pin_memory: True: uses page-locked memory, so that copies are fast.
+            non_blocking: True: copies may still run when the call returns.
         """
         self.engine.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves the state that ``offload_states`` has moved to host memory back to the device."""
+        """Moves the state that ``offload_states`` has moved to host memory back to the device.
+
+        ``non_blocking``: copies may still run when the call returns; the device waits for them before it uses the
+        state.
+        """
         self.engine.reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
@@ -392,10 +432,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return self.engine.config.compile
 
     def compile(self, *_: Any, **__: Any) -> None:
-        """Does nothing if the configuration has compiled the model's blocks, and raises otherwise.
+        """Does nothing if the configuration sets ``compile``, because the model's blocks are then compiled already.
 
         Raises:
-            EngineError: ``compile`` is not configured; a sharded model cannot be compiled later.
+            EngineError: ``compile`` is not configured; a model that ``initialize`` has sharded cannot be compiled
+                later.
         """
         if not self.is_compiled:
             raise EngineError(
@@ -403,7 +444,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             )
 
     def destroy(self) -> None:
-        """Closes the engine; the module may then be passed to ``initialize`` again."""
+        """Closes the engine: removes its hooks from the model, and ends its logs and process groups.
+
+        The module may then be passed to ``initialize`` again.
+        """
         self.engine.close()
         while self.at_end:
             self.at_end.pop()()

@@ -17,7 +17,9 @@ from engine.parallel.comm.launcher import local_rank
 
 
 class MicrobatchCount:
-    """Counter of microbatches over all steps, for runs in which steps may have different numbers of microbatches."""
+    """Counter of the microbatches of all steps so far, for runs in which steps may have different numbers of
+    microbatches.
+    """
 
     KEY = "microbatches"
 
@@ -29,20 +31,21 @@ class MicrobatchCount:
         """Microbatches of all steps; None: each step has the same number."""
 
     def end_step(self) -> None:
-        """Adds the backwards since the last step to the count."""
+        """Adds the number of backwards since the last call to the count."""
         if self.taken is not None:
             self.taken += self.waiting
         self.waiting = 0
 
     def kept(self) -> dict[str, int]:
-        """Returns the count as an entry of a checkpoint's client state; empty if all steps have the same number of
+        """Returns {"microbatches": count}, to be saved in a checkpoint; {} if all steps have the same number of
         microbatches.
         """
         return {} if self.taken is None else {self.KEY: self.taken}
 
     def restore(self, found: Mapping[str, Any], steps: int) -> None:
-        """Restores the count from the client state ``found``; without an entry, from ``steps`` steps of the configured
-        size.
+        """Restores the count from ``found``, the client state of a checkpoint, which has the result of :meth:`kept`.
+
+        If ``found`` has no count, the result is ``steps`` steps times the configured number of microbatches per step.
         """
         if self.taken is not None:
             self.taken = int(found.get(self.KEY, steps * self._steps))
@@ -68,7 +71,7 @@ class EngineState:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Configuration as a JSON object, with defaults filled in."""
+        """Configuration of the engine as a dict of JSON values, with defaults for absent keys."""
         return dict(self.engine.config.to_json())
 
     @property
@@ -129,12 +132,12 @@ class EngineState:
 
     @property
     def cur_scale(self) -> float:
-        """Loss scale of the next step; 1 except under fp16."""
+        """Loss scale of the next step, by which the loss is multiplied before the backward; 1 except in an fp16 run."""
         return self.engine.loss_scale
 
     @property
     def loss_scale(self) -> float:
-        """Loss scale of the next step; 1 except under fp16."""
+        """Loss scale of the next step, by which the loss is multiplied before the backward; 1 except in an fp16 run."""
         return self.cur_scale
 
     def train_batch_size(self) -> int:
@@ -150,7 +153,9 @@ class EngineState:
         return self.engine.config.accumulation or 0
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Returns (train batch size, microbatch size, gradient accumulation steps)."""
+        """Returns (rows of a step over all data ranks, rows of a microbatch on a data rank, microbatches of a step on a
+        data rank).
+        """
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def zero_optimization_stage(self) -> int:
@@ -170,19 +175,27 @@ class EngineState:
         return self.engine.config.bf16.enabled
 
     def gradient_clipping(self) -> float:
-        """Returns the L2 norm to which gradients are clipped; 0: no clipping."""
+        """Returns the largest L2 norm that the gradient may have in an update, above which it is clipped; 0: no
+        clipping.
+        """
         return self.engine.config.gradient_clipping
 
     def get_lr(self) -> list[float]:
-        """Returns the learning rate of each parameter group of the optimizer, in order."""
+        """Returns a list with the learning rate of each parameter group of the optimizer; empty without an
+        optimizer.
+        """
         return [float(group["lr"]) for group in self._groups]
 
     def get_mom(self) -> list[Any]:
-        """Returns the betas of each parameter group of the optimizer, its momentum if it has no betas, or None."""
+        """Returns a list with one value for each parameter group of the optimizer: its betas, otherwise its momentum,
+        or None.
+        """
         return [group.get("betas", group.get("momentum")) for group in self._groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Returns the L2 norm of the last update's gradient before clipping; None before the first update."""
+        """Returns the L2 norm of the gradient of all parameters in the last training step, before clipping; None before
+        the first step.
+        """
         return self._last.norm
 
     @property
@@ -201,7 +214,7 @@ class EngineState:
 
     @property
     def grid(self) -> PipelineParallelGrid:
-        """Sizes of the axes and this rank's coordinates, as DeepSpeed's ``PipelineParallelGrid``."""
+        """Object with the number of ranks on each parallel axis and this rank's coordinates, as DeepSpeed's ``mpu``."""
         return PipelineParallelGrid(self.engine.grid)
 
     def is_first_stage(self) -> bool:
@@ -213,7 +226,9 @@ class EngineState:
         return self.engine.grid.coord().pp == self.engine.grid.pp - 1
 
     def get_type(self) -> list[Any]:
-        """Returns the option ``type`` of each parameter group of the optimizer; None for a group without it."""
+        """Returns a list with the option ``type`` of each parameter group of the optimizer; None for a group without
+        that option.
+        """
         return [group.get("type") for group in self._groups]
 
     @property

@@ -15,21 +15,21 @@ from engine.reporting.step_report import StepReport
 
 
 class LastStep:
-    """Report of the last ``step`` call, and the gradient norm of the last update."""
+    """Record of the last call of the engine's ``step``: its report, and the gradient norm of the last finished step."""
 
     def __init__(self) -> None:
         self.norm: float | None = None
         self._report: StepReport | None = None
 
     def take(self, report: StepReport | None) -> None:
-        """Stores ``report``, the result of a ``step`` call; None if the call only ended a microbatch."""
+        """Stores ``report``, which the engine's ``step`` has returned; None: the call only ended a microbatch."""
         self._report = report
         if report is not None:
             self.norm = report.grad_norm
 
     @property
     def applied(self) -> bool:
-        """True if the last ``step`` updated the weights."""
+        """True if the last call of ``step`` updated the weights; False if it only ended a microbatch or was skipped."""
         return self._report is not None and not self._report.skipped
 
     @property
@@ -39,9 +39,10 @@ class LastStep:
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """Wrapper with DeepSpeed's attributes around the engine's optimizer, or around the one that the script passed.
+    """Wrapper with DeepSpeed's attributes around the engine's optimizer, or around the one that the script passed to
+    ``initialize``.
 
-    It can be created before the model is sharded, when the engine has no optimizer yet.
+    It can be created before the engine makes its optimizer, which may happen only at the first batch.
     """
 
     def __init__(self, engine: Engine, given: torch.optim.Optimizer | None, last: LastStep) -> None:
@@ -53,7 +54,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Wrapped torch optimizer: the one passed to ``initialize``, otherwise the engine's.
 
         Raises:
-            EngineError: the engine makes its optimizer at the first batch, and none was passed yet.
+            EngineError: no optimizer was passed, and the engine makes its own only at the first batch, which has not
+                run yet.
         """
         if self._given is None and not self._engine.built:
             raise EngineError(
@@ -69,7 +71,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
-        """State of the wrapped optimizer."""
+        """State of the wrapped optimizer: a mapping from each parameter to its state tensors."""
         return self.optimizer.state
 
     @property
@@ -90,7 +92,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """Loss scale of the next step; 1 except under fp16."""
+        """Loss scale of the next step, by which the loss is multiplied before the backward; 1 except in an fp16 run."""
         return self._engine.loss_scale
 
     loss_scale = cur_scale
@@ -101,14 +103,16 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self._last.skipped
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Runs the engine's backward for ``loss``, the loss of a microbatch."""
+        """Runs the engine's backward for ``loss``, the loss of a microbatch; ``retain_graph`` is as in
+        ``Tensor.backward``.
+        """
         self._engine.backward(loss, retain_graph)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Raises an error, because updates are made by the engine's ``step``.
+        """Raises an error, because only the engine's own ``step`` reduces and clips gradients and updates the weights.
 
         Raises:
-            EngineError: always; the engine's ``step`` reduces and clips the gradients and updates the weights.
+            EngineError: always.
         """
         raise EngineError("optimizer.step() was called on an engine's optimizer; call model_engine.step() instead.")
 
@@ -118,9 +122,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
 
 class LateSchedule:
-    """Stand-in for the scheduler of an engine that shards its model at the first batch.
+    """Stand-in for the learning-rate scheduler of an engine that makes its scheduler only at the first batch.
 
-    Its attributes are read from the engine's scheduler.
+    Each attribute is read from the engine's scheduler.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -131,10 +135,11 @@ class LateSchedule:
 
 
 def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
-    """Returns the optimizer object of ``deepspeed.initialize``; None if the engine has no optimizer.
+    """Returns the object that ``deepspeed.initialize`` returns as the optimizer; None if the engine has no optimizer.
 
-    At ZeRO 0 in fp32 an optimizer ``given`` by the script is returned itself, as in DeepSpeed. Otherwise the result is
-    a ``DeepSpeedOptimizer``.
+    ``given``: optimizer that the script passed, or a callable that makes one; None: the configured one is used. At ZeRO
+    0 in fp32 the script's torch optimizer itself is returned, as in DeepSpeed. Otherwise the result is a
+    ``DeepSpeedOptimizer``, which reads from ``last`` if the last step was skipped.
     """
     config, own = engine.config, given if isinstance(given, torch.optim.Optimizer) else None
     if config.optimizer is None and given is None:
@@ -146,9 +151,11 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
 
 
 def returned_schedule(engine: Engine, given: Any) -> Any:
-    """Returns the scheduler object of ``deepspeed.initialize``; None without a schedule.
+    """Returns the scheduler object that ``deepspeed.initialize`` returns; None without a schedule.
 
-    This is the torch scheduler ``given`` by the script, or the one that a callable or the configuration makes.
+    ``given``: torch scheduler of the script, which is returned itself, or a callable that makes one; None: the
+    configuration may name a schedule. A scheduler that the engine makes only at its first batch is returned as a
+    ``LateSchedule``.
     """
     if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given
@@ -160,8 +167,8 @@ def returned_schedule(engine: Engine, given: Any) -> Any:
 def configured_schedule(config: Config, given: Any) -> Any:
     """Returns the argument ``lr_scheduler`` for ``engine.initialize``.
 
-    This is ``given``, if the script passed a schedule. For a configured schedule of DeepSpeed it is a function that
-    makes a scheduler with DeepSpeed's attributes from an optimizer. Otherwise it is None.
+    This is ``given``, the schedule that the script passed, if any. Otherwise, for a DeepSpeed schedule in ``config``,
+    it is a function that takes an optimizer and returns a scheduler with DeepSpeed's attributes; without one, None.
     """
     section = config.scheduler
     if given is not None or section is None or section.type not in SCHEDULES:

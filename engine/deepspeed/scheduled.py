@@ -13,22 +13,22 @@ from engine.program.forward_inputs import ForwardSignature
 
 
 class CurriculumScheduler:
-    """Object for DeepSpeed's attribute ``curriculum_scheduler_legacy``.
+    """Object for DeepSpeed's attribute ``curriculum_scheduler_legacy``, with the difficulty of curriculum learning.
 
-    The difficulty, such as a sequence length, depends only on the step number, so there is no state to save.
+    The difficulty, such as a sequence length, depends only on the step number, so the object has no state to save.
     """
 
     def __init__(self, curriculum: Curriculum, steps: Callable[[], int]) -> None:
         self._curriculum, self._steps = curriculum, steps
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Returns the difficulty in step ``global_steps``, counted from 1."""
+        """Returns the difficulty, such as a sequence length, in step number ``global_steps``, counted from 1."""
         return self._curriculum.difficulty(global_steps)
 
     update_difficulty = get_difficulty
 
     def get_current_difficulty(self) -> int:
-        """Returns the difficulty in the current step, which follows the completed ones."""
+        """Returns the difficulty in the step that follows the steps completed so far."""
         return self._curriculum.difficulty(self._steps() + 1)
 
 
@@ -49,10 +49,10 @@ class Scheduled:
             )
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (``args``, ``kwargs``) of a training forward after ``steps`` steps, with the scheduled keyword
-        arguments added.
+        """Returns (``args``, ``kwargs``) of a training forward, with the scheduled keyword arguments added.
 
-        If any are added, positional arguments are passed as keywords too.
+        ``steps``: number of steps completed before it. If any keywords are added, positional arguments are passed as
+        keywords too.
         """
         added = self.keywords.at(steps)
         if added and len(args) <= len(self._names) and not kwargs.keys() & set(self._names[: len(args)]):
@@ -60,8 +60,8 @@ class Scheduled:
         return args, kwargs | added
 
     def refuse_whole_steps(self) -> None:
-        """Raises an error for ``train_batch`` if forward needs scheduled keyword arguments, which a batch does not
-        contain.
+        """Raises an error for ``train_batch`` if the model's forward needs scheduled keyword arguments, which a batch
+        lacks.
 
         Raises:
             EngineError: the configuration adds such keyword arguments.
@@ -74,7 +74,7 @@ class Scheduled:
 
 
 class ScheduledMembers(EngineState):
-    """Base class of ``DeepSpeedEngine`` with the members about progressive layer drop and curriculum learning."""
+    """Base class of ``DeepSpeedEngine`` with its methods for progressive layer drop and curriculum learning."""
 
     _scheduled: Scheduled
 
@@ -83,7 +83,7 @@ class ScheduledMembers(EngineState):
         return self._scheduled.keywords
 
     def pld_enabled(self) -> bool:
-        """Returns True if ``progressive_layer_drop`` is on."""
+        """Returns True if the configuration has progressive layer drop (section ``progressive_layer_drop``) on."""
         return self._keywords.layer_drop is not None
 
     def get_pld_theta(self) -> float | None:
@@ -92,7 +92,7 @@ class ScheduledMembers(EngineState):
         return None if drop is None else drop.kept(self.global_steps)
 
     def curriculum_enabled_legacy(self) -> bool:
-        """Returns True if ``curriculum_learning`` is on."""
+        """Returns True if the configuration has curriculum learning (section ``curriculum_learning``) on."""
         return self._keywords.curriculum is not None
 
     @property

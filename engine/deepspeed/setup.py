@@ -31,7 +31,7 @@ _BY_GROUP = frozenset({"params", "lr", "weight_decay", "name"})
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the options ``--deepspeed`` and ``--deepspeed_config`` to a parser; returns it."""
+    """Adds the options ``--deepspeed`` and ``--deepspeed_config`` to ``parser``, and returns ``parser``."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="accepted; the script decides")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
@@ -45,15 +45,15 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None, config: Any = None, mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:  # fmt: skip
-    """Returns (engine, optimizer, loader of ``training_data``, scheduler), as DeepSpeed's ``initialize`` does.
+    """Shards ``model`` over the ranks; returns (engine, optimizer, loader of ``training_data``, scheduler). Collective.
 
-    Collective; weights are broadcast from rank 0. Trainable parameters outside both ``model_parameters`` and
-    ``optimizer`` are not updated. Without an optimizer the engine only evaluates, and the second value is None. Values
-    "auto" are filled from ``args``. ``distributed_port`` and ``dist_init_required`` have no effect.
+    Weights are broadcast from rank 0. Without an optimizer in call or configuration, the engine only evaluates, and the
+    second value is None. Trainable parameters outside both ``model_parameters`` and ``optimizer`` are not updated.
+    Values "auto" of the configuration are taken from ``args``.
 
     Raises:
-        ConfigError: ``engine.initialize`` raises it; ``model`` or configuration is missing or passed twice; groups set
-            more than lr and weight_decay; ``mpu`` or ``mesh_param`` has other numbers of ranks.
+        ConfigError: the configuration is missing, wrong or passed twice; ``model`` is missing; ``model_parameters``
+            sets more than lr and weight_decay; ``mpu`` or ``mesh_param`` has other numbers of ranks.
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")

@@ -13,8 +13,8 @@ from engine.deepspeed.utils.tensor_fragment import engine_of
 class Init:
     """Context manager for scripts that build their model under ``deepspeed.zero.Init``; it has no effect.
 
-    ``initialize`` shards the weights. Build a model that exceeds the memory of a process under
-    ``torch.device("meta")``. DeepSpeed's arguments have no effect.
+    ``initialize`` shards the weights later. A model that exceeds the memory of a process can be built under
+    ``torch.device("meta")``. All arguments are ignored.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -32,11 +32,14 @@ def GatheredParameters(  # noqa: N802, DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Gathers ZeRO 3 parameters, so that inside the context each is full on all data ranks. Collective.
+    """Gathers ZeRO 3 parameters over the data ranks: inside the context each parameter is complete. Collective.
+
+    Tensor ranks get all values of their own tensor-parallel shard.
 
     Args:
         params: parameters, or a module with them.
-        modifier_rank: rank with values that are broadcast at the end; None: all ranks must write equal values, or none.
+        modifier_rank: rank that writes the parameters; the values of this rank are broadcast to all ranks at the end of
+            the context. None: all ranks must write equal values, or none.
         enabled: False: the context has no effect.
 
     ``fwd_module`` has no effect.

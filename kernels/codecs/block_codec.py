@@ -41,9 +41,10 @@ _BITS = 8
 
 @torch.no_grad()
 def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = None) -> Tensor:
-    """Encodes each row of ``values_Rs`` [R, s] as signs and the mean absolute value of each block, uint8 [R, m].
+    """Encodes each row of ``values_Rs`` [R, s] to a message of m bytes; returns the R messages, uint8 [R, m].
 
-    ``residual_Rs`` has the effect that :func:`encode_blocks` describes.
+    A message has one sign bit per number, then one fp32 scale for each ``block`` numbers: the mean of their absolute
+    values. ``residual_Rs`` [R, s] is added to the values first, and then overwritten with the rounding errors.
     """
     rows, elements = values_Rs.shape
     given = values_Rs.float()
@@ -64,7 +65,10 @@ def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = Non
 
 
 def decoded_signs(messages_Rm: Tensor, block: int, elements: int) -> Tensor:
-    """Decodes messages of :func:`encode_signs` to fp32 [R, s]; ``elements`` is s."""
+    """Decodes R messages of :func:`encode_signs`, uint8 [R, m], and returns the values, fp32 [R, elements].
+
+    ``block``: numbers per scale, as in the encoding.
+    """
     rows, end = messages_Rm.shape[0], elements // _BITS
     places = torch.arange(_BITS, dtype=torch.uint8, device=messages_Rm.device)
     bits = messages_Rm[:, :end].unsqueeze(2).bitwise_right_shift(places).bitwise_and(1)
@@ -82,8 +86,8 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Format of encoded numbers in blocks: integer codes of ``bits`` bits, and one fp32 scale per ``block``
-    elements.
+    """Format of encoded numbers: one integer code of ``bits`` bits per number, and one fp32 scale per ``block``
+    numbers.
     """
 
     bits: int
@@ -93,53 +97,57 @@ class BlockFormat:
 
     @property
     def largest(self) -> int:
-        """Largest integer code: 127 (8 bits) or 7 (4 bits)."""
+        """Largest integer code: 127 with 8 bits, 7 with 4 bits."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def word(self) -> str:
-        """Name of the code type for reports, such as "int8"."""
+        """Name of the code type for log lines, such as "int8"; "signs" with 1 bit."""
         return f"int{self.bits}" if self.bits > 1 else "signs"
 
     def code_bytes(self, elements: int) -> int:
-        """Returns the size in bytes of the codes of ``elements`` numbers, without scales."""
+        """Returns the size in bytes of the codes of ``elements`` numbers, not including their scales."""
         return elements * self.bits // 8
 
     def padded(self, elements: int) -> int:
-        """Returns ``elements`` rounded up to a multiple of the block size."""
+        """Returns ``elements`` rounded up to a multiple of ``block``, the number of elements per scale."""
         return -(-elements // self.block) * self.block
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the size in bytes, codes and scales, of a message with ``elements`` numbers, a multiple of the block
-        size.
+        """Returns the size in bytes of a message with ``elements`` numbers: their codes and one scale per block.
+
+        ``elements`` is a multiple of the block size.
         """
         return self.code_bytes(elements) + elements // self.block * _SCALE_BYTES
 
     def elements(self, message_bytes: int) -> int:
-        """Returns the number of elements in a message of ``message_bytes`` bytes; inverse of :meth:`message_bytes`."""
+        """Returns the number of encoded numbers in a message of ``message_bytes`` bytes; inverse of
+        :meth:`message_bytes`.
+        """
         return message_bytes * 8 * self.block // (self.bits * self.block + 8 * _SCALE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class CastFormat:
-    """Format of numbers in a narrower dtype, rounded to the nearest.
+    """Format of encoded numbers in 16 bits: each is rounded to the nearest number of ``dtype``, bf16 or fp16.
 
-    The relative error of bf16 is at most 2^-8, of fp16 at most 2^-11; below 2^-14 fp16 has an error of at most 2^-25.
+    The relative rounding error of bf16 is at most 2^-8, and of fp16 at most 2^-11. The error of numbers below 2^-14 in
+    fp16 is at most 2^-25.
     """
 
     dtype: torch.dtype
 
     @property
     def word(self) -> str:
-        """Name of the dtype for reports, such as "bf16"."""
+        """Name of the dtype for log lines: "bf16" or "fp16"."""
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
 
     def padded(self, elements: int) -> int:
-        """Returns ``elements`` unchanged, since casts need no blocks."""
+        """Returns ``elements`` unchanged, because this format has no blocks to fill."""
         return elements
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the size in bytes of a message with ``elements`` numbers in the narrower dtype."""
+        """Returns the size in bytes of a message with ``elements`` numbers in the format's dtype, bf16 or fp16."""
         return elements * self.dtype.itemsize
 
 
@@ -147,51 +155,63 @@ NumberFormat = BlockFormat | CastFormat
 
 
 class Codec(Protocol):
-    """Interface of message codecs, which encode R rows of s values [R, s] to messages of m bytes, uint8 [R, m], and
-    decode them.
+    """Interface of codecs: they encode each row of numbers to a message of fewer bytes, and decode messages to numbers.
 
-    ``s`` is a multiple of the format's block size.
+    Shapes: R rows of s numbers, [R, s], have R messages of m bytes, uint8 [R, m]. ``s`` is a multiple of the block
+    size, the numbers that share a scale.
     """
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Encodes each row of ``values_Rs`` to a message, and returns the messages, uint8 [R, m].
+        """Encodes each of R rows of ``values_Rs`` [R, s] to a message of m bytes; returns the messages, uint8 [R, m].
 
-        ``residual_Rs``: rounding errors of the last encoding, added to the values, then replaced by the new errors.
+        ``residual_Rs`` [R, s]: rounding errors of an earlier encoding. They are added to the values, and then
+        overwritten with the errors of this encoding.
         """
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decodes each message to a row of the contiguous ``out_Rs``, rounded once to its dtype."""
+        """Decodes each of R messages [R, m] into a row of the contiguous ``out_Rs`` [R, s], rounded once to its
+        dtype.
+        """
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Overwrites ``out_s`` with the sum of all decoded messages, added in fp32 in order and rounded once."""
+        """Decodes R messages [R, m], and overwrites ``out_s`` [s] with their sum.
+
+        The messages are added in fp32, in their order, and the sum is rounded once to the dtype of ``out_s``.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """Codec of a block format, in Triton or PyTorch as ``kernels`` selects."""
+    """Codec for numbers in blocks, each block with one fp32 scale; runs in Triton or PyTorch, as ``kernels``
+    selects.
+    """
 
     wire: BlockFormat
     kernels: Kernels
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Encodes each row of ``values_Rs`` to a message, uint8 [R, m]; see :func:`encode_blocks`."""
+        """Encodes each of R rows of ``values_Rs`` [R, s] to a message of codes and scales; returns uint8 [R, m].
+
+        ``residual_Rs`` is added to the values and then overwritten with the rounding errors, as in
+        :func:`encode_blocks`.
+        """
         return encode_blocks(values_Rs, self.wire, self.kernels, residual_Rs)
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Overwrites ``out_s`` with the sum of all decoded messages; see :func:`sum_blocks`."""
+        """Decodes R messages [R, m], and overwrites ``out_s`` [s] with their sum, added in fp32 in their order."""
         sum_blocks(messages_Rm, out_s, self.wire, self.kernels)
 
     def message(self, values_s: Tensor) -> Tensor:
-        """Encodes the vector ``values_s`` to one message, uint8 [m]."""
+        """Encodes the vector ``values_s`` [s] to one message of m bytes, uint8 [m]."""
         return encode_blocks(values_s.view(1, -1), self.wire, self.kernels).view(-1)
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decodes each message to a row of ``out_Rs``."""
+        """Decodes each of R messages [R, m] into a row of ``out_Rs`` [R, s]."""
         decode_blocks(messages_Rm, out_Rs, self.wire, self.kernels)
 
     def rounded(self, values_s: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns ``values_s`` after encoding and decoding, in ``dtype``: the values that a receiver of the message
-        gets.
+        """Returns the values that a receiver of the message of ``values_s`` [s] gets: encoded, then decoded to
+        ``dtype``.
         """
         out = torch.empty(values_s.shape, dtype=dtype, device=values_s.device)
         self.decode(self.message(values_s).view(1, -1), out.view(1, -1))
@@ -200,16 +220,16 @@ class BlockCodec:
 
 @dataclass(frozen=True, slots=True)
 class CastCodec:
-    """Codec that casts to a narrower floating-point dtype."""
+    """Codec that casts each number to 16 bits: to bf16 or fp16, as its format ``wire`` names."""
 
     wire: CastFormat
 
     @torch.no_grad()
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Returns each row of ``values_Rs``, cast to the narrower dtype, as bytes.
+        """Casts each of R rows of ``values_Rs`` [R, s] to bf16 or fp16; returns the bytes, uint8 [R, 2 s].
 
-        With ``residual_Rs`` the sum of values and residual is cast. The residual becomes the rounding error, or 0 where
-        the error is not finite.
+        With ``residual_Rs`` [R, s] the sum of values and residual is cast. The residual is then overwritten with the
+        rounding error, or with 0 where the error is not finite.
         """
         given = values_Rs if residual_Rs is None else values_Rs.float().add(residual_Rs)
         cast = given.to(self.wire.dtype).contiguous()
@@ -219,12 +239,16 @@ class CastCodec:
 
     @torch.no_grad()
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Casts each message to a row of ``out_Rs``, in its dtype."""
+        """Copies the bf16 or fp16 numbers of R messages into the rows of ``out_Rs`` [R, s], cast to the dtype of
+        ``out_Rs``.
+        """
         out_Rs.copy_(messages_Rm.view(self.wire.dtype))
 
     @torch.no_grad()
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Overwrites ``out_s`` with the sum of all messages, added in fp32 in order."""
+        """Overwrites ``out_s`` [s] with the sum of the bf16 or fp16 numbers of R messages, added in fp32 in their
+        order.
+        """
         first, *others = messages_Rm.view(self.wire.dtype)
         total = first.float()
         for other in others:
@@ -233,18 +257,22 @@ class CastCodec:
 
 
 def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
-    """Returns the codec that encodes numbers in the format ``wire``."""
+    """Returns the codec for the format ``wire``: a :class:`BlockCodec` or a :class:`CastCodec`.
+
+    ``kernels`` selects Triton or PyTorch for a :class:`BlockCodec`.
+    """
     return BlockCodec(wire, kernels) if isinstance(wire, BlockFormat) else CastCodec(wire)
 
 
 @torch.no_grad()
 def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
-    """Encodes each row of ``values_Rs`` [R, s] to a message, uint8 [R, m]; ``s`` is a multiple of the block size.
+    """Encodes each of R rows of ``values_Rs`` [R, s] to a message of m bytes; returns uint8 [R, m].
 
-    With ``residual_Rs`` (fp32, contiguous) the sum of values and residual is encoded. The residual then becomes the
-    rounding error (error feedback, Seide et al. 2014), or 0 if the sum is not finite.
+    A message has the integer codes of s numbers, then one fp32 scale per block; ``s`` is a multiple of the block size.
+    With ``residual_Rs`` (fp32, contiguous) the sum of values and residual is encoded. The residual is then overwritten
+    with the rounding error (error feedback, Seide et al. 2014), or with 0 where the sum is not finite.
 
-    Codes are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
+    It is a plain function and no torch custom operator, because it is neither differentiated nor compiled with a model.
     """
     if wire.bits == 1:
         return encode_signs(values_Rs, wire.block, residual_Rs)
@@ -257,8 +285,9 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 
 @torch.no_grad()
 def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Decodes each message of :func:`encode_blocks` to a row of the contiguous ``out_Rs`` [R, s], rounded once to its
-    dtype.
+    """Decodes each of R messages of :func:`encode_blocks` [R, m] into a row of ``out_Rs`` [R, s].
+
+    ``out_Rs`` is contiguous; each value is rounded once to its dtype.
     """
     if wire.bits == 1 or not _fits(out_Rs, kernels):
         out_Rs.copy_(_decoded(messages_Rm, wire))
@@ -270,7 +299,10 @@ def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernel
 
 @torch.no_grad()
 def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Overwrites ``out_s`` [s] with the sum of all decoded messages, added in fp32 in order and rounded once."""
+    """Decodes R messages of :func:`encode_blocks` [R, m], and overwrites ``out_s`` [s] with their sum.
+
+    The messages are added in fp32, in their order, and the sum is rounded once to the dtype of ``out_s``.
+    """
     if wire.bits == 1 or not _fits(out_s, kernels):
         sum_blocks_reference(messages_Rm, out_s, wire)
         return
@@ -280,9 +312,9 @@ def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: K
 
 
 def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: Tensor | None = None) -> Tensor:
-    """Encodes each row of ``values_Rs`` [R, s] to a message, uint8 [R, m], in PyTorch.
+    """Encodes each of R rows of ``values_Rs`` [R, s] to a message, uint8 [R, m], in PyTorch.
 
-    It is the reference for :func:`encode_blocks`.
+    The Triton kernel of :func:`encode_blocks` must give the same messages.
     """
     rows, elements = values_Rs.shape
     given = values_Rs.float() if residual_Rs is None else values_Rs.float() + residual_Rs
@@ -305,9 +337,9 @@ def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: T
 
 
 def sum_blocks_reference(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat) -> None:
-    """Overwrites ``out_s`` [s] with the sum of all decoded messages, computed in fp32 in PyTorch.
+    """Decodes R messages [R, m] in PyTorch, and overwrites ``out_s`` [s] with their sum, computed in fp32.
 
-    It is the reference for :func:`sum_blocks`.
+    The Triton kernel of :func:`sum_blocks` must give the same sums.
     """
     first, *others = _decoded(messages_Rm, wire)
     for other in others:

@@ -70,8 +70,9 @@ class WeightFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedShape:
-    """Shape and format of quantized weights in memory: a matrix, a stack of matrices, or a tensor rank's shard of
-    either.
+    """Shape and format of quantized weights in memory.
+
+    The weights are a matrix, a stack of matrices, or the shard of either that one tensor rank stores.
     """
 
     format: WeightFormat
@@ -92,8 +93,8 @@ class QuantizedShape:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (index of a block in a row of the full matrix, number of its columns in this shard), in
-        column order.
+        """One pair for each block of columns, in column order: (index of the block in a row of the full matrix, number
+        of its columns in this shard).
         """
         block, found = self.format.block, []
         for start, stop in self.runs or ((0, self.shape[-1]),):
@@ -103,18 +104,18 @@ class QuantizedShape:
 
     @cached_property
     def width(self) -> int | None:
-        """Number of columns of a block in this shard, if equal for all blocks; otherwise None."""
+        """Number of columns per block in this shard, if all blocks have the same number; otherwise None."""
         widths = {width for _, width in self.blocks}
         return widths.pop() if len(widths) == 1 else None
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of the codes of one row."""
+        """Size in bytes of the codes of one row, not including its scales."""
         return -(-self.shape[-1] * self.format.bits // 8)
 
     @property
     def code_bytes(self) -> int:
-        """Size in bytes of all codes, padded to the 4-byte alignment of the scales that follow."""
+        """Size in bytes of all codes, rounded up to a multiple of 4, because the fp32 scales follow them in memory."""
         return -(-self.rows * self.row_bytes // _SCALE_BYTES) * _SCALE_BYTES
 
     @property
@@ -125,11 +126,11 @@ class QuantizedShape:
 
 @cache
 def normal_book() -> tuple[float, ...]:
-    """Returns the 16 values of NF4 in ascending order, from -1 to 1.
+    """Returns the 16 values that NF4 codes stand for, in ascending order, from -1 to 1.
 
-    They are 0 and quantiles of the normal distribution, 8 positive and 7 negative, divided by the largest. On each side
-    the quantiles divide the probability between 1/2 and a tail evenly; the tail is the mean of half a step of 16 and of
-    15 values (QLoRA, section 3 and appendix E).
+    They are 0, and 7 negative and 8 positive quantiles of the normal distribution, divided by the largest. On each side
+    of 0 the quantiles divide the probability between 1/2 and a tail evenly. The tail probability is (1/32 + 1/30) / 2
+    (QLoRA, section 3 and appendix E).
     """
     tail = (1 / 32 + 1 / 30) / 2
     above, below = (
@@ -140,7 +141,10 @@ def normal_book() -> tuple[float, ...]:
 
 @torch.no_grad()
 def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
-    """Returns the scale of each block of ``values``: its largest absolute value, fp32 [rows, blocks of a row]."""
+    """Returns the scale of each block of columns of ``values``: the block's largest absolute value.
+
+    ``shape`` is the layout of ``values``. The result is fp32 [rows, blocks of a row].
+    """
     found = torch.empty(shape.rows, len(shape.blocks), dtype=torch.float32, device=values.device)
     values_RC = values.reshape(shape.rows, -1)
     for rows in _slabs(shape, shape.rows):
@@ -155,10 +159,10 @@ def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
 
 @torch.no_grad()
 def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = None) -> Tensor:
-    """Encodes ``values`` to codes and scales in the layout ``shape``, uint8 [bytes].
+    """Encodes ``values`` to codes and scales in the memory layout ``shape``; returns one tensor, uint8 [bytes].
 
-    ``scales_RK``: scales of the shard's blocks in the full matrix; None: computed from ``values``, for shards of whole
-    blocks.
+    ``scales_RK`` [R rows, K blocks of a row]: scales to use. A shard that cuts a block needs the scales of the full
+    matrix. None: the scales are computed from ``values``.
     """
     scales_RK = block_scales(values, shape) if scales_RK is None else scales_RK
     packed = torch.zeros(shape.bytes, dtype=torch.uint8, device=values.device)
@@ -176,9 +180,10 @@ def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = N
 def dequantize(
     packed: Tensor, shape: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE, index: int | None = None
 ) -> Tensor:
-    """Decodes ``packed``, a result of :func:`quantize`, to values in ``dtype``, each rounded once.
+    """Decodes ``packed``, a result of :func:`quantize`, to values of the shape in ``shape``; each is rounded once to
+    ``dtype``.
 
-    ``index``: decodes only this matrix of a stack; None: everything.
+    ``index``: number of the only matrix of a stack to decode; None: all. ``kernels`` selects Triton or PyTorch.
     """
     codes_RL, scales_RK = _parts(packed, shape)
     if index is not None:
@@ -287,10 +292,10 @@ View = Callable[[Tensor], Tensor]
 
 
 class QuantizedWeight(Tensor):
-    """Tensor subclass for quantized weights: it has shape and ``dtype`` of the decoded values, but stores only
-    ``packed``.
+    """Tensor subclass for frozen quantized weights: it has the shape and ``dtype`` of the decoded values, but stores
+    only ``packed``, their codes and scales.
 
-    Operators decode the values when they use the tensor.
+    An operator that uses the tensor decodes the values first. Writes raise an error.
     """
 
     packed: Tensor
@@ -322,8 +327,10 @@ class QuantizedWeight(Tensor):
     def of(
         cls, packed: Tensor, form: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE
     ) -> "QuantizedWeight":
-        """Returns a weight of dtype ``dtype`` with the codes and scales in ``packed``, which has the layout
+        """Returns a weight that decodes to ``dtype``, from the codes and scales in ``packed`` with the memory layout
         ``form``.
+
+        ``kernels`` selects Triton or PyTorch for the decoding.
         """
         with _disable_current_modes():
             like = torch.empty(form.shape, dtype=dtype, device="meta")

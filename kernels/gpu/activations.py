@@ -33,7 +33,7 @@ def _normal_share(x):
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """Applies the activation named KIND to fp32 values."""
+    """Returns f(x) for fp32 values ``x``; KIND names the activation f, such as "gelu"."""
     y = x
     if KIND == "relu":
         y = tl.where(x <= 0, 0.0, x)
@@ -51,7 +51,10 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def activated_gradient(x, KIND: tl.constexpr):
-    """Computes the derivative of the activation named KIND at fp32 values; 0 at the corner of a ReLU, as in torch."""
+    """Returns the derivative f'(x) at fp32 values ``x``; KIND names the activation f, such as "gelu".
+
+    The derivative of a ReLU at 0 is 0, as in torch.
+    """
     slope = tl.full(x.shape, 1.0, tl.float32)
     if KIND == "relu":
         slope = tl.where(x <= 0, 0.0, 1.0)
@@ -75,7 +78,8 @@ def activation_forward_kernel(
 ):  # fmt: skip
     """Computes y = f(x + bias) + residual for BLOCK columns of one row; KIND names the activation f.
 
-    The grid is (rows, blocks of columns). ``width`` is the number of columns, and strides are distances between rows.
+    The grid is (rows, blocks of columns). ``width`` is the number of columns; ``x_stride`` and ``residual_stride`` are
+    the distances between rows in elements. BIAS and RESIDUAL are False if that term is absent.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -94,9 +98,10 @@ def activation_backward_kernel(
     dy, x, bias, dx, dbias, rows, width, dy_stride, x_stride, rows_each,
     KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx = dy f'(x + bias) for BLOCK columns of ``rows_each`` consecutive rows.
+    """Computes dx = dy f'(x + bias) for BLOCK columns of ``rows_each`` consecutive rows; KIND names the activation f.
 
-    With BIAS, each program also writes the sum of its dx over the rows to its row of ``dbias`` [programs, width], fp32.
+    With BIAS, each program also writes the sum of its dx over its rows to its own row of ``dbias`` [programs, width],
+    fp32; the caller adds these rows.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +129,11 @@ _PER_THREAD_FORWARD, _PER_THREAD_BACKWARD = 16, 4
 
 
 def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor | None, kind: str) -> Tensor:
-    """Returns f(x + bias) + residual [N, H] in the dtype of ``x_NH``; ``kind`` names the activation f."""
+    """Returns f(x + bias) + residual, [N, H], in the dtype of ``x_NH``; ``kind`` names the activation f, such as
+    "gelu".
+
+    N is the number of rows and H their width. A ``bias_H`` or ``residual_NH`` of None is left out.
+    """
     rows, width = x_NH.shape
     y_NH = x_NH.new_empty(x_NH.shape)
     shape = column_shape(width, _PER_THREAD_FORWARD)
@@ -139,9 +148,10 @@ def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor 
 
 
 def activation_backward(dy_NH: Tensor, x_NH: Tensor, bias_H: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradients (dx [N, H], dbias [H] in fp32) of f(x + bias) for ``dy_NH``, the gradient of its result.
+    """Returns the gradients (dx [N, H], dbias [H] in fp32) of f(x + bias).
 
-    ``kind`` names the activation f; dbias is empty without a bias.
+    ``dy_NH`` is the gradient of the result for N rows of width H, and ``kind`` names the activation f. dbias is an
+    empty tensor if ``bias_H`` is None.
     """
     rows, width = x_NH.shape
     shape = column_shape(width, _PER_THREAD_BACKWARD)
@@ -166,7 +176,7 @@ def _contiguous(bias_H: Tensor | None) -> Tensor | None:
 def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Computes y = f(gate) * up for BLOCK columns of one row; KIND names the activation f.
 
-    The grid is (rows, blocks of columns).
+    The grid is (rows, blocks of columns). ``width`` is the number of columns, and strides are distances between rows.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -180,9 +190,10 @@ def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.co
 def gated_backward_kernel(
     dy, gate, up, dgate, dup, width, dy_stride, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Computes the gradients dgate and dup of f(gate) * up for BLOCK columns of one row; KIND names the activation f.
+    """Computes the gradients dgate and dup of y = f(gate) * up for BLOCK columns of one row; KIND names the activation
+    f.
 
-    The grid is (rows, blocks of columns), and ``dy`` is the gradient of the result.
+    ``dy`` is the gradient of y. The grid is (rows, blocks of columns).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -196,7 +207,11 @@ def gated_backward_kernel(
 
 
 def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Returns f(gate) * up in the dtype of ``gate``; ``activation`` names f."""
+    """Returns f(gate) * up elementwise, in the dtype of ``gate``; ``activation`` names the activation f, such as
+    "silu".
+
+    ``gate`` and ``up`` have one shape.
+    """
     width = gate.shape[-1]
     y = gate.new_empty(gate.shape)
     shape = column_shape(width)
@@ -209,8 +224,9 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradients (dgate, dup) of f(gate) * up for ``dy``, the gradient of the result; ``activation`` names
-    f.
+    """Returns the gradients (dgate, dup) of y = f(gate) * up, where ``activation`` names the activation f.
+
+    ``dy`` is the gradient of y.
     """
     width = gate.shape[-1]
     dgate = gate.new_empty(gate.shape)

@@ -29,7 +29,9 @@ _WORD = 1 << 32
 
 @triton.jit
 def mix(x):
-    """Hashes uint32 numbers: the mixer of ``kernels/optim/stochastic_rounding.py``, with the same bits."""
+    """Returns a hash of each uint32 number in ``x``: random bits, equal to the result of the PyTorch function in
+    ``kernels/optim/stochastic_rounding.py``.
+    """
     x = x ^ (x >> 16)
     x = x * 0x21F0AAAD
     x = x ^ (x >> 15)
@@ -39,9 +41,10 @@ def mix(x):
 
 @triton.jit
 def rounded(values, index, low, high):
-    """Rounds fp32 ``values`` stochastically to bf16.
+    """Rounds fp32 ``values`` to bf16 stochastically: to the number above or below, by random bits.
 
-    The element's ``index`` (int64) and the 64-bit key, as two words ``low`` and ``high``, determine the random bits.
+    The element's ``index`` (int64) and a 64-bit key, passed as two 32-bit words ``low`` and ``high``, determine the
+    bits.
     """
     bits = mix((index & 0xFFFFFFFF).to(tl.uint32) ^ low.to(tl.uint32, bitcast=True))
     bits = mix(bits ^ (index >> 32).to(tl.uint32) ^ high.to(tl.uint32, bitcast=True))
@@ -53,7 +56,11 @@ def rounded(values, index, low, high):
 
 @triton.jit
 def whole_index(own, places, held, along, inner):
-    """Maps flat indices ``own`` in a shard to flat indices in the full parameter, as ``Lines.index`` does."""
+    """Maps flat indices ``own`` of elements in a shard to the flat indices of the same elements in the full parameter.
+
+    The parameter is sharded along one dim of size ``along``, with ``inner`` elements per index. The shard has ``held``
+    indices of that dim, and ``places`` lists them.
+    """
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
     return ((line // held).to(tl.int64) * along + place) * inner + own % inner
@@ -71,9 +78,8 @@ def adamw_kernel(
     DECOUPLED: tl.constexpr, NARROW: tl.constexpr, ROUNDED: tl.constexpr, ROUNDED_MOMENTS: tl.constexpr,
     CUT: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes an Adam or AdamW update of BLOCK elements in place, unless the number at ``go`` is 0.
-
-    NARROW: also writes the copy of the weights in the compute dtype. ROUNDED: rounds bf16 weights stochastically.
+    """Updates BLOCK elements of ``weights`` by Adam or AdamW in place, unless the number at ``go`` is 0. NARROW: also
+    writes ``narrow``, the weights in the compute dtype. ROUNDED: rounds new bf16 weights stochastically.
     """
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -127,10 +133,11 @@ def adamw(
     """Launches an Adam or AdamW update of flat tensors, in place.
 
     Args:
-        updated: weights, first moment, second moment, and the copy of the weights in the compute dtype or None.
-        decision: fp64 scalars on the device: factor of the gradient, and a number that skips the update if it is 0.
-        step: update number of the bias correction, from 1.
-        rounding: stochastic rounding of bf16 weights; None: none.
+        updated: weights, first moment, second moment, and the copy of the weights in the compute dtype, or None without
+            one.
+        decision: two fp64 scalars on the device: a factor for the gradient, and a number that is 0 to skip the update.
+        step: number of the update for the bias correction, from 1.
+        rounding: stochastic rounding of bf16 weights; None: round to nearest.
     """
     weights, first, second, narrow = updated
     count = weights.numel()
@@ -160,10 +167,9 @@ _ELEMENTS = 1024
 
 @triton.jit
 def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
-    """Decodes 8-bit moments at ``codes + place`` [blocks, elements] to fp32; ``scale`` [blocks] has one scale per
-    block.
+    """Decodes 8-bit codes of moments at ``codes + place`` [blocks, elements] to fp32.
 
-    SIGNED: codes of first moments, with a sign bit.
+    ``scale`` [blocks] has one scale per block. SIGNED: True for first moments, with codes that have a sign bit.
     """
     LEAST: tl.constexpr = 1016 - 127 if SIGNED else 1016 - 255
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
@@ -176,9 +182,9 @@ def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
 
 @triton.jit
 def encoded(x, SIGNED: tl.constexpr):
-    """Encodes fp32 moments ``x`` [blocks, elements] to 8 bits; returns (codes, one scale per block).
+    """Encodes fp32 moments ``x`` [blocks, elements] to 8-bit codes; returns (codes, one scale per block).
 
-    SIGNED: codes of first moments, with a sign bit.
+    SIGNED: True for first moments, with codes that have a sign bit.
     """
     LARGEST: tl.constexpr = 127 if SIGNED else 255
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -203,8 +209,9 @@ def adamw_8bit_kernel(
     decay, first_rest, second_rest, step_size, root_scale, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes an AdamW update of ROWS blocks of BLOCK elements in place: decodes the 8-bit moments, updates and encodes
-    them.
+    """Makes an AdamW update, in place, of ROWS blocks of BLOCK elements with 8-bit moments.
+
+    It decodes the moments, updates moments and weights in fp32, and encodes the new moments.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -231,9 +238,10 @@ def adamw_8bit_kernel(
 def adamw_8bit(
     weights: Tensor, gradient: Tensor, moments: tuple[BlockCodes, BlockCodes], rule: AdamRule, step: int, block: int
 ) -> None:
-    """Launches an AdamW update of a flat tensor in place, with 8-bit moments in blocks of ``block`` elements.
+    """Launches an AdamW update, in place, of the flat tensor ``weights``; ``moments`` are the 8-bit codes of both
+    moments.
 
-    ``step`` is the update number of the bias correction, from 1.
+    ``block``: number of elements that share a scale. ``step``: number of the update for the bias correction, from 1.
     """
     count, (beta1, beta2) = weights.numel(), rule.betas
     if not count:

@@ -26,7 +26,9 @@ _WARPS = 4
 
 @triton.jit
 def round_half_even(x):
-    """Rounds to the nearest integer, and halves to the even one; requires |x| far below 2^22."""
+    """Rounds each number in ``x`` to the nearest integer, and halves to the even integer; requires |x| far below
+    2^22.
+    """
     return (x + 12582912.0) - 12582912.0
 
 
@@ -38,8 +40,9 @@ def is_number(x):
 
 @triton.jit
 def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
-    """Loads values at ``place`` as fp32; with FEEDBACK, adds the rounding errors of the last encoding at
-    ``residual``.
+    """Returns the values at ``place`` as fp32; with FEEDBACK, plus the rounding errors of the previous encoding.
+
+    ``residual`` points to these errors, and ``inside`` masks the places that exist.
     """
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     if FEEDBACK:
@@ -49,16 +52,20 @@ def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
 
 @triton.jit
 def scale_of(peak, LARGEST: tl.constexpr):
-    """Returns the scale of a block whose largest finite absolute value is ``peak``."""
+    """Returns the scale of a block: ``peak``, its largest finite absolute value, divided by LARGEST, the largest code.
+
+    The scale is at least the smallest normal fp32 number, or 0 for a block of zeros.
+    """
     least = tl.maximum(tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)), 1.1754943508222875e-38)
     return tl.where(peak > 0.0, least, 0.0)
 
 
 @triton.jit
 def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEEDBACK: tl.constexpr):
-    """Returns the codes of the numbers ``x`` as int32; with FEEDBACK, writes their rounding errors to ``residual``.
+    """Returns the int32 codes of the numbers ``x``: each divided by its block's ``scale`` and rounded.
 
-    A number that is not finite gets the reserved code -LARGEST - 1.
+    A number that is not finite gets the reserved code -LARGEST - 1, where LARGEST is the largest code. FEEDBACK: writes
+    the rounding errors to ``residual`` at ``place``.
     """
     finite = is_number(x)
     known = tl.where(finite, x, 0.0)
@@ -70,7 +77,10 @@ def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEE
 
 @triton.jit
 def value_of(code, scale, LARGEST: tl.constexpr):
-    """Decodes int32 codes to fp32 numbers: the code times the scale of its block; NaN for the reserved code."""
+    """Decodes int32 codes to fp32 numbers: ``code`` times ``scale``, the scale of its block.
+
+    The reserved code -LARGEST - 1, where LARGEST is the largest code, is decoded to NaN.
+    """
     return tl.where(code == -LARGEST - 1, float("nan"), code.to(tl.float32) * scale)
 
 
@@ -79,10 +89,14 @@ def encode_kernel(
     values, residual, codes, scales, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, FEEDBACK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Encodes ROWS blocks of BLOCK values to codes of BITS bits and a scale per block; see :func:`launch_encode`.
+    """Encodes ROWS blocks of BLOCK values to codes of BITS bits and one fp32 scale per block.
+
+    A message has all its codes first, then its scales.
 
     Args:
-        blocks: number of blocks in all messages; ``blocks_each``: in one message.
+        residual: with FEEDBACK, rounding errors that are added to the values and then overwritten with the new errors.
+        blocks: number of blocks in all messages together.
+        blocks_each: number of blocks in one message.
         scales_at: index of the first scale in a message, in fp32 elements.
     """
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
@@ -114,7 +128,7 @@ def encode_kernel(
 
 @triton.jit
 def signed(code, BITS: tl.constexpr):
-    """Returns the lowest BITS bits of an int32 as a signed number."""
+    """Returns the lowest BITS bits of the int32 ``code`` as a signed number, in two's complement."""
     return ((code & ((1 << BITS) - 1)) ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
 
 
@@ -123,7 +137,14 @@ def decode_kernel(
     codes, scales, out, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decodes ROWS blocks of messages to values in ``out``; the arguments are as in :func:`encode_kernel`."""
+    """Decodes ROWS blocks of BLOCK codes of BITS bits to values in ``out``: each code times the fp32 scale of its
+    block.
+
+    Args:
+        blocks: number of blocks in all messages together.
+        blocks_each: number of blocks in one message.
+        scales_at: index of the first scale in a message, in fp32 elements.
+    """
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -147,7 +168,11 @@ def sum_kernel(
     codes, scales, out, messages, blocks, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decodes the same ROWS blocks of every message, and writes their sums to ``out``, added in fp32 in order."""
+    """Decodes ROWS blocks of every message, at the same positions, and writes the sums over the messages to ``out``.
+
+    ``messages`` is the number of messages. They are added in fp32, in their order. ``scales_at`` is the index of the
+    first scale in a message, in fp32 elements.
+    """
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -174,9 +199,11 @@ def sum_kernel(
 
 
 def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, residual: Tensor | None) -> Tensor:
-    """Encodes each row of ``values`` [R, s] to a message with codes of ``bits`` bits; returns uint8 [R, m].
+    """Encodes each of R rows of ``values`` [R, s] to a message of ``message_bytes`` bytes; returns uint8 [R,
+    message_bytes].
 
-    ``message_bytes`` is m. ``residual`` (fp32) is added to the values, then replaced by the rounding errors.
+    A message has a code of ``bits`` bits per number, then one fp32 scale per ``block`` numbers. ``residual`` (fp32) is
+    added to the values, and then overwritten with the rounding errors.
     """
     rows, elements = values.shape
     messages = torch.empty(rows, message_bytes, dtype=torch.uint8, device=values.device)
@@ -189,7 +216,10 @@ def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, res
 
 
 def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Decodes each message [m] of ``messages`` [R, m] to a row of ``out`` [R, s]."""
+    """Decodes each of R messages [R, m], of m bytes each, to a row of ``out`` [R, s].
+
+    A message has a code of ``bits`` bits per number, then one fp32 scale per ``block`` numbers.
+    """
     rows, elements = out.shape
     each, at_once = elements // block, _blocks_at_once(block)
     decode_kernel[(ceil_div(rows * each, at_once),)](
@@ -199,7 +229,11 @@ def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
 
 
 def launch_sum(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Overwrites ``out`` [s] with the sum of the decoded messages of ``messages`` [R, m], added in fp32 in order."""
+    """Decodes R messages [R, m], of m bytes each, and overwrites ``out`` [s] with their sum, added in fp32 in their
+    order.
+
+    A message has a code of ``bits`` bits per number, then one fp32 scale per ``block`` numbers.
+    """
     (elements,), at_once = out.shape, _blocks_at_once(block)
     sum_kernel[(ceil_div(elements // block, at_once),)](
         messages, messages.view(torch.float32), out, messages.shape[0], elements // block, messages.shape[1],
@@ -219,7 +253,11 @@ _WARPS_OF_CODES = 4
 def dequantize_kernel(
     codes, scales, book, out, blocks, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Decodes ROWS blocks of quantized weights to ``out``; see :func:`launch_dequantize`."""
+    """Decodes ROWS blocks of BLOCK quantized weights to ``out``: a ratio for each code, times the fp32 scale of its
+    block.
+
+    The ratio is the code / 127 with BITS of 8. With 4 it is the entry of ``book`` for the code.
+    """
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = block < blocks
@@ -239,10 +277,10 @@ def dequantize_kernel(
 
 
 def launch_dequantize(codes: Tensor, scales: Tensor, book: Tensor, out: Tensor, bits: int) -> None:
-    """Decodes quantized weights to the contiguous ``out``: uint8 ``codes`` and one fp32 scale for each of K equal
-    blocks.
+    """Decodes quantized weights to the contiguous ``out``: a ratio for each code, times the fp32 scale of its block.
 
-    ``book``: values of the 4-bit codes, fp32 [16].
+    ``codes`` (uint8) has codes of ``bits`` bits, and ``scales`` one scale for each of K blocks of equal size. An 8-bit
+    code stands for code / 127; a 4-bit code is an index into ``book``, fp32 [16].
     """
     blocks, block = scales.numel(), out.numel() // scales.numel()
     at_once = max(1, _ELEMENTS_OF_CODES // block)

@@ -29,10 +29,11 @@ def grouped_product_kernel(
     MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Computes the rows of each expert in ``x`` [R, K] times the expert's matrix in ``matrices`` [X, K, N]; writes out
-    [R, N].
+    """Multiplies the rows of each expert in ``x`` [R, K] by the expert's matrix in ``matrices`` [X, K, N]; writes
+    ``out`` [R, N].
 
-    ``ends`` [X] has the index after the last row of each expert. Programs loop over tiles.
+    The R rows are sorted by expert, and ``ends`` [X] has the index after the last row of each of X experts. Each
+    program computes several tiles.
     """
     columns = tl.cdiv(N, BN)
     index = tl.program_id(0)
@@ -64,10 +65,10 @@ def grouped_weight_gradient_kernel(
     x, d, out, ends, experts, N, K, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Computes, for each expert, its rows of ``x`` [R, K], transposed, times its rows of ``d`` [R, N]; writes out [X,
-    K, N].
+    """Multiplies each expert's rows of ``x`` [R, K], transposed, by its rows of ``d`` [R, N]; writes ``out`` [X, K, N].
 
-    ``ends`` [X] has the index after the last row of each expert. Programs loop over tiles.
+    The R rows are sorted by expert, and ``ends`` [X] has the index after the last row of each of X experts. Each
+    program computes several tiles.
     """
     height = tl.cdiv(K, BM)
     columns = tl.cdiv(N, BN)
@@ -87,10 +88,10 @@ def grouped_weight_gradient_kernel(
 
 
 def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """Returns the rows of each expert in the contiguous ``x_RK`` times the expert's matrix, [R, N] in the dtype of
-    ``x_RK``.
+    """Returns the rows of each expert in ``x_RK`` times the expert's matrix in ``matrices_XKN``, [R, N].
 
-    ``ends_X``: index after the last row of each expert, integers on the device.
+    ``x_RK`` is contiguous, with R rows sorted by expert; the result has its dtype. ``ends_X`` (integers on the device):
+    index after the last row of each of X experts. ``tile``: launch shape; None: the default for the dtype.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     experts, depth, columns = matrices_XKN.shape
@@ -103,10 +104,10 @@ def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, t
 
 
 def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """Returns, for each expert, its rows of ``x_RK``, transposed, times its rows of ``d_RN``: [X, K, N].
+    """Returns, for each of X experts, its rows of ``x_RK``, transposed, times its rows of ``d_RN``: [X, K, N].
 
-    Both operands are contiguous and of equal dtype, which the result has too. ``ends_X``: index after the last row of
-    each expert, integers on the device.
+    Both operands are contiguous, with R rows sorted by expert; they and the result have one dtype. ``ends_X`` (integers
+    on the device): index after the last row of each expert. ``tile``: launch shape; None: the default for the dtype.
     """
     depth, columns, experts = x_RK.shape[1], d_RN.shape[1], len(ends_X)
     out = x_RK.new_empty((experts, depth, columns))
@@ -117,10 +118,11 @@ def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, t
 
 
 def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
-    """Returns a contiguous form of ``matrices`` [X, K, N] that kernels can read, if possible without a copy.
+    """Returns the stack ``matrices`` [X, K, N] in a contiguous form that kernels can read; it is copied only if
+    necessary.
 
     Returns:
-        (the stack [X, K, N], False), or (its transpose [X, N, K], True).
+        (the stack [X, K, N], False), or (the stack of the transposed matrices [X, N, K], True).
     """
     plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
     lying = matrices if plain else matrices.transpose(1, 2)

@@ -17,7 +17,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """Compute capability and number of streaming multiprocessors of a GPU, from which launch shapes follow."""
+    """Compute capability and number of streaming multiprocessors of a GPU, which determine the launch shapes of
+    kernels.
+    """
 
     capability: tuple[int, int]
     processors: int
@@ -40,7 +42,9 @@ _PLANNED: ContextVar[GpuShape | None] = ContextVar("planned", default=None)
 
 @contextmanager
 def planned_for(gpu: GpuShape) -> Iterator[None]:
-    """Makes kernels choose launch shapes for ``gpu`` inside the context, whatever the device of their tensors."""
+    """Makes kernels inside the context choose launch shapes (blocks, tiles) for ``gpu``, whatever device their tensors
+    are on.
+    """
     token = _PLANNED.set(gpu)
     try:
         yield
@@ -53,20 +57,24 @@ _COLUMNS = 1024
 
 
 def processors(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors of ``device``, or of the GPU of :func:`planned_for`."""
+    """Returns the number of streaming multiprocessors of ``device``; inside ``planned_for(gpu)``, that of ``gpu``."""
     return (_PLANNED.get() or gpu_shape(device)).processors
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability (major, minor) of ``device``, or of the GPU of :func:`planned_for`; on the CPU, an
-    H100's.
+    """Returns the compute capability (major, minor) of ``device``; inside ``planned_for(gpu)``, that of ``gpu``.
+
+    For the CPU and the meta device it is that of an H100.
     """
     return (_PLANNED.get() or gpu_shape(device)).capability
 
 
 @cache
 def gpu_shape(device: torch.device) -> GpuShape:
-    """Returns compute capability and number of multiprocessors of ``device``; without a GPU, assumed values."""
+    """Returns the compute capability and number of streaming multiprocessors of ``device``.
+
+    For the meta device it returns the values of an H100; for the CPU, assumed values.
+    """
     if device.type == "cuda":
         count = int(torch.cuda.get_device_properties(device).multi_processor_count)
         return GpuShape(torch.cuda.get_device_capability(device), count)
@@ -75,7 +83,7 @@ def gpu_shape(device: torch.device) -> GpuShape:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Launch shape of a kernel that handles rows: elements of a block, and warps of a program."""
+    """Launch shape of a kernel that handles rows: number of elements in a block, and number of warps in a program."""
 
     block: int
     """Elements per block: the row width rounded up to a power of two, or fewer."""
@@ -83,26 +91,31 @@ class RowShape:
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Returns ``count / size`` rounded up; ``triton.cdiv`` would take 2 us on the host."""
+    """Returns ``count / size`` rounded up to an integer."""
     return -(-count // size)
 
 
 def power_of_two(count: int) -> int:
-    """Returns the smallest power of two not below ``count``."""
+    """Returns the smallest power of two that is ``count`` or more."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 @cache
 def row_shape(width: int, elements_per_thread: int = _ELEMENTS_PER_THREAD) -> RowShape:
-    """Returns the launch shape for whole rows of ``width`` elements, with about ``elements_per_thread`` for each
-    thread.
+    """Returns the launch shape for kernels in which one program handles a whole row of ``width`` elements.
+
+    ``elements_per_thread``: number of elements that a thread handles, approximately.
     """
     block = power_of_two(max(width, 16))
     return RowShape(block, min(16, max(1, block // (32 * elements_per_thread))))
 
 
 def column_shape(width: int, elements_per_thread: int = 8) -> RowShape:
-    """Returns the launch shape for parts of a row of ``width`` elements, for kernels that sum nothing over the row."""
+    """Returns the launch shape for kernels in which one program handles some columns of a row of ``width`` elements.
+
+    Such kernels compute no sum over the row. ``elements_per_thread``: number of elements that a thread handles,
+    approximately.
+    """
     return row_shape(min(width, _COLUMNS), elements_per_thread)
 
 
@@ -112,8 +125,8 @@ GROUP = 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Launch shape of a matrix product: the tile of the result that a program computes at a time, warps and pipeline
-    stages.
+    """Launch shape of a matrix product kernel: size of the part of the result (tile) that a program computes at a time,
+    number of warps, and number of pipeline stages.
     """
 
     rows: int
@@ -151,9 +164,9 @@ _DESCRIBED_FROM = (9, 0)
 
 
 def tiles_for(itemsize: int, tf32: bool, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """Returns the tiles to choose from for a product of elements of ``itemsize`` bytes on a GPU of this capability.
+    """Returns the tile shapes from which :func:`choose_tile` chooses for a matrix product on a GPU of ``capability``.
 
-    ``tf32``: True if tensor cores multiply fp32 elements as TF32.
+    ``itemsize``: bytes of an element. ``tf32``: True if tensor cores multiply fp32 elements as TF32.
     """
     if itemsize == 4:
         return (TF32 if tf32 else EXACT,)
@@ -161,8 +174,10 @@ def tiles_for(itemsize: int, tf32: bool, capability: tuple[int, int]) -> tuple[T
 
 
 def choose_tile(rows: int, columns: int, tiles: Sequence[Tile], processors: int) -> Tile:
-    """Returns the tile with the shortest expected time for a result of ``rows`` x ``columns`` on ``processors``
-    processors.
+    """Returns the tile of ``tiles`` with the shortest expected time for a product with a result of ``rows`` x
+    ``columns``.
+
+    ``processors``: number of streaming multiprocessors of the GPU.
     """
 
     def expected(tile: Tile) -> float:

@@ -33,11 +33,11 @@ def load_tile(
     source, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Loads the tile [BR, BC] that starts at element (``row``, ``column``) of the contiguous ``source`` [rows,
-    columns].
+    """Returns the tile [BR, BC] of the contiguous matrix ``source`` [rows, columns] that starts at (``row``,
+    ``column``).
 
-    TRANSPOSED returns it as [BC, BR]. DESCRIBED: ``source`` is a tensor descriptor, not a pointer. Elements outside are
-    0.
+    Elements outside of the matrix are 0. TRANSPOSED: the tile is returned as [BC, BR]. DESCRIBED: ``source`` is a
+    tensor descriptor, not a pointer.
     """
     if DESCRIBED:
         values = source.load([row, column])
@@ -62,9 +62,10 @@ def load_tile(
 def store_tile(
     target, values, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, DESCRIBED: tl.constexpr
 ):  # fmt: skip
-    """Stores fp32 ``values`` [BR, BC] into the contiguous ``target`` [rows, columns], in its dtype.
+    """Stores the tile ``values`` [BR, BC], fp32, into the contiguous matrix ``target`` [rows, columns], in its dtype.
 
-    The tile starts at element (``row``, ``column``). DESCRIBED: ``target`` is a tensor descriptor, not a pointer.
+    The tile starts at element (``row``, ``column``) of ``target``. DESCRIBED: ``target`` is a tensor descriptor, not a
+    pointer.
     """
     if DESCRIBED:
         target.store([row, column], values.to(target.dtype))
@@ -78,9 +79,10 @@ def store_tile(
 
 @triton.jit
 def tile_place(tile, rows, columns, GROUP: tl.constexpr):
-    """Returns (row, column) of tile number ``tile`` in a grid of ``rows`` x ``columns`` tiles.
+    """Returns the position (row, column) of tile number ``tile`` in a grid of ``rows`` x ``columns`` tiles.
 
-    Numbers run down GROUP rows of tiles before the next column, so that nearby programs read common data.
+    The numbers run down GROUP rows of tiles before the next column, so that programs that run together read common
+    data.
     """
     size = GROUP * columns
     first = tile // size * GROUP
@@ -95,9 +97,10 @@ def tile_product(
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the fp32 tile [BM, BN] of the product op(a) op(b) that starts at element (``row``, ``column``).
+    """Returns the tile [BM, BN], in fp32, of the product op(a) op(b) that starts at element (``row``, ``column``).
 
-    op is the identity or, with A_TRANSPOSED or B_TRANSPOSED, the transpose.
+    The product is [M, N], with a sum over K. op is the transpose for an operand with A_TRANSPOSED or B_TRANSPOSED,
+    otherwise the identity. DESCRIBED: ``a`` and ``b`` are tensor descriptors, not pointers.
     """
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
@@ -119,10 +122,11 @@ def tile_finish(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Applies bias, activation and residual to the product tile ``sums``, and stores it in ``out``.
+    """Stores f(sums + bias) + residual in ``out`` [M, N], for a tile ``sums`` [BM, BN] of a matrix product.
 
-    KEEPS: the input of the activation is stored in ``kept`` too. It excludes the bias, except for relu: a small input
-    that is rounded before the bias is added could change its sign.
+    ACTIVATION names the activation f; BIAS and RESIDUAL are False if that term is absent. KEEPS: also stores the input
+    of f in ``kept``. This input excludes the bias, except for relu: a small number that is rounded before the bias is
+    added could have another sign.
     """
     if KEEPS and ACTIVATION != "relu":
         store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
@@ -139,7 +143,7 @@ def tile_finish(
 
 @triton.jit
 def tile_halves(sums, BM: tl.constexpr, BN: tl.constexpr):
-    """Splits a tile [BM, BN] into the left and right half of its columns."""
+    """Splits a tile [BM, BN] into two tiles [BM, BN / 2]: the left and the right half of its columns."""
     return tl.split(tl.permute(tl.reshape(sums, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -149,7 +153,11 @@ def tile_finish_halves(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Applies :func:`tile_finish` to one half of the columns after the other, which needs fewer registers."""
+    """Calls :func:`tile_finish`, which adds bias and residual and stores the tile, for the left half of the columns,
+    then for the right half.
+
+    This needs fewer registers than one call for the whole tile.
+    """
     left, right = tile_halves(sums, BM, BN)
     tile_finish(
         left, bias, residual, kept, out, row, column, M, N,
@@ -169,9 +177,10 @@ def product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [M, N] = f(op(a) op(b) + bias) + residual, with activation f; op is the identity or the transpose.
+    """Computes out [M, N] = f(op(a) op(b) + bias) + residual; ACTIVATION names the activation f.
 
-    Programs loop over tiles. Each tile is stored in PARTS (2 or 4) pieces of its columns.
+    op is the transpose for an operand with A_TRANSPOSED or B_TRANSPOSED, otherwise the identity. Each program computes
+    several tiles [BM, BN], and stores a tile in PARTS (2 or 4) pieces of its columns.
     """
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
@@ -203,7 +212,9 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """Operations that a matrix product applies to its result before the only store: bias, activation, residual."""
+    """Operations that a matrix product applies to its result before it stores it: bias, activation, residual, in this
+    order.
+    """
 
     bias: Tensor | None = None
     """Bias [N], added before the activation."""
@@ -218,11 +229,12 @@ def launch_matmul(
     a_MK: Tensor, b_KN: Tensor, follows: Follows, out_MN: Tensor | None = None, tile: Tile | None = None,
     tf32: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns (f(a_MK b_KN + bias) + residual, stored input of the activation f); ``follows`` has bias, f and residual.
+    """Returns (f(a b + bias) + residual, input of the activation f); ``follows`` has bias, f and residual.
 
-    The second result is empty unless ``follows.keeps``. The results have the dtype of the operands, or of ``out_MN``.
-    Each operand is contiguous or the transpose of a contiguous matrix, with rows of a multiple of 16 bytes. All sizes
-    are positive.
+    The second result is an empty tensor unless ``follows.keeps``. ``out_MN``: tensor for the first result; None: a new
+    one with the dtype of ``a_MK``. Each operand is contiguous, or the transpose of a contiguous matrix, with rows of a
+    multiple of 16 bytes. M, N and K are positive. ``tf32``: True if fp32 operands are multiplied as TF32; None: as
+    torch is set.
     """
     a, a_transposed = as_it_lies(a_MK)
     b, b_transposed = as_it_lies(b_KN)
@@ -254,7 +266,7 @@ def launch_matmul(
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Returns a contiguous form of ``matrix`` that kernels can read, if possible without a copy.
+    """Returns ``matrix`` in a contiguous form that kernels can read; it is copied only if necessary.
 
     Returns:
         (the matrix, False), or (its transpose, True).

@@ -37,10 +37,10 @@ def norm_forward_kernel(
     x, residual, weight, bias, y, stream, mean, rstd, width, eps,
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes RMSNorm, or with CENTERED LayerNorm, of one row of x + residual.
+    """Computes RMSNorm, or LayerNorm with CENTERED, of one row of x + residual, and writes it to ``y``.
 
-    It writes the result ``y``, the sum ``stream``, and ``mean`` and ``rstd`` (1 / standard deviation) for the backward.
-    OFFSET is added to the weight.
+    For the backward it also writes the sum x + residual (``stream``), the mean, and 1 / standard deviation (``rstd``).
+    OFFSET is a constant that is added to the weight.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -70,10 +70,12 @@ def norm_backward_kernel(
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradient dx of ``rows_each`` consecutive rows.
+    """Computes the gradient ``dx`` of a norm's input for ``rows_each`` consecutive rows, from ``dy``, the gradient of
+    its result.
 
-    With WEIGHT and BIAS, each program also writes the sums of its rows to its row of ``dweight`` and ``dbias``
-    [programs, width]. With RESIDUAL, it adds ``dstream``, the gradient of the sum x + residual.
+    With WEIGHT and BIAS, each program also writes the gradients of weight and bias, summed over its rows, to its own
+    row of ``dweight`` and ``dbias`` [programs, width]; the caller adds these rows. With RESIDUAL, it adds ``dstream``,
+    the gradient of the sum x + residual, to ``dx``.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -113,9 +115,11 @@ def norm_parameters_kernel(
     dy, stream, mean, rstd, dweight, dbias, rows, width, rows_each,
     CENTERED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes only the gradients of weight and bias: sums over ``rows_each`` rows of BLOCK columns, for wide rows.
+    """Computes only the gradients of a norm's weight and bias, for rows that are too wide for
+    :func:`norm_backward_kernel` to compute them too.
 
-    Each program writes its row of ``dweight`` and ``dbias`` [programs, width].
+    Each program sums BLOCK columns over ``rows_each`` rows, and writes the sums to its own row of ``dweight`` and
+    ``dbias`` [programs, width]; the caller adds these rows.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -141,12 +145,14 @@ def norm_forward(
     x: Tensor, residual: Tensor | None, affine: tuple[Tensor, Tensor | None], eps: float, offset: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Computes the norm of x + residual over the last dim; ``affine`` is (weight, bias or None).
+    """Computes LayerNorm (``centered``) or RMSNorm of x + residual over the last dim.
 
-    ``centered``: LayerNorm, otherwise RMSNorm. ``offset`` is added to the weight.
+    ``affine`` is (weight, bias or None), and ``offset`` is a constant that is added to the weight. ``residual`` may be
+    None.
 
     Returns:
-        (norm, x + residual or None without a residual, mean, 1 / standard deviation); the mean is empty for RMSNorm.
+        (the norm, x + residual, mean, 1 / standard deviation); the second is None if ``residual`` is None, and the mean
+            is an empty tensor for RMSNorm.
     """
     width = x.shape[-1]
     rows = x.numel() // width
@@ -169,12 +175,15 @@ def norm_backward(
     dy: Tensor, dstream: Tensor | None, stream: Tensor, weight_H: Tensor, statistics: tuple[Tensor, Tensor],
     form: tuple[float, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients (dx, dweight, dbias) of a norm, the last two in fp32.
+    """Returns the gradients (dx, dweight, dbias) of a norm's input, weight and bias, the last two in fp32.
 
     Args:
-        dy: gradient of the norm; ``dstream``: gradient of its input ``stream`` from elsewhere, or None.
-        statistics: mean and 1 / standard deviation, from the forward.
-        form: (offset, centered, has a bias).
+        dy: gradient of the norm's result.
+        dstream: gradient of ``stream`` from its other uses, which is added to dx; None: there is none.
+        stream: input of the norm, x + residual.
+        statistics: mean and 1 / standard deviation, as the forward returns them.
+        form: (constant that is added to the weight, True for LayerNorm, True if the norm has a bias); without a bias
+            dbias is empty.
     """
     width, device = stream.shape[-1], stream.device
     rows = stream.numel() // width
@@ -209,9 +218,10 @@ _PROGRAMS_EACH = 4
 
 @triton.jit(do_not_specialize=["sums", "blocks_each"])
 def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.constexpr):
-    """Writes the sum of squares of ``blocks_each`` consecutive blocks, times ``weight``, to ``sums`` in fp64.
+    """Writes the sum of squares of ``blocks_each`` consecutive blocks of BLOCK values, times ``weight``, to ``sums``,
+    fp64.
 
-    Each program writes one element of ``sums``.
+    Each program writes one element of ``sums``. ``count``: number of values.
     """
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float64)
@@ -224,9 +234,9 @@ def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.cons
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Returns the sum of squares of all tensors marked True in ``parts``, an fp64 scalar on their device.
+    """Returns the sum of squares over all tensors in ``parts`` that count, as an fp64 scalar on their device.
 
-    ``parts``: nonempty pairs (values, True if they count), on one device.
+    ``parts``: nonempty sequence of pairs (values, True if they count), all on one device.
     """
     device = parts[0][0].device
     shapes = [_shape(values.numel(), device) for values, _ in parts]

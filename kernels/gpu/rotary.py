@@ -75,11 +75,11 @@ def rotary_kernel(
     TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Applies rotary embeddings to all heads of q and k at one position of one sequence; the grid is (positions,
-    batch).
+    """Applies rotary embeddings to all heads of ``q`` and ``k`` at one position of one sequence; writes ``q_out`` and
+    ``k_out``.
 
-    TURNED is the number of rotated features. TRANSPOSED applies the transposed map, for gradients. Arguments such as
-    ``q_row`` are strides.
+    The grid is (positions, batch). TURNED is the number of rotated features. TRANSPOSED: applies the transposed
+    rotation, which gives the gradients. Arguments such as ``q_row`` are strides.
     """
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
@@ -102,12 +102,15 @@ def turn(
     given: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], interleaved: bool,
     transposed: bool,
 ) -> None:  # fmt: skip
-    """Applies rotary embeddings to ``given``, the tensors (q, k) [B, H, S, D], and writes the results to ``out``.
+    """Applies rotary embeddings to ``given``, the tensors (q, k), and writes the results to ``out``, two tensors of the
+    same shapes.
+
+    q and k are [B, H, S, D]: batch, heads, positions, features of a head.
 
     Args:
         angles: contiguous (cos, sin), [B or 1, S, R]; the first R features are rotated.
-        interleaved: True: adjacent features are rotated together; False: the two halves.
-        transposed: True: applies the transposed map, for gradients.
+        interleaved: True: each pair of adjacent features is rotated; False: feature i with feature i + R / 2.
+        transposed: True: applies the transposed rotation, which gives the gradients.
     """
     (q_BHSD, k_BHSD), (cos_BSR, sin_BSR) = given, angles
     batch, _, length, features = q_BHSD.shape

@@ -29,8 +29,8 @@ _DEVICE = -1
 
 @dataclass(frozen=True, slots=True)
 class NotedKernel:
-    """Recorded launch of a kernel: its module and name, and in ``specialization`` its argument types in
-    Triton's form.
+    """Recorded launch of a kernel: its module, its name, and its argument types in ``specialization``, in Triton's text
+    form.
     """
 
     module: str
@@ -76,9 +76,10 @@ class _Place:
 
 @contextmanager
 def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
-    """Records the kernel launches inside the context for ``gpu``, without running or compiling kernels.
+    """Records the launches of Triton kernels inside the context, as for the GPU ``gpu``; runs and compiles none of
+    them.
 
-    It yields a mapping with the launches as keys, in order; the values are None.
+    It yields a dict with one key per distinct launch, in order of the first; the values are None.
     """
     from triton import knobs
     from triton.runtime.jit import JITFunction
@@ -105,7 +106,7 @@ def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
 
 
 def is_compiled(kernel: NotedKernel) -> bool:
-    """Returns True if Triton's cache on disk has the compiled kernel."""
+    """Returns True if Triton's cache on disk already has the compiled code of ``kernel``, a recorded launch."""
 
     def stop(*args: Any) -> Any:
         raise LookupError
@@ -121,7 +122,9 @@ def is_compiled(kernel: NotedKernel) -> bool:
 
 
 def compile_kernel(kernel: NotedKernel) -> CompiledKernel:
-    """Compiles a recorded kernel into Triton's cache on disk, without a GPU."""
+    """Compiles ``kernel``, a recorded launch, into Triton's cache on disk; needs no GPU. Returns the kernel's name and
+    the seconds taken.
+    """
     began = time.perf_counter()
     with _standing_in(kernel.gpu):
         _compile(*_source(kernel))

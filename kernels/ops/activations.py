@@ -25,12 +25,12 @@ Activation = Literal["none", "relu", "relu2", "silu", "gelu", "gelu_tanh"]
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Computes the squared ReLU: max(x, 0)^2."""
+    """Returns the squared ReLU of each element: max(x, 0)^2."""
     return functional.relu(x).square()
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Computes GELU in the tanh approximation."""
+    """Returns GELU of each element, approximated by a tanh."""
     return functional.gelu(x, approximate="tanh")
 
 
@@ -54,9 +54,11 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 def activate(
     x: Tensor, bias: Tensor | None, kind: Activation, kernels: Kernels, residual: Tensor | None = None
 ) -> Tensor:
-    """Computes f(x + bias) + residual in one pass, where ``kind`` names the activation f. Differentiable.
+    """Returns f(x + bias) + residual, computed in one pass over memory; ``kind`` names the activation f.
+    Differentiable.
 
-    ``x``, ``residual`` and the result are [.., H], and ``bias`` is [H].
+    ``x``, ``residual`` and the result are [.., H], and ``bias`` is [H]. A bias or residual of None is left out.
+    ``kernels`` selects Triton or PyTorch.
     """
     given = tuple(t for t in (x, bias, residual) if t is not None)
     if has_torch_function(given):
@@ -69,9 +71,9 @@ def activate(
 
 
 def activate_reference(x: Tensor, bias: Tensor | None, kind: Activation, residual: Tensor | None = None) -> Tensor:
-    """Computes f(x + bias) + residual in PyTorch; ``kind`` names the activation f.
+    """Returns f(x + bias) + residual, computed in PyTorch; ``kind`` names the activation f.
 
-    It is the reference for :func:`activate`.
+    The Triton kernel of :func:`activate` is compared with this function.
     """
     y = ACTIVATIONS[kind](x if bias is None else x + bias)
     return y if residual is None else y + residual
@@ -92,9 +94,10 @@ def _activate(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str
 
 @fused_operator("trine::activate_backward")
 def activate_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of ``x`` [N, H] and of the bias for ``dy`` [N, H], the gradient of f(x + bias).
+    """Returns the gradients of ``x`` [N, H] and of ``bias`` [H] in f(x + bias); ``kind`` names the activation f.
 
-    ``kind`` names the activation f. The gradient of the bias is [H] in fp32, or empty without a bias.
+    ``dy`` [N, H] is the gradient of f(x + bias). The gradient of the bias is in fp32, and an empty tensor if ``bias``
+    is None.
     """
     from engine.kernels.gpu.activations import activation_backward
 
@@ -130,9 +133,10 @@ _activate.register_autograd(_gradients, setup_context=_keep)
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """Computes f(gate) * up in one pass, all [.., F], where ``activation`` names f. Differentiable.
+    """Returns f(gate) * up, computed in one pass over memory; ``activation`` names the activation f. Differentiable.
 
-    ``gate`` and ``up`` may be halves of one tensor, which are read without a copy.
+    ``gate``, ``up`` and the result are [.., F]. ``gate`` and ``up`` may be the two halves of one tensor's last dim,
+    which are read without a copy. ``kernels`` selects Triton or PyTorch.
     """
     if has_torch_function((gate, up)):
         return handle_torch_function(gated, (gate, up), gate, up, activation, kernels)
@@ -143,7 +147,10 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) ->
 
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Computes f(gate) * up in PyTorch; ``activation`` names f. It is the reference for :func:`gated`."""
+    """Returns f(gate) * up, computed in PyTorch; ``activation`` names the activation f.
+
+    The Triton kernel of :func:`gated` is compared with this function.
+    """
     return ACTIVATIONS[activation](gate) * up
 
 

@@ -24,7 +24,11 @@ from engine.kernels.optim.update_rules import AdamRule
 
 @dataclass(frozen=True, slots=True)
 class DeviceDecision:
-    """Decision to make or to skip an update, as fp64 scalars on the device, so that the host need not wait for them."""
+    """Two fp64 scalars on the device that decide about an update: a factor for the gradient, and a number that is 0 to
+    skip it.
+
+    The host need not wait for these numbers.
+    """
 
     factor: Tensor
     """Factor applied to the gradients."""
@@ -34,7 +38,9 @@ class DeviceDecision:
 
 @dataclass(frozen=True, slots=True)
 class AdamRun:
-    """Flat tensors of one Adam update, contiguous and of equal size: weights, gradient and moments."""
+    """Flat, contiguous tensors of one Adam update, all with the same number of elements: weights, gradient and
+    moments.
+    """
 
     weights: Tensor
     """Weights to update: fp32 (fp64), or bf16 with stochastic rounding."""
@@ -47,7 +53,9 @@ class AdamRun:
 
 
 def fits_adamw_kernel(weights: Tensor, kernels: Kernels) -> bool:
-    """Returns True if ``kernels`` selects Triton for an Adam update of ``weights``, and the kernel supports them."""
+    """Returns True if ``kernels`` selects Triton for an Adam update of ``weights``, and the Triton kernel supports
+    them.
+    """
     fitting = weights.dtype in (torch.float32, torch.bfloat16) and kernels.replaces(weights.device)
     return fitting and weights.numel() > 0 and kernels.triton("adamw", weights, _width(weights))
 
@@ -60,10 +68,11 @@ def adamw_(
     kernels: Kernels,
     rounding: StochasticRounding | None = None,
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in place, unless ``decision.go`` is 0.
+    """Makes Adam or AdamW update number ``step`` (from 1) of the tensors in ``run``, in place, unless ``decision.go``
+    is 0.
 
-    ``rounding``: stochastic rounding of bf16 weights; None: none. Optimizers are neither differentiated nor compiled
-    with a model, so this is a plain function and no custom operator.
+    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest. It is a plain function and no torch
+    custom operator, because it is neither differentiated nor compiled with a model.
     """
     if not fits_adamw_kernel(run.weights, kernels):
         adamw_reference_(run, rule, step, decision, rounding)
@@ -77,9 +86,11 @@ def adamw_(
 def adamw_reference_(
     run: AdamRun, rule: AdamRule, step: int, decision: DeviceDecision, rounding: StochasticRounding | None = None
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in PyTorch, in place, unless ``decision.go`` is 0.
+    """Makes Adam or AdamW update number ``step`` (from 1) of the tensors in ``run``, in PyTorch and in place, unless
+    ``decision.go`` is 0.
 
-    It is the reference for :func:`adamw_`.
+    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest. The Triton kernel of :func:`adamw_` is
+    compared with this function.
     """
     step = rule.age(step)
     wide = torch.promote_types(run.weights.dtype, torch.float32)
@@ -106,9 +117,10 @@ def adamw_reference_(
 def adamw_8bit_(
     run: AdamRun, scales: tuple[Tensor, Tensor], rule: AdamRule, step: int, block: int, kernels: Kernels
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in place, with moments as 8-bit codes.
+    """Makes Adam or AdamW update number ``step`` (from 1) of the tensors in ``run``, in place; the moments in ``run``
+    are 8-bit codes.
 
-    ``scales``: one fp32 scale per block of ``block`` elements, for each of the two moments.
+    ``scales``: the scales of the first and of the second moment, one fp32 number per block of ``block`` elements.
     """
     moments = BlockCodes(run.first, scales[0]), BlockCodes(run.second, scales[1])
     fits = run.weights.dtype == torch.float32 and rule.decoupled and kernels.replaces(run.weights.device)

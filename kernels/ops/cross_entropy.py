@@ -28,7 +28,9 @@ from engine.kernels.dispatch import Kernels, fused_operator
 
 
 class Question(NamedTuple):
-    """Request for optional softmax statistics: the logit at ``target``, and a weighted sum of the logits."""
+    """Request for two optional softmax statistics of each row: the logit at ``target``, and a weighted sum of the
+    logits.
+    """
 
     target: Tensor | None = None
     """Target columns in the full vocabulary, [N] int64, equal on all ranks."""
@@ -41,16 +43,16 @@ class Question(NamedTuple):
 
     @property
     def weighted(self) -> bool:
-        """True if the weighted sum is requested."""
+        """True if a weighted sum of the logits is requested, with weights or with weight 1 for all."""
         return self.even or self.weight is not None
 
     def rows(self, part: slice) -> "Question":
-        """Returns the request for the rows in the slice ``part``."""
+        """Returns the same request for only the rows in the slice ``part``."""
         return self if self.target is None else self._replace(target=self.target[part])
 
 
 class Statistics(NamedTuple):
-    """Softmax statistics of each row over this rank's columns of the logits, [N] each; they carry no gradients."""
+    """Softmax statistics of each of N rows, over this rank's columns of the logits; [N] each, without gradients."""
 
     largest: Tensor
     """Maximum of each row. For an infinite maximum, the other statistics use differences from 0."""
@@ -62,7 +64,9 @@ class Statistics(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Softmax over the full vocabulary, as the two numbers of each row, [N], in exp(x - largest - log_sum)."""
+    """Softmax over the full vocabulary in two numbers per row, [N] each: the softmax of x is exp(x - largest -
+    log_sum).
+    """
 
     largest: Tensor
     """Maximum of each row; 0 for an infinite maximum."""
@@ -70,37 +74,39 @@ class Softmax(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Gradients of a loss with respect to the softmax statistics of each row, [N] each; None: no gradient."""
+    """Gradients of a loss with respect to the softmax statistics of each of N rows, [N] each; None: no gradient."""
 
     log_sum: Tensor | None
     picked: Tensor | None = None
     weighted: Tensor | None = None
 
     def rows(self, part: slice) -> "Slopes":
-        """Returns the gradients for the rows in the slice ``part``."""
+        """Returns the gradients for only the rows in the slice ``part``."""
         return Slopes(*(None if slope is None else slope[part] for slope in self))
 
 
 class Exchange(Protocol):
-    """Interface of all-reduces between the ranks that divide the columns of the vocabulary."""
+    """Interface of all-reduces between the ranks, each of which has some of the vocabulary's columns."""
 
     def largest(self, values: Tensor) -> None:
-        """Replaces ``values`` by their maximum over the ranks, in place."""
+        """Overwrites ``values`` on all ranks with their elementwise maximum over the ranks."""
 
     def sum(self, values: Tensor) -> None:
-        """Replaces ``values`` by their sum over the ranks, in place."""
+        """Overwrites ``values`` on all ranks with their elementwise sum over the ranks."""
 
 
 def fits_softmax_kernels(logits: Tensor) -> bool:
-    """Returns True if the Triton kernels support ``logits``: fp32, fp16 or bf16, two dims, with contiguous rows."""
+    """Returns True if the Triton kernels support ``logits``: a matrix in fp32, fp16 or bf16, with contiguous rows."""
     narrow = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return narrow and logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """Computes the statistics that ``question`` requests, over this rank's columns, in one pass over the logits.
+    """Returns the softmax statistics of each row of ``logits_NW`` over this rank's columns, computed in one pass over
+    memory.
 
-    ``triton``: use Triton if the kernels support the logits; otherwise PyTorch computes them.
+    ``question`` requests the optional statistics. ``triton``: True: uses Triton if its kernels support the logits;
+    otherwise PyTorch.
     """
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
@@ -112,16 +118,19 @@ def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Stat
 def join_softmax_terms(
     found: Statistics, question: Question, width: int, exchange: Exchange | None, known: Softmax | None = None
 ) -> tuple[Softmax, Tensor | None, Tensor | None]:
-    """Reduces the statistics ``found`` on each rank to statistics over all columns, with one all-reduce of a maximum
-    and one sum.
+    """Combines ``found``, the softmax statistics over each rank's columns, to statistics over all columns.
+
+    It all-reduces one maximum and one sum.
 
     Args:
+        question: request for the optional statistics, from which ``found`` was computed.
         width: number of columns of this rank.
         exchange: all-reduces over the ranks with other columns; None: this rank has all columns.
         known: softmax of the same logits from an earlier call, which is not communicated again.
 
     Returns:
-        (softmax, logit at the target - largest, weighted sum), [N] each; None for a statistic that is not requested.
+        (softmax, logit at the target minus the largest logit, weighted sum), [N] each for N rows; None for a statistic
+            that is not requested.
     """
     own_N = found.largest.masked_fill(found.largest.isinf(), 0)
     largest_N = found.largest.clone() if known is None else known.largest
@@ -152,10 +161,11 @@ def join_softmax_terms(
 def find_gradient(
     logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes, triton: bool, inplace: bool = False
 ) -> Tensor:
-    """Returns the gradient of the logits, in their dtype.
+    """Returns the gradient of ``logits_NW``, in their dtype, from ``slopes``, the gradients of the softmax statistics.
 
-    It is d_log_sum softmax + d_picked at the target + d_weighted w, where ``slopes`` has the three d. A row with three
-    d of 0 gets exactly 0. ``inplace``: overwrites the logits, and returns them.
+    It is d_log_sum times the softmax, plus d_picked at the target's column, plus d_weighted times the weights in
+    ``question``, where ``slopes`` has the three factors d per row. A row with three factors of 0 gets exactly 0.
+    ``inplace``: overwrites the logits and returns them.
     """
     if slopes.log_sum is None:
         slopes = slopes._replace(log_sum=torch.zeros_like(softmax.largest))
@@ -172,10 +182,11 @@ def find_gradient(
 
 
 def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Maps columns ``target`` of the full vocabulary to this rank's ``width`` columns, which begin at ``start``.
+    """Maps columns ``target`` of the full vocabulary to columns of this rank, which has the ``width`` columns from
+    ``start`` on.
 
     Returns:
-        (index of the local column, or 0 if it is on another rank; True if it is on another rank).
+        (index of the column on this rank, or 0 if another rank has it; True if another rank has it).
     """
     place = target - start
     elsewhere = (place < 0) | (place >= width)
@@ -183,8 +194,10 @@ def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
-    """Computes the softmax statistics that ``question`` requests in PyTorch; it is the reference for
-    :func:`find_statistics`.
+    """Computes softmax statistics of each row of ``logits_NW`` over this rank's columns in PyTorch.
+
+    ``question`` requests the optional statistics. The Triton kernel of :func:`find_statistics` is compared with this
+    function.
     """
     wide = torch.promote_types(logits_NW.dtype, torch.float32)
     largest_N = logits_NW.amax(-1).to(wide)
@@ -199,9 +212,9 @@ def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
 
 
 def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes) -> Tensor:
-    """Computes the gradient of the logits in PyTorch, from the gradients ``slopes`` of their softmax statistics.
+    """Computes the gradient of ``logits_NW`` in PyTorch, from ``slopes``, the gradients of their softmax statistics.
 
-    It is the reference for :func:`find_gradient`.
+    The Triton kernel of :func:`find_gradient` is compared with this function.
     """
     log_sum_N, picked_N, weighted_N = slopes
     assert log_sum_N is not None
@@ -221,8 +234,8 @@ def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, 
 
 
 def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> bool:
-    """Returns True if ``kernels`` selects Triton for ``operator`` on rows of ``width`` logits, and supports their
-    dtype.
+    """Returns True if ``kernels`` selects Triton for ``operator`` on rows of ``width`` logits, and Triton supports
+    their dtype.
     """
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
 
@@ -299,23 +312,29 @@ class CrossEntropy:
     reduction: Reduction = "mean"
 
     def slopes(self, slope_N: Tensor, vocabulary: int) -> Slopes:
-        """Returns the gradients of the softmax statistics for ``slope_N``, the gradient of each row's loss.
+        """Returns the gradients of the softmax statistics, for ``slope_N``, the gradient of the loss of each of N rows.
 
-        ``vocabulary`` is the number of classes over all ranks.
+        ``vocabulary`` is the number of classes, on all ranks together.
         """
         smoothing = self.label_smoothing
         weighted_N = slope_N * (-smoothing / vocabulary) if smoothing else None
         return Slopes(slope_N, slope_N * (smoothing - 1), weighted_N)
 
     def losses(self, log_sum: Tensor, picked: Tensor, weighted: Tensor | None, vocabulary: int) -> Tensor:
-        """Returns the loss of each row, [N], from its softmax statistics; ``vocabulary`` is the number of classes."""
+        """Returns the loss of each of N rows, [N], from softmax statistics over all columns, [N] each.
+
+        ``log_sum``: log of the sum of exp(logit - largest logit). ``picked``: logit at the target minus the largest.
+        ``weighted``: sum of all logits minus the largest, for label smoothing; None without it. ``vocabulary``: number
+        of classes.
+        """
         losses_N = log_sum - picked * (1 - self.label_smoothing)
         return losses_N if weighted is None else losses_N - weighted * (self.label_smoothing / vocabulary)
 
     def reduced(self, losses_N: Tensor, counted_N: Tensor) -> Tensor:
-        """Returns the mean or sum of the row losses, a 0-dim tensor, or the losses themselves for reduction "none".
+        """Reduces the losses of N rows as the option ``reduction`` requests: to their mean or sum (0-dim), or not
+        ("none").
 
-        ``counted_N``: True for rows that are not ignored; the mean divides by their number.
+        ``counted_N``: True for the rows that are not ignored; the mean divides by the number of these rows.
         """
         if self.reduction == "none":
             return losses_N
@@ -324,10 +343,12 @@ class CrossEntropy:
 
 
 def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Checks that class indices in ``target`` are in the vocabulary or equal ``ignore_index``; on the CPU only.
+    """Checks that each class index in ``target`` is in 0 to ``vocabulary`` - 1, or equals ``ignore_index``.
+
+    On an accelerator it checks nothing, because the host would have to wait.
 
     Raises:
-        EngineError: a target is outside the vocabulary.
+        EngineError: a class index is outside the vocabulary.
     """
     if not is_host(target.device):
         return

@@ -34,7 +34,7 @@ _SCORES, _LINES = 1 << 22, 64
 
 @dataclass(frozen=True, slots=True)
 class FlexCall:
-    """Arguments of a call of torch's ``flex_attention``, except for queries, keys and values."""
+    """Arguments of a call of torch's ``flex_attention`` other than queries, keys and values."""
 
     run: Callable[..., Any]
     """torch's function, or the caller's compiled one."""
@@ -47,13 +47,15 @@ class FlexCall:
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
-    """Runs flex attention: q [B, G, Q, D], k [B, H, K, D], v [B, H, K, E] -> output [B, G, Q, E].
+    """Runs torch's flex attention; returns the output [B, G, Q, E], or with log-sum-exps and maxima if ``call.options``
+    requests them, as torch does.
 
-    If ``call.options`` requests log-sum-exps or maxima, it returns them with the output, as torch does. Queries without
+    ``q`` is [B, G, Q, D], ``k`` [B, H, K, D] and ``v`` [B, H, K, E], for G query heads and H key heads. Queries without
     a visible key get zeros.
 
     Raises:
-        EngineError: the mask has other lengths than queries and keys, or the heads do not match.
+        EngineError: the mask has other numbers of queries and keys than ``q`` and ``k``, or the numbers of heads do not
+            match.
     """
     _check(q, k, call)
     if has_torch_function((q, k, v)):
@@ -147,10 +149,11 @@ class _Tiles(NamedTuple):
 
 
 def over_places(modifier: Modifier, places: Sequence[Tensor], scores: Tensor | None = None) -> Tensor:
-    """Calls ``modifier``, a torch mask or score function, for each combination of row, head, query and key.
+    """Calls ``modifier``, a mask or score function of torch's flex attention, for each combination of row, head, query
+    and key.
 
-    ``places``: the four index vectors. ``scores`` [B, G, Q, K]: first argument of a function that changes scores; None:
-    ``modifier`` is a mask function. Returns [B, G, Q, K].
+    ``places``: four vectors with the indices of rows, heads, queries and keys. ``scores`` [B, G, Q, K]: first argument
+    of a score function; None: ``modifier`` is a mask function. Returns all results, [B, G, Q, K].
     """
     function, scored = modifier, [] if scores is None else [0]
     for dim in range(3, -1, -1):
@@ -181,11 +184,15 @@ def _visible(mask: Any, places: Sequence[Tensor]) -> Tensor:
 def build_block_mask(
     kind: Any, listed: Sequence[Any], block: tuple[int, int], mask_mod: Modifier, lengths: tuple[int, int]
 ) -> Any:
-    """Returns a ``BlockMask`` of the class ``kind``, made from lists of its blocks.
+    """Returns a torch ``BlockMask`` of the class ``kind`` from lists of its blocks; traces and torch modes do not
+    record this.
 
-    No trace or mode records its making. ``listed``: counts [B, H, rows] and columns [B, H, rows, n], int32, of the
-    partial blocks, then of the full ones. ``block`` is the size of a block and ``lengths`` the numbers of queries and
-    keys.
+    Args:
+        listed: four int32 tensors: number [B, H, rows] and columns [B, H, rows, n] of the partial blocks, then of the
+            full ones.
+        block: size of a block, (queries, keys).
+        mask_mod: mask function, which decides inside partial blocks.
+        lengths: numbers of queries and keys.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return kind.from_kv_blocks(*listed, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=lengths)
@@ -196,9 +203,10 @@ PARTIAL, FULL = 1, 2
 
 
 def block_kinds(mask: Any) -> Tensor:
-    """Returns the kind of each block of a ``BlockMask``: 0 (no key is visible), ``PARTIAL`` or ``FULL``.
+    """Returns the kind of each block of the torch ``BlockMask`` ``mask``, int8 [B or 1, G or 1, blocks of queries,
+    blocks of keys].
 
-    The result is int8 [B or 1, G or 1, blocks of queries, blocks of keys].
+    The kinds are 0 (no key is visible), ``PARTIAL`` (the mask function decides) and ``FULL`` (every key is visible).
     """
     kinds = _blocks(mask.kv_num_blocks, mask.kv_indices) * PARTIAL
     if mask.full_kv_num_blocks is None:

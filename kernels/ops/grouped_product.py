@@ -21,14 +21,17 @@ _ALIGNED = 16
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
-    """Multiplies the rows of each expert in ``x`` [R, K] by the expert's matrix in ``weight`` [X, K, N]; returns [R,
-    N].
+    """Multiplies each row of ``x`` [R, K] by the matrix of its expert in ``weight`` [X, K, N]; returns [R, N].
+    Differentiable.
 
-    The rows are sorted by expert. Differentiable.
+    The R rows are sorted by expert, of which there are X.
 
     Args:
         weight: contiguous, or the transpose of a contiguous [X, N, K].
         ends: integers [X] on the device of ``x``: the index after the last row of each expert, ascending to R.
+
+    Raises:
+        EngineError: the shapes do not match.
     """
     if x.dim() != 2 or weight.dim() != 3 or ends.shape != weight.shape[:1] or x.shape[1] != weight.shape[1]:
         raise EngineError(
@@ -42,20 +45,21 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -
 
 
 def grouped_product_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies the rows of each expert in ``x`` [R, K] by its matrix in ``weight`` [X, K, N] in PyTorch; returns [R,
+    """Multiplies each row of ``x`` [R, K] by the matrix of its expert in ``weight`` [X, K, N], in PyTorch; returns [R,
     N].
 
-    It is the reference for :func:`grouped_product`, and synchronizes to read ``ends`` [X], the ends of the experts'
-    rows.
+    The R rows are sorted by expert, and ``ends`` [X] has the index after the last row of each. The host reads ``ends``,
+    so it waits for the device. The Triton kernel of :func:`grouped_product` is compared with this function.
     """
     parts = zip(torch.tensor_split(x, ends[:-1].cpu().long()), weight, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
 
 
 def grouped_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
-    """Returns the gradient of ``weight`` [X, K, N] in :func:`grouped_product`, in its dtype and memory order.
+    """Returns the gradient [X, K, N] of ``weight`` in :func:`grouped_product`, in the memory order of ``weight``.
 
-    ``dy`` [R, N] is the gradient of the result, and ``ends`` has the index after the last row of each expert.
+    For each of X experts it is the product of its rows of ``x`` [R, K], transposed, and its rows of ``dy`` [R, N], the
+    gradient of the result. ``ends`` [X] has the index after the last row of each expert.
     """
     order = weight.is_contiguous()
     if not _fits(x, weight) or dy.dtype != x.dtype or not kernels.triton("grouped", x, x.shape[1]):

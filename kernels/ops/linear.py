@@ -44,10 +44,11 @@ class LinearForm(NamedTuple):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, kernels: Kernels, residual: Tensor | None = None
 ) -> Tensor:
-    """Computes f(x weight' + bias) + residual: x [.., I] -> [.., O], with the activation f of ``form``. Differentiable.
+    """Computes f(x W' + b) + residual: x [.., I] -> [.., O], with the activation f of ``form``. Differentiable.
 
-    ``weight`` is [O, I], or [I, O] if ``form.transposed``. Under autocast the layer runs in autocast's dtype. The
-    backward adds to the weight's main gradient, if it has one.
+    W' is the transpose of ``weight`` [O, I], or the weight itself if ``form.transposed``, stored as [I, O]; ``bias`` b
+    is [O]. Under autocast the layer runs in autocast's dtype. If the weight has a main gradient (the tensor that sums
+    its gradients), the backward adds to it in place.
     """
     given = x, weight, bias, residual
     if has_torch_function(given):
@@ -76,9 +77,10 @@ def linear(
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, residual: Tensor | None = None
 ) -> Tensor:
-    """Computes f(x weight' + bias) + residual in PyTorch, with the activation f of ``form``.
+    """Computes f(x W' + b) + residual in PyTorch, with the activation f of ``form`` and the bias b.
 
-    It is the reference for :func:`linear`.
+    W' is the transpose of ``weight``, or the weight itself if ``form.transposed``. The Triton kernel of :func:`linear`
+    is compared with this function.
     """
     y = ACTIVATIONS[form.activation](functional.linear(x, weight.t() if form.transposed else weight, bias))
     return y if residual is None else y + residual
@@ -129,7 +131,10 @@ def _by_library(x: Tensor, matrix_IO: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
-    """Returns a [.., K] @ b [K, N], [.., N], for use in a backward; in Triton it is not differentiable."""
+    """Returns a @ b, [.., N], for ``a`` [.., K] and ``b`` [K, N]; for use in a backward.
+
+    The result is not differentiable if ``kernels`` selects Triton.
+    """
     if has_torch_function((a, b)):
         return handle_torch_function(product, (a, b), a, b, kernels)
     if not kernels.takes("linear_backward", a) or b.ndim != 2 or not _multiply(a, b):
@@ -142,10 +147,11 @@ def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bool = False) -> None:
-    """Adds a [M, K] @ b [K, N] to ``into`` [M, N] in place; with ``fresh`` it overwrites ``into``.
+    """Adds ``a`` [M, K] @ ``b`` [K, N] to ``into`` [M, N] in place; with ``fresh`` it overwrites ``into`` with the
+    product.
 
-    ``into`` may be fp32 for bf16 or fp16 operands, and the sum is then fp32. The product needs no memory, except on an
-    accelerator that cannot multiply 16-bit matrices into an fp32 matrix.
+    ``into`` may be fp32 for bf16 or fp16 operands, and the sum is then computed in fp32. The product takes no memory of
+    its own, except on an accelerator that cannot multiply 16-bit matrices into an fp32 matrix.
     """
     chosen = kernels.takes("linear_backward", a)
     if chosen and _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a):
@@ -159,9 +165,10 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bo
 
 
 def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """Computes ``total += a @ b``, or ``total = a @ b`` if ``fresh``, by a matrix product of the vendor's library.
+    """Computes ``total += a @ b``, or ``total = a @ b`` if ``fresh``, by the vendor's library for matrix products, such
+    as cuBLAS.
 
-    Products of bf16 and fp16 operands are accumulated in the dtype of ``total``.
+    bf16 and fp16 operands are summed in the dtype of ``total``, such as fp32.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if fresh else 1)
@@ -189,10 +196,11 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def added_to_main(main: MainGradient | None, node: Any | None, a: Tensor, b: Tensor, kernels: Kernels) -> bool:
-    """Adds the weight gradient a [M, K] @ b [K, N] to the main gradient ``main`` [M, N], and returns True.
+    """Adds the weight gradient ``a`` [M, K] @ ``b`` [K, N] to ``main``, the tensor [M, N] that sums the gradients of
+    the weight; returns True.
 
-    It returns False and does nothing if the caller must return the gradient to autograd. ``node``: as in
-    :meth:`MainGradient.begin`.
+    It returns False, and adds nothing, if the caller must return the gradient to autograd instead. ``node``: autograd
+    node that accumulates the weight's gradients, as in :meth:`MainGradient.begin`.
     """
     opened = open_sum(main, node)
     if main is None or opened is None:
@@ -358,7 +366,7 @@ _library_linear.register_autograd(_library_linear_gradients, setup_context=_keep
 
 
 class MainProduct(NamedTuple):
-    """Settings of a linear layer with a weight that has a main gradient."""
+    """Settings of a linear layer, for a weight with a main gradient: a tensor that sums its gradients."""
 
     transposed: bool
     activation: Activation
@@ -370,8 +378,10 @@ class MainProduct(NamedTuple):
 
 
 def unviewed(y: Tensor) -> Tensor:
-    """Returns ``y``, but not as a view for autograd, so that in-place operations such as ReLU(inplace=True) are
-    allowed.
+    """Returns ``y`` with the same data, but not as a view for autograd, which forbids in-place operations on some
+    views.
+
+    Operations such as ReLU(inplace=True) are then allowed on the result.
     """
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 

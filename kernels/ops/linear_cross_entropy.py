@@ -59,18 +59,25 @@ applied later.
 
 
 class Head(NamedTuple):
-    """Language-model head on one rank: weight [W, H] and bias [W] or None, both in the dtype of the hidden states."""
+    """Language-model head on one rank: weight [W, H] and bias [W] or None, in the dtype of the hidden states.
+
+    W is the number of vocabulary columns that the rank has, and H the width of the hidden states.
+    """
 
     weight: Tensor
     bias: Tensor | None
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
-        """Returns the logits [C, W] of a chunk of C tokens."""
+        """Returns the logits [C, W] of a chunk of C tokens with the hidden states ``hidden_CH``, for W vocabulary
+        columns.
+        """
         return functional.linear(hidden_CH, self.weight, self.bias)
 
 
 class Conditions(NamedTuple):
-    """Options of :func:`linear_terms` besides tensors to differentiate: kernels, all-reduces, and a known softmax."""
+    """Options of :func:`linear_terms` that are not differentiated: kernel selection, all-reduces, and a known
+    softmax.
+    """
 
     kernels: Kernels
     exchange: Exchange | None = None
@@ -80,7 +87,7 @@ class Conditions(NamedTuple):
 
 
 class LinearTerms(NamedTuple):
-    """Softmax statistics over the full vocabulary, [N] each, in fp32 or fp64.
+    """Softmax statistics of each of N tokens over the full vocabulary, [N] each, in fp32 or fp64.
 
     All except ``largest`` are differentiable.
     """
@@ -92,12 +99,14 @@ class LinearTerms(NamedTuple):
 
 
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
-    """Returns the number of tokens in a chunk, a power of two, for hidden states of ``width`` and ``columns`` logits
-    per token.
+    """Returns the number of tokens in a chunk, a power of two, for the loss of ``tokens`` tokens that is computed chunk
+    by chunk.
 
-    It is at least ``LEAST_CHUNK``, ``width / 2`` and ``tokens * width / columns``. With the last size, the chunk's
-    logits have as many elements as all hidden states. A chunk also has 2048 tokens or more, if that is at most a
-    quarter of all. Such chunks are 8% faster than of 1024 on an H200 (width 2048, vocabulary 128256); of 4096, 9%.
+    ``width`` is the size of a hidden state, and ``columns`` the number of logits per token. The result is at least
+    ``LEAST_CHUNK``, ``width / 2`` and ``tokens * width / columns``. With the last number, the chunk's logits have as
+    many elements as all hidden states. It is also at least 2048, or a quarter of ``tokens`` if that is fewer. On an
+    H200 (width 2048, vocabulary 128256), chunks of 2048 tokens are 8% faster than chunks of 1024, and chunks of 4096
+    are 9% faster.
     """
     quarter = min(tokens // 4, FAST_CHUNK)
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, quarter, LEAST_CHUNK)
@@ -107,13 +116,15 @@ def chunk_tokens(tokens: int, width: int, columns: int) -> int:
 def linear_cross_entropy(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, form: CrossEntropy, kernels: Kernels
 ) -> Tensor:
-    """Computes the cross-entropy of ``linear(hidden, weight, bias)`` chunk by chunk, without all logits in memory.
+    """Computes the cross-entropy of ``linear(hidden, weight, bias)`` chunk by chunk, so that all logits never exist at
+    once.
 
-    Returns the loss, 0-dim, or [N] for reduction "none", in fp32 (fp64 for fp64). ``target_N`` is int64. Differentiable
-    once, in hidden, weight and bias. Under autocast the product runs in autocast's dtype.
+    Returns the loss, 0-dim, or [N] for reduction "none", in fp32 (fp64 for fp64 operands). ``target_N`` has N class
+    indices, int64. The loss can be differentiated once, in hidden, weight and bias. Under autocast the product runs in
+    autocast's dtype.
 
     Raises:
-        EngineError: a target is outside the vocabulary. Only a CPU checks: on a GPU the check would synchronize.
+        EngineError: a target is outside the vocabulary; checked on the CPU only, because a GPU would have to wait.
     """
     given = tuple(x for x in (hidden_NH, weight_VH, bias_V) if x is not None)
     if has_torch_function(given):
@@ -134,16 +145,16 @@ def linear_cross_entropy(
 def linear_terms(hidden_NH: Tensor, head: Head, question: Question, conditions: Conditions) -> LinearTerms:
     """Computes the softmax statistics of ``head.logits(hidden)`` chunk by chunk; the backward recomputes the logits.
 
-    With ``conditions.exchange``, columns are on several ranks: one maximum and one sum are all-reduced for all tokens.
-    Nothing is communicated if the softmax is known and no other statistic is requested. The backward communicates
-    nothing; the caller sums the gradient of the hidden states over the ranks.
+    With ``conditions.exchange``, each rank has some of the vocabulary's columns: one maximum and one sum are
+    all-reduced for all tokens together. They are not if ``conditions.known`` has the softmax and ``question`` requests
+    nothing else. The backward communicates nothing: the caller sums the gradient of ``hidden_NH`` over the ranks.
     """
     found: tuple[Any, ...] = _Terms.apply(hidden_NH, *head, question, conditions)  # type: ignore[no-untyped-call]
     return LinearTerms(*found)
 
 
 def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the operands of a linear layer in autocast's dtype, if autocast is on; fp64 operands stay unchanged."""
+    """Returns (hidden, weight, bias) cast to autocast's dtype; unchanged if autocast is off or ``hidden`` is fp64."""
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
         return hidden, weight, bias

@@ -34,9 +34,10 @@ class Norm:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Kernels) -> Tensor:
-    """Computes RMSNorm or LayerNorm over the last dim: x [.., H] -> [.., H], in the dtype of ``x``. Differentiable.
+    """Computes RMSNorm or LayerNorm of ``x`` [.., H] over the last dim; returns [.., H] in the dtype of ``x``.
+    Differentiable.
 
-    ``weight`` and ``bias`` are [H].
+    ``weight`` and ``bias`` are [H]. ``form.centered`` selects LayerNorm; ``kernels`` selects Triton or PyTorch.
     """
     if has_torch_function((x, weight)):
         return handle_torch_function(norm, (x, weight), x, weight, bias, form, kernels)
@@ -50,7 +51,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns (norm of x + residual, x + residual), both [.., H] in the dtype of ``x``. Differentiable.
 
-    ``affine`` is (weight [H], bias [H] or None).
+    The norm is RMSNorm, or LayerNorm if ``form.centered``. ``affine`` is its (weight [H], bias [H] or None).
     """
     weight, bias = affine
     if has_torch_function((x, residual, weight)):
@@ -67,7 +68,10 @@ def add_norm(
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> Tensor:
-    """Computes RMSNorm or LayerNorm over the last dim of ``x`` in PyTorch; it is the reference for :func:`norm`."""
+    """Computes RMSNorm, or LayerNorm if ``form.centered``, over the last dim of ``x`` in PyTorch.
+
+    The Triton kernel of :func:`norm` is compared with this function.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     width, scale = x.shape[-1:], weight.to(wide)
     if form.offset:
@@ -191,10 +195,10 @@ _PIECE = 1 << 20
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
-    """Returns the sum of squares of all tensors marked True in ``parts``, an fp64 scalar on their device.
+    """Returns the sum of squares over all tensors in ``parts`` that count, as an fp64 scalar on their device.
 
-    ``parts``: pairs (flat contiguous values, True if they count), on one device. The sum is neither differentiated nor
-    compiled with a model, so this is a plain function and no custom operator.
+    ``parts``: pairs (flat contiguous values, True if they count), all on one device. It is a plain function and no
+    torch custom operator, because it is neither differentiated nor compiled with a model.
     """
     ours = [_squares_fit(values, kernels) for values, _ in parts]
     rest = [part for part, yes in zip(parts, ours, strict=True) if not yes]
@@ -209,9 +213,10 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tens
 
 
 def squared_norm_reference(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Computes the sum of squares of the tensors marked True in ``parts`` in PyTorch, as an fp64 scalar.
+    """Returns the sum of squares over all tensors in ``parts`` that count, as an fp64 scalar, computed in PyTorch.
 
-    It is the reference for :func:`squared_norm`.
+    ``parts``: pairs (values, True if they count). The Triton kernel of :func:`squared_norm` is compared with this
+    function.
     """
     norms = [
         torch.linalg.vector_norm(piece, dtype=torch.float64) * (1.0 if counts else 0.0)

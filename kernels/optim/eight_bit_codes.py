@@ -50,16 +50,19 @@ class BlockCodes(NamedTuple):
         return cls(torch.zeros(elements, dtype=torch.uint8, device=device), scales)
 
     def part(self, start: int, stop: int, block: int) -> "BlockCodes":
-        """Returns views of the elements ``start:stop`` and their scales, for blocks of ``block`` elements.
+        """Returns views of the codes of the elements ``start:stop`` and of their scales; a scale is for ``block``
+        elements.
 
-        ``start`` and ``stop`` are multiples of ``block``, or ``stop`` is the end.
+        ``start`` is a multiple of ``block``, and so is ``stop``, unless it is the number of all elements.
         """
         return BlockCodes(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """Encoding of one kind of moment: with a sign or without, and elements per scale."""
+    """Encoding of one of Adam's two moments: codes with a sign bit or without one, and the number of elements per
+    scale.
+    """
 
     block: int
     """Number of elements per scale."""
@@ -67,22 +70,30 @@ class StateFormat:
 
     @property
     def largest(self) -> int:
-        """Code of an element that equals its block's scale, without the sign bit: 127 or 255."""
+        """Largest code, of an element with the absolute value of its block's scale: 127 in signed codes, otherwise 255.
+
+        The sign bit is not included.
+        """
         return 127 if self.signed else 255
 
     @property
     def least(self) -> float:
-        """Smallest positive number with a code, as a fraction of the block's scale."""
+        """Smallest positive number with a code of its own, as a fraction of its block's scale."""
         return 1.25 * 2.0**-16 if self.signed else 1.25 * 2.0**-32
 
     def bytes(self, elements: int) -> int:
-        """Returns the size in bytes of the codes and scales of ``elements`` numbers."""
+        """Returns the size in bytes of the encoding of ``elements`` numbers: one byte each, and an fp32 scale per
+        block.
+        """
         return elements + 4 * -(-elements // self.block)
 
 
 @torch.no_grad()
 def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
-    """Encodes the numbers ``values_n`` into the tensors ``into``, in place; fp64 numbers are first rounded to fp32."""
+    """Encodes the numbers ``values_n`` into ``into``, the tensors for their codes and scales, in place.
+
+    Numbers in fp64 are first rounded to fp32.
+    """
     elements, blocks = len(values_n), len(into.scales)
     x_KB = values_n.new_zeros(blocks * form.block, dtype=torch.float32)
     x_KB[:elements] = values_n
@@ -105,7 +116,7 @@ def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
 
 @torch.no_grad()
 def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns the numbers that ``given`` encodes, [n] in ``dtype``."""
+    """Returns the numbers that the codes and scales in ``given`` stand for, [n] in ``dtype``."""
     elements, blocks = len(given.codes), len(given.scales)
     code = given.codes.to(torch.int32)
     size = code & 127 if form.signed else code
@@ -118,9 +129,9 @@ def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.floa
 
 
 def chunks(elements: int) -> Iterator[slice]:
-    """Yields consecutive slices that cover ``elements`` elements.
+    """Yields consecutive slices that together cover a vector of ``elements`` elements.
 
-    Each slice has ``CHUNK`` elements, a multiple of every block size; the last slice may have fewer.
+    A slice has ``CHUNK`` elements, a multiple of every block size; the last one may have fewer.
     """
     return (slice(start, min(elements, start + CHUNK)) for start in range(0, elements, CHUNK))
 
@@ -128,10 +139,11 @@ def chunks(elements: int) -> Iterator[slice]:
 def adam_8bit_(
     weights_n: Tensor, grads_n: Tensor, moments: Sequence[BlockCodes], step: int, rule: AdamRule, block: int
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) in place, with moments as 8-bit codes.
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``weights_n`` in place, with moments that are stored as
+    8-bit codes.
 
-    ``moments``: first and second moment, with ``block`` elements per scale. The arithmetic equals ``adam_``, in the
-    dtype of the weights.
+    ``moments``: codes of the first and the second moment, with ``block`` elements per scale. They are decoded, updated
+    as by :func:`adam_` in the dtype of the weights, and encoded again.
     """
     forms = [StateFormat(block, signed) for signed in (True, False)]
     for part in chunks(len(weights_n)):

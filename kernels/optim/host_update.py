@@ -48,14 +48,18 @@ _LONGEST = 120.0
 
 
 class CompileError(Exception):
-    """Error of a failed compilation; its text is a clause with the reason, which completes the caller's sentence."""
+    """Error of a failed compilation of a C++ source.
+
+    Its text is only the reason, such as "there is no C++ compiler", for the end of a sentence of the caller.
+    """
 
 
 def library(source: Path) -> Path | None:
-    """Returns the path of the shared library compiled from ``source``; None if ``TRINE_CACHE`` is 0, which forbids
-    files.
+    """Returns the path of the shared library that is compiled from the C++ file ``source``; compiles it if no stored
+    one fits.
 
-    The library is stored for later runs: a compilation takes seconds, the search for a stored file milliseconds.
+    The library is stored in a cache folder for later runs. None: the environment variable ``TRINE_CACHE`` is 0, which
+    forbids stored files.
 
     Raises:
         CompileError: there is no compiler, the compiler fails, or the result cannot be stored.
@@ -141,9 +145,10 @@ def update_adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Makes Adam update number ``step`` (from 1) in place, with the bits of :func:`adam_`.
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``weights`` in place; the results equal :func:`adam_` in
+    all bits.
 
-    Large contiguous fp32 tensors on the host are updated by the compiled kernel, others by torch.
+    Large contiguous fp32 tensors on the CPU are updated by a compiled C++ kernel, other tensors by torch.
     """
     kernel = _kernel_for((*weights, *grads, *first_moments, *second_moments), len(weights))
     if kernel is None:
@@ -154,9 +159,9 @@ def update_adam_(
 
 
 def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """Makes a Lion update in place, with the bits of :func:`lion_`.
+    """Makes a Lion update of ``weights`` in place; the results equal :func:`lion_` in all bits.
 
-    Large contiguous fp32 tensors on the host are updated by the compiled kernel, others by torch.
+    Large contiguous fp32 tensors on the CPU are updated by a compiled C++ kernel, other tensors by torch.
     """
     kernel = _kernel_for((*weights, *grads, *momenta), len(weights))
     if kernel is None:
@@ -167,9 +172,11 @@ def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Se
 
 
 def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
-    """Returns True if ``wide`` (fp32) rounded to bf16 equals ``narrow``, a tensor of equal size.
+    """Returns True if every number of ``wide`` (fp32), rounded to bf16, equals the number of ``narrow`` at its
+    position.
 
-    False also means that the compiled kernel is not used, for example for small tensors.
+    False means that some number differs, or that the numbers were not compared because the compiled kernel is not used,
+    for example for small tensors.
     """
     kernel = _kernel_for((wide,), 1) if narrow.dtype == torch.bfloat16 and is_host(narrow.device) else None
     return kernel is not None and narrow.is_contiguous() and kernel.rounds_to(wide, narrow)
@@ -177,15 +184,18 @@ def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HostKernel:
-    """Compiled update rules for the CPU; they work on contiguous fp32 tensors of equal size."""
+    """Update rules of Adam and Lion for the CPU, compiled from C++; the tensors of a call are contiguous fp32 of one
+    size.
+    """
 
     compiled: ctypes.CDLL
     lanes: int
     """Number of elements in a vector of torch's kernels; remainders are computed differently."""
 
     def adam(self, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, rule: AdamRule) -> None:
-        """Makes Adam update number ``step`` of weights ``w`` and moments ``m`` and ``v`` from gradient
-        ``g``, in place.
+        """Makes Adam or AdamW update number ``step`` (from 1) of weights ``w`` and moments ``m`` and ``v``, in place.
+
+        ``g`` is the gradient.
         """
         age, (beta1, beta2) = rule.age(step), rule.betas
         numbers = _floats(
@@ -202,13 +212,17 @@ class HostKernel:
         self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, *self._spans())
 
     def lion(self, w: Tensor, g: Tensor, m: Tensor, rule: LionRule) -> None:
-        """Makes a Lion update of weights ``w`` and momentum ``m`` from gradient ``g``, in place."""
+        """Makes a Lion update of weights ``w`` and momentum ``m`` in place; ``g`` is the gradient."""
         beta1, beta2 = rule.betas
         numbers = _floats(rule.lr, 1 - rule.lr * rule.weight_decay, 1 - beta1, 1 - beta2)
         self.compiled.trine_lion(*_places(w, g, m), numbers, self._spans()[0])
 
     def rounds_to(self, wide: Tensor, narrow: Tensor) -> bool:
-        """Returns True if ``wide`` (fp32) rounded to bf16 equals ``narrow``; False if there is a NaN."""
+        """Returns True if every number of ``wide`` (fp32), rounded to bf16, equals the number of ``narrow`` at its
+        position.
+
+        It returns False if there is a NaN.
+        """
         places = ctypes.c_void_p(wide.data_ptr()), ctypes.c_void_p(narrow.data_ptr())
         return bool(self.compiled.trine_rounds_to(*places, ctypes.c_int64(wide.numel()), self._spans()[0]))
 
@@ -219,9 +233,9 @@ class HostKernel:
 
 @cache
 def host_kernel() -> HostKernel | None:
-    """Returns the compiled update kernel, made at the first call.
+    """Returns the update rules that are compiled for this CPU; the first call compiles or loads them.
 
-    None: it cannot be compiled, which is logged once, or its results differ from torch's in some bit.
+    None: they cannot be compiled, which is logged once, or their results differ from torch's in some bit.
     """
     try:
         made = library(SOURCE)
@@ -244,9 +258,10 @@ def host_kernel() -> HostKernel | None:
 
 
 def has_bits_of_torch(kernel: HostKernel) -> bool:
-    """Returns True if every rule of the kernel equals torch's results in all bits on a sample of random numbers.
+    """Returns True if the Adam and Lion updates of ``kernel`` equal torch's in all bits, on one sample of random
+    numbers.
 
-    The sample has an odd length, so that it includes elements outside whole vectors.
+    The size of the sample is odd, so that it includes elements at the end that fill no whole vector register.
     """
     w, g, m, v = torch.randn(4, 1021, generator=torch.Generator().manual_seed(0)).unbind()
     v = v.square()

@@ -26,31 +26,37 @@ class MatrixRule(Protocol):
     """Interface of optimizer rules that compute the update of a parameter from its whole matrix, such as Muon."""
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the average number of multiplications for an update of a matrix, which balances the work of ranks."""
+        """Returns the average number of multiplications for one update of a matrix of ``shape``.
+
+        The number serves to give each rank about the same amount of work.
+        """
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Returns the shapes, by name, of the state tensors that belong to a whole matrix of ``shape``.
+        """Returns a dict with the name and shape of each state tensor that belongs to a whole matrix of ``shape``.
 
-        State with one number per element, which shards with the parameter, is not included.
+        It does not include state with one number per element, which is sharded in the same way as the matrix.
         """
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] of a whole matrix from ``direction_AB``, its gradient or momentum.
+        """Returns the update [A, B] of a whole matrix [A, B] from ``direction_AB``, its gradient or momentum.
 
-        ``state`` is written in place; at first it is zeros. ``step``: number of the update, from 1.
+        ``state``: state tensors by name, zeros at first; they are written in place. ``step``: number of the update,
+        from 1.
         """
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
         """Applies weight decay and ``update`` to ``weights`` in place.
 
-        Both may be shards of a matrix of ``shape``.
+        ``weights`` and ``update`` may be corresponding shards of a matrix of ``shape``. ``step``: number of the update,
+        from 1.
         """
 
 
 def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: float, add: float) -> None:
-    """Updates the statistics ``left`` [A, A] and ``right`` [B, B] of a gradient G in place.
+    """Updates ``left`` [A, A] and ``right`` [B, B], the statistics of a matrix's gradients, in place.
 
-    Each becomes ``keep`` times its value plus ``add`` times G G' (left) or G' G (right). None is left out.
+    For the gradient G = ``grad_AB`` and its transpose G', ``left`` becomes ``keep`` * left + ``add`` * G G', and
+    ``right`` becomes ``keep`` * right + ``add`` * G' G. A statistic of None is left out.
     """
     if left is not None:
         left.addmm_(grad_AB, grad_AB.T, beta=keep, alpha=add)
@@ -59,18 +65,18 @@ def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: 
 
 
 def both_sides(left: Tensor | None, matrix_AB: Tensor, right: Tensor | None) -> Tensor:
-    """Returns left @ matrix @ right; None for ``left`` or ``right`` means the identity."""
+    """Returns left @ matrix_AB @ right; None for ``left`` or ``right`` means the identity matrix."""
     found = matrix_AB if left is None else left @ matrix_AB
     return found if right is None else found @ right
 
 
 def transposed(matrix: Tensor | None) -> Tensor | None:
-    """Returns the transpose of a matrix; None, which means the identity, stays None."""
+    """Returns the transpose of ``matrix``; None, which means the identity matrix, is returned as None."""
     return None if matrix is None else matrix.T
 
 
 def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (ascending eigenvalues, eigenvectors as columns) of a symmetric matrix, in its dtype."""
+    """Returns (eigenvalues in ascending order, eigenvectors as columns) of the matrix ``symmetric``, in its dtype."""
     try:
         values, vectors = torch.linalg.eigh(symmetric)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # solvers fail on some fp32 matrices
@@ -79,9 +85,10 @@ def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def side_shapes(shape: tuple[int, ...], largest: int, left: str, right: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of square state matrices for the rows and the columns of a matrix of ``shape``, by name.
+    """Returns the shapes, by name, of two square state matrices for a matrix of ``shape`` (rows, columns).
 
-    ``left`` names the state [rows, rows] and ``right`` the state [columns, columns]. A side above ``largest`` has none.
+    ``left`` is the name of the one with shape (rows, rows), and ``right`` of the one with shape (columns, columns). One
+    with more than ``largest`` rows is left out.
     """
     rows, columns = shape
     sides = {left: (rows, rows), right: (columns, columns)}
@@ -106,7 +113,9 @@ class MuonRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "MuonRule":
-        """Returns the rule with the hyperparameters in a parameter group, under torch's option names."""
+        """Returns the rule with the hyperparameters in ``group``, a parameter group with the option names of
+        ``torch.optim.Muon``.
+        """
         return cls(
             lr=float(group["lr"]),
             weight_decay=group["weight_decay"],
@@ -120,7 +129,9 @@ class MuonRule:
         )
 
     def rate(self, shape: tuple[int, ...]) -> float:
-        """Returns the learning rate for a matrix of ``shape``, adjusted to its size."""
+        """Returns the learning rate for a matrix of ``shape``: ``lr`` times a factor that depends on the numbers of
+        rows and columns.
+        """
         rows, columns = shape
         ratio = 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1, rows / max(1, columns)))
         return self.lr * ratio
@@ -131,37 +142,39 @@ class MuonRule:
         return self.steps * small * small * (2 * large + small)
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns no shapes, because the momentum has one number per element and shards with the parameter."""
+        """Returns {}: the momentum, the only state, has one number per element and is sharded in the same way as the
+        matrix.
+        """
         return {}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns ``direction_AB`` orthogonalized: its singular vectors stay, and its singular values
-        become about one.
-        """
+        """Returns ``direction_AB`` with all singular values changed to about one, and the same singular vectors."""
         return orthogonal(direction_AB, self)
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
         """Applies weight decay and ``update`` to ``weights`` in place.
 
-        Both may be shards of a matrix of ``shape``.
+        ``weights`` and ``update`` may be corresponding shards of a matrix of ``shape``, from which the learning rate
+        follows.
         """
         weights.mul_(1 - self.lr * self.weight_decay)
         weights.add_(update, alpha=-self.rate(shape))
 
 
 def momentum_(momentum: Tensor, grad: Tensor, rule: MuonRule) -> Tensor:
-    """Averages the gradient into the momentum in place, and returns the update direction, of the same shape.
+    """Averages the gradient ``grad`` into ``momentum`` in place; returns the direction for Muon's update, of the same
+    shape.
 
-    With ``rule.nesterov`` the direction is an average of gradient and momentum.
+    The direction is the momentum, or with ``rule.nesterov`` an average of gradient and momentum.
     """
     momentum.lerp_(grad, 1 - rule.momentum)
     return grad.lerp(momentum, rule.momentum) if rule.nesterov else momentum.clone()
 
 
 def orthogonal(direction_AB: Tensor, rule: MuonRule) -> Tensor:
-    """Returns ``direction_AB`` orthogonalized by Newton-Schulz steps, in the dtype of ``rule``.
+    """Returns ``direction_AB`` with all singular values changed to about one, and the same singular vectors.
 
-    Its singular vectors stay, and its singular values become about one.
+    It runs Newton-Schulz steps, which are matrix products in ``rule.dtype``; the result has this dtype.
     """
     a, b, c = rule.coefficients
     tall = direction_AB.size(0) > direction_AB.size(1)

@@ -66,25 +66,27 @@ class ShampooRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ShampooRule":
-        """Returns the rule with the hyperparameters in a parameter group of Shampoo."""
+        """Returns the rule with the hyperparameters in ``group``, a parameter group of the optimizer Shampoo."""
         begin = group["start_preconditioning_step"]
         begin = group["precondition_frequency"] if begin is None else begin
         return rule_of(cls, group, start_preconditioning_step=begin)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the average number of multiplications for an update of a matrix of ``shape``.
+        """Returns the average number of multiplications for one update of a matrix of ``shape``.
 
-        These are two products per preconditioned side, and the share of an eigendecomposition in each update.
+        They are two matrix products per side with a preconditioner, and the eigendecompositions, divided by the number
+        of updates from one to the next.
         """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_preconditioner_dim]
         return sum(2 * elements * size + 10 * size**3 // every for size in sides) + elements
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the state tensors of a matrix of ``shape``, by name.
+        """Returns a dict with the name and shape of each state tensor for a matrix of ``shape``.
 
-        These are a statistic and its inverse root for each side up to ``max_preconditioner_dim``, the momentum, and the
-        squares of grafting.
+        These are a statistic and its inverse root for each side up to ``max_preconditioner_dim``; the momentum, if it
+        is on; and second moments for grafting (scaling to the length of a simpler rule's update), if that rule needs
+        them.
         """
         sums = side_shapes(shape, self.max_preconditioner_dim, LEFT, RIGHT)
         roots = side_shapes(shape, self.max_preconditioner_dim, LEFT_ROOT, RIGHT_ROOT)
@@ -93,7 +95,12 @@ class ShampooRule:
         return {**momentum, **squares, **sums, **roots}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the preconditioned update [A, B] for the gradient ``direction_AB``; writes ``state`` in place."""
+        """Returns the update [A, B] for the gradient ``direction_AB``, preconditioned by the statistics of all
+        gradients so far.
+
+        ``state``: state tensors by name, written in place. ``step``: number of the update, from 1. Before
+        ``start_preconditioning_step`` the update of a simpler rule is returned.
+        """
         if step == 1:
             for kept in state.values():
                 kept.zero_()
@@ -111,7 +118,7 @@ class ShampooRule:
         return found if self.grafting == "none" else found * (simple.norm() / found.norm().clamp(min=1e-30))
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Applies weight decay and ``update`` to ``weights`` in place."""
+        """Applies weight decay and ``update`` to ``weights`` in place; ``shape`` and ``step`` have no effect."""
         weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
 
     def _simple(self, grad_AB: Tensor, momentum_AB: Tensor, state: MatrixState, step: int) -> Tensor:
@@ -169,32 +176,38 @@ class SoapRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "SoapRule":
-        """Returns the rule with the hyperparameters in a parameter group, under the option names of SOAP's authors."""
+        """Returns the rule with the hyperparameters in ``group``, a parameter group with the option names of SOAP's
+        authors.
+        """
         own = group["shampoo_beta"]
         return rule_of(cls, group, shampoo_beta=group["betas"][1] if own is None else own)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the average number of multiplications for an update of a matrix of ``shape``.
+        """Returns the average number of multiplications for one update of a matrix of ``shape``.
 
-        These are three products per side with a basis, and the share of a new basis in each update.
+        They are three matrix products per side with an eigenbasis, and the computation of new bases, divided by the
+        number of updates from one to the next.
         """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_precond_dim]
         return sum(3 * elements * size + (4 * size**3 + 2 * elements * size) // every for size in sides) + elements
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the state tensors of a matrix of ``shape``, by name.
+        """Returns a dict with the name and shape of each state tensor for a matrix of ``shape``.
 
-        These are both moments, and a statistic and an eigenbasis for each side up to ``max_precond_dim``.
+        These are the first and the second moment, and a statistic and an eigenbasis for each side up to
+        ``max_precond_dim``.
         """
         averages = side_shapes(shape, self.max_precond_dim, SOAP_LEFT, SOAP_RIGHT)
         bases = side_shapes(shape, self.max_precond_dim, LEFT_BASIS, RIGHT_BASIS)
         return {FIRST: shape, SECOND: shape, **averages, **bases}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] for the gradient ``direction_AB``; writes ``state`` in place.
+        """Returns the update [A, B] for the gradient ``direction_AB``: Adam's update in an eigenbasis of earlier
+        gradients' statistics.
 
-        The first gradient only initializes the bases, with an update of zero.
+        ``state``: state tensors by name, written in place. ``step``: number of the update, from 1. The first gradient
+        only initializes the bases, and its update is zero.
         """
         grad = direction_AB
         if step == 1:
@@ -213,7 +226,9 @@ class SoapRule:
         return found
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Applies weight decay and ``update`` to ``weights`` in place; does nothing for the first gradient."""
+        """Applies weight decay and ``update`` to ``weights`` in place; does nothing in the first step. ``shape`` has no
+        effect.
+        """
         if step > 1:
             weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
 

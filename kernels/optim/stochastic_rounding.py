@@ -21,9 +21,10 @@ _SHIFTS = (16, 15, 15)
 
 
 def random_bits(index: Tensor, key: int) -> Tensor:
-    """Returns one random number in [0, 2^32), as int64, for each element of ``index`` (int64, nonnegative).
+    """Returns a random number in [0, 2^32) for each element of ``index``, int64 of the same shape.
 
-    The numbers depend only on ``index`` and the 64-bit ``key``.
+    The numbers depend only on ``index`` (int64, nonnegative) and the 64-bit ``key``, so that every rank and device gets
+    the same ones.
     """
     low = _mix((index & _WORD) ^ (key & _WORD))
     return _mix(low ^ (index >> 32) ^ (key >> 32 & _WORD))
@@ -38,9 +39,11 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, index: Tensor, key: int) -> Tensor:
-    """Rounds ``values`` (fp32) stochastically to bf16; ``index`` (int64, same shape) and ``key`` fix the random bits.
+    """Rounds each of ``values`` (fp32) to one of the two nearest bf16 numbers at random; the nearer one is more
+    probable.
 
-    Numbers representable in bf16 and non-finite numbers are unchanged. Overflow results in infinity.
+    ``index`` (int64, same shape as ``values``) and ``key`` determine the random bits. Numbers that are representable in
+    bf16 and non-finite numbers are unchanged. Overflow results in infinity.
     """
     noise = (random_bits(index, key) >> 16).to(torch.int32)
     # Random noise in the 16 bits that bf16 drops carries into the remaining bits. The encoding is sign and
@@ -51,7 +54,7 @@ def round_to_bf16(values: Tensor, index: Tensor, key: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Position of a shard in a full parameter that is sharded along one dim."""
+    """Position of a shard in a parameter that is sharded along one dim."""
 
     places: Tensor
     """Index along the sharded dim of the full parameter, for each line of the shard: int32 [held]."""
@@ -62,11 +65,13 @@ class Lines:
 
     @property
     def held(self) -> int:
-        """Number of indices along the sharded dim that this shard has."""
+        """Number of indices of the sharded dim that are in this shard."""
         return self.places.numel()
 
     def index(self, own: Tensor) -> Tensor:
-        """Maps flat indices ``own`` in the shard to flat indices in the full parameter, int64."""
+        """Maps flat indices ``own`` of elements in the shard to the flat indices of the same elements in the full
+        parameter, int64.
+        """
         line = own // self.inner
         outer, along = line // self.held, self.places[line % self.held].long()
         return (outer * self.along + along) * self.inner + own % self.inner
@@ -74,7 +79,9 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class StochasticRounding:
-    """Random keys and position of the elements, for stochastic rounding of one parameter's shard in one update."""
+    """Random keys, and position of the elements in the full parameter, for stochastic rounding of one parameter's shard
+    in one update.
+    """
 
     keys: tuple[int, int, int]
     """Random keys of the weights, the first moment and the second moment."""
@@ -84,9 +91,9 @@ class StochasticRounding:
     """Position of the shard in the full parameter; None if the parameter is not sharded."""
 
     def round(self, values: Tensor, kind: int) -> Tensor:
-        """Rounds ``values`` (fp32, flat) stochastically to bf16.
+        """Rounds ``values`` (fp32, flat) stochastically to bf16: up or down, by random bits.
 
-        ``kind`` selects the random key: 0 for weights, 1 for the first moment, 2 for the second.
+        ``kind`` selects the random key: 0 for weights, 1 for the first moment, 2 for the second moment.
         """
         own = torch.arange(self.begin, self.begin + values.numel(), device=values.device)
         index = own if self.lines is None else self.lines.index(own)

@@ -54,10 +54,11 @@ Notes = list[str]
 
 
 def rewritten(given: Mapping[str, Any], problems: Problems) -> tuple[dict[str, Any], Notes]:
-    """Returns ``given`` with older and foreign forms of keys rewritten, and a note for the user about each rewritten
-    form.
+    """Returns ``given`` with older and foreign forms of keys converted to present keys, and one note per form for the
+    user.
 
-    Foreign forms are files of ``accelerate config`` and sections of Apex, wandb and elasticity.
+    Foreign forms are files of ``accelerate config``, and the sections of Apex, wandb and elasticity. Mistakes become
+    problems.
     """
     raw, notes = dict(given), Notes()
     for form in _FORMS:
@@ -219,8 +220,8 @@ class ElasticBatch(NamedTuple):
 def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
     """Computes the batch sizes for an ``elasticity`` section; None if a value is wrong, which becomes a problem.
 
-    Candidates for a step are multiples of the microbatch sizes, and of their common multiple, by numbers with many
-    divisors. The result divides into whole microbatches for the most numbers of GPUs.
+    Of several candidates it chooses the number of rows per step that the most numbers of GPUs divide into whole
+    microbatches. The candidates are multiples of each microbatch size, and of the least common multiple of all.
     """
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
@@ -332,7 +333,8 @@ class ForwardKeywords:
     curriculum: Curriculum | None = None
 
     def at(self, steps: int) -> dict[str, Any]:
-        """Returns the keyword arguments that forward gets after ``steps`` steps, including skipped ones.
+        """Returns the keyword arguments that the model's forward gets in the step after ``steps`` steps, including
+        skipped ones.
 
         The result is empty if no feature is enabled.
         """
@@ -345,9 +347,10 @@ class ForwardKeywords:
 
 
 def read_keywords(raw: Mapping[str, Any], problems: Problems) -> ForwardKeywords:
-    """Reads the sections ``progressive_layer_drop`` and ``curriculum_learning`` of ``raw``, if enabled.
+    """Reads the sections ``progressive_layer_drop`` and ``curriculum_learning`` of the configuration ``raw``, if
+    enabled.
 
-    Mistakes become problems.
+    A mistake becomes a problem in ``problems``.
     """
     drop, curriculum = raw.get("progressive_layer_drop"), raw.get("curriculum_learning")
     read = None

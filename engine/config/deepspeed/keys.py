@@ -15,8 +15,9 @@ from engine.config.wording import join_path
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Treatment of a DeepSpeed key without effect here: a note gives the ``reason``, unless the value is in
-    ``idle``.
+    """Treatment of a DeepSpeed key that has no effect in Trine: the user gets a note with the ``reason``.
+
+    A value in ``idle`` gets no note.
     """
 
     reason: str
@@ -29,7 +30,7 @@ class Noted:
 class Only:
     """Treatment of a DeepSpeed key for a feature that Trine lacks.
 
-    Values in ``allowed`` are accepted; any other value is an error with the ``reason``.
+    A value in ``allowed`` is accepted; any other value is an error with the ``reason``.
     """
 
     allowed: tuple[object, ...]
@@ -40,8 +41,8 @@ class Only:
 class Moved:
     """Treatment of a DeepSpeed key that sets the Trine key ``target``.
 
-    Values in ``idle`` have no effect. A mapping ``becomes`` converts DeepSpeed's values to Trine's; text is the Trine
-    value for all other values.
+    A value in ``idle`` has no effect. If ``becomes`` is a mapping, it converts DeepSpeed's values to Trine's. If it is
+    text, this text is the Trine value for every value that is not in ``idle``.
     """
 
     target: str
@@ -52,7 +53,10 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Treatment of a DeepSpeed section: ignored while its key ``switch`` is off, and an error while it is on."""
+    """Treatment of a DeepSpeed section for a feature: ignored while its key ``switch`` is off, an error while it is on.
+
+    ``noted`` and ``passed`` replace the error by a note.
+    """
 
     reason: str
     switch: str = "enabled"
@@ -67,10 +71,11 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class WithMode:
-    """Treatment of a DeepSpeed key of activation checkpointing that alone enables nothing.
+    """Treatment of a DeepSpeed key of activation checkpointing that enables nothing unless the section also sets
+    ``mode``.
 
-    Values in ``idle`` are ignored, and others get a note. If the section also sets ``mode``, a key with a ``target``
-    sets that Trine key to ``becomes``.
+    A value in ``idle`` is ignored; for another one the user gets a note. If the section sets ``mode`` and the treatment
+    has a ``target``, this Trine key is set to ``becomes``.
     """
 
     idle: tuple[object, ...]

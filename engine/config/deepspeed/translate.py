@@ -17,10 +17,11 @@ from engine.config.wording import join_path, kind, shown_value
 def translate(
     raw: Mapping[str, Any], ours: frozenset[str], problems: Problems
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the config ``raw`` without DeepSpeed's own keys, and one note for each key without effect.
+    """Returns (``raw`` without DeepSpeed's own keys, notes for the user about keys that are rewritten or have no
+    effect).
 
     A DeepSpeed key with an equivalent sets that Trine key. ``ours`` are the dotted paths of Trine's keys. Unknown keys
-    stay in the config, and ``read_section`` reports them later.
+    stay in the configuration, and ``read_section`` reports them later.
     """
     present, notes = rewritten(raw, problems)
     walk = _Walk(ours, problems)

@@ -9,8 +9,8 @@ import torch
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """torch's Adagrad under DeepSpeed's name.
 
-    The configuration key ``offload_optimizer``, not this class, places its state on GPU or host. ``amsgrad`` and
-    ``fp32_optimizer_states`` have no effect.
+    The configuration key ``offload_optimizer``, not this class, places the optimizer state on GPU or host. ``amsgrad``
+    and ``fp32_optimizer_states`` have no effect.
     """
 
     elementwise = True

@@ -39,7 +39,8 @@ class FusedAdam(torch.optim.Adam):
 class DeepSpeedCPUAdam(FusedAdam):
     """``FusedAdam`` with the argument names of DeepSpeed's CPU optimizer.
 
-    The configuration key ``offload_optimizer``, not this class, places its state on GPU or host.
+    The configuration key ``offload_optimizer``, not this class, places the optimizer state on GPU or host.
+    ``fp32_optimizer_states`` has no effect.
     """
 
     def __init__(

@@ -16,11 +16,14 @@ ADAGRAD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "lion", "muon"
 
 
 class DeepSpeedConfig:
-    """Configuration with DeepSpeed's attribute names; batch sizes are computed for the number of ranks of this job.
+    """Configuration with DeepSpeed's attribute names; batch sizes are computed for the number of data ranks of this
+    job.
 
     Args:
-        config: dict, or path of a file.
-        mpu: object with a method ``get_data_parallel_world_size``; None: all ranks are data ranks.
+        config: dict, or path of a JSON file.
+        mpu: object with a method ``get_data_parallel_world_size``, which returns the number of data ranks; None: all
+            ranks are data ranks.
+        mesh_device: has no effect.
 
     Raises:
         ConfigError: the configuration has mistakes.
@@ -50,5 +53,5 @@ class DeepSpeedConfig:
         self.scheduler_params = dict(given.scheduler.params) if given.scheduler is not None else None
 
     def print(self, name: str) -> None:
-        """Prints ``name`` and the configuration as a JSON object with defaults filled in."""
+        """Prints ``name``, a colon and the configuration as JSON values, with defaults for absent keys."""
         print(f"{name}: {self.resolved.to_json()}")

@@ -16,10 +16,15 @@ def loader_of_a_rank(
     data: Dataset[Any], grid: Grid, micro: int, collate: Callable[[list[Any]], Any] | None, shuffle: bool,
     sampler: Sampler[Any] | None = None, **options: Any,
 ) -> DataLoader[Any]:  # fmt: skip
-    """Returns a DataLoader over this data rank's rows of ``data``, ``micro`` rows per batch.
+    """Returns a DataLoader over this data rank's rows of ``data``, with ``micro`` rows per batch.
 
-    Without a ``sampler`` a DistributedSampler divides the rows over the data ranks; an iterable dataset gets none.
-    ``options`` are passed to the DataLoader.
+    Args:
+        grid: ranks of the job, among them this rank's index on the data axis.
+        collate: callback that makes a batch of a list of rows.
+        shuffle: True: the default sampler shuffles the rows.
+        sampler: sampler of this rank's rows; None: torch's DistributedSampler over the data ranks, except for an
+            iterable dataset, which every data rank reads as it is.
+        options: further keyword arguments of the DataLoader.
     """
     if sampler is None and not isinstance(data, IterableDataset):
         sampler = DistributedSampler[Any](data, num_replicas=grid.row_ranks, rank=grid.row_rank, shuffle=shuffle)

@@ -61,8 +61,10 @@ class _Scheduled(UpdateScheduler):
 
 
 class LRRangeTest(_Scheduled):
-    """Scheduler that raises the learning rate from ``lr_range_test_min_lr`` on, to find the largest rate that trains
-    stably.
+    """Scheduler that raises the learning rate without end, to find the largest rate with which training is stable.
+
+    The rate starts at ``lr_range_test_min_lr``. Every ``lr_range_test_step_size`` updates it grows by
+    ``lr_range_test_step_rate`` times the start; in jumps with ``lr_range_test_staircase``, otherwise linearly.
     """
 
     _rule = staticmethod(lr_range_test)
@@ -80,9 +82,11 @@ class LRRangeTest(_Scheduled):
 
 
 class OneCycle(_Scheduled):
-    """Scheduler of one cycle: the learning rate rises to ``cycle_max_lr``, falls to ``cycle_min_lr``, then decays.
+    """Scheduler of one cycle: the learning rate rises from ``cycle_min_lr`` to ``cycle_max_lr``, falls back, then
+    decays.
 
-    With ``cycle_momentum`` the first beta moves opposite to the learning rate.
+    With ``cycle_momentum`` the optimizer's first beta moves opposite to the learning rate, between ``cycle_max_mom``
+    and ``cycle_min_mom``.
     """
 
     _rule = staticmethod(one_cycle)
@@ -116,10 +120,10 @@ class OneCycle(_Scheduled):
             self._show()
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Returns the betas of each parameter group for the next update; None without ``cycle_momentum``.
+        """Returns the pair of betas of each parameter group for the next update; None without ``cycle_momentum``.
 
-        Before the first update it returns ``cycle_max_mom``, at which the cycle begins. The optimizer's groups have
-        ``cycle_min_mom`` until then, as in DeepSpeed.
+        Before the first update the first beta is ``cycle_max_mom``, at which the cycle begins. Until then the first
+        beta in the optimizer's groups is ``cycle_min_mom``, as in DeepSpeed.
         """
         if not self.cycle_momentum:
             return None
@@ -136,8 +140,10 @@ class OneCycle(_Scheduled):
 
 
 class WarmupLR(_Scheduled):
-    """Scheduler that raises the learning rate to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then keeps it
-    constant.
+    """Scheduler that raises the learning rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``
+    steps, and then leaves it constant.
+
+    ``warmup_max_lr=None``: the optimizer's own rate.
     """
 
     _rule = staticmethod(warmup)
@@ -154,8 +160,11 @@ class WarmupLR(_Scheduled):
 
 
 class WarmupDecayLR(_Scheduled):
-    """Scheduler that raises the learning rate to ``warmup_max_lr``, then lowers it linearly until
-    ``total_num_steps``.
+    """Scheduler that raises the learning rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``
+    steps.
+
+    After that it lowers the rate linearly, to ``warmup_min_lr`` at step ``total_num_steps``. ``warmup_max_lr=None``:
+    the optimizer's own rate.
     """
 
     _rule = staticmethod(warmup_decay)
@@ -174,7 +183,12 @@ class WarmupDecayLR(_Scheduled):
 
 
 class WarmupCosineLR(_Scheduled):
-    """Scheduler that raises the learning rate to the optimizer's own rate, then lowers it along a cosine."""
+    """Scheduler that raises the learning rate to the rate that the optimizer was made with, then lowers it along a
+    cosine.
+
+    The rise starts at ``warmup_min_ratio`` times that rate and takes ``warmup_num_steps`` steps. The cosine ends at
+    ``cos_min_ratio`` times that rate, at step ``total_num_steps``.
+    """
 
     _rule = staticmethod(warmup_cosine)
 
@@ -192,7 +206,9 @@ class WarmupCosineLR(_Scheduled):
         self.org_lrs = list(self.base_lrs)
 
     def get_lr_ratio(self) -> float:
-        """Returns the factor, 0 to 1, by which the next update multiplies the optimizer's own learning rate."""
+        """Returns the factor, 0 to 1, by which the rate that the optimizer was made with is multiplied in the next
+        update.
+        """
         return warmup_cosine(self.last_epoch, 1.0, self.params)
 
 

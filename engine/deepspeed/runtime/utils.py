@@ -15,14 +15,14 @@ _GIB = 2**30
 
 
 def set_random_seed(seed: int) -> None:
-    """Seeds the random generators of ``random``, numpy and torch."""
+    """Seeds the random generators of Python's ``random``, numpy and torch with ``seed``."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs ``message`` with the peak memory of the device and the used memory of the host in GiB, on rank 0.
+    """Logs ``message`` on rank 0, with the peak memory of the device so far and the used memory of the host, in GiB.
 
     It does nothing unless ``force`` is True.
     """

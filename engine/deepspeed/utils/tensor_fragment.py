@@ -29,7 +29,9 @@ class Owner(NamedTuple):
 
 
 def tell_engine(engine: Engine) -> None:
-    """Stores a weak reference to ``engine`` on each of its parameters, for functions that receive only a parameter."""
+    """Stores a weak reference to ``engine`` on each parameter of its model, so that :func:`engine_of` finds the
+    engine.
+    """
     for parameter in engine.module.parameters():
         setattr(parameter, _ENGINE, weakref.ref(engine))
 
@@ -86,43 +88,62 @@ def _through(tensor: Tensor, value: Tensor | None) -> Tensor:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Returns a copy of the full fp32 weight of a parameter; None if the parameter is frozen. Collective."""
+    """Returns a copy of the full fp32 weight of ``param``; None if ``param`` is frozen. Collective.
+
+    Raises:
+        EngineError: no engine trains ``param``.
+    """
     return _tensor(param, "safe_get_full_fp32_param", Engine.masters, False)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the full fp32 weight of a trainable parameter to ``value``, equal on all ranks. Collective."""
+    """Sets the full fp32 weight of ``param`` to ``value``, which must be equal on all ranks. Collective.
+
+    Raises:
+        EngineError: ``param`` is frozen, or no engine trains it.
+    """
     _tensor(param, "safe_set_full_fp32_param", Engine.masters, False, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Returns a copy of a parameter's full gradient, between backward and step; None if the parameter is frozen.
+    """Returns a copy of the full gradient of ``param``; None if ``param`` is frozen. Collective.
 
-    Collective.
+    Call it after ``backward`` and before ``step``.
     """
     return _tensor(param, "safe_get_full_grad", Engine.gradients, False)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets a trainable parameter's full gradient, between backward and step, to ``value``, equal on all ranks.
+    """Sets the full gradient of ``param`` to ``value``, which must be equal on all ranks. Collective.
 
-    Collective.
+    Call it after ``backward`` and before ``step``.
+
+    Raises:
+        EngineError: ``param`` is frozen, or no engine trains it.
     """
     _tensor(param, "safe_set_full_grad", Engine.gradients, False, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Returns a copy of a parameter's full optimizer state tensor with key ``optim_state_key``, such as "exp_avg".
+    """Returns a copy of the full optimizer state tensor ``optim_state_key`` of ``param``, such as "exp_avg".
+    Collective.
 
-    None: the parameter is frozen. Collective.
+    None: ``param`` is frozen.
+
+    Raises:
+        EngineError: the optimizer has no such state; before the first step it has none.
     """
     return _state(param, "safe_get_full_optimizer_state", optim_state_key, False)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets a trainable parameter's full optimizer state tensor with key ``optim_state_key``, such as "exp_avg".
+    """Sets the full optimizer state tensor ``optim_state_key`` of ``param``, such as "exp_avg", to ``value``.
+    Collective.
 
-    ``value`` is equal on all ranks. Collective.
+    ``value`` must be equal on all ranks.
+
+    Raises:
+        EngineError: ``param`` is frozen; the optimizer has no such state; before the first step it has none.
     """
     _state(param, "safe_set_full_optimizer_state", optim_state_key, False, value)
 
@@ -130,9 +151,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Sets the full gradient of each trainable parameter in ``param_list`` to ``update_func(gradient, parameter)``.
+    """Sets the full gradient of each trainable parameter in ``param_list`` to the result of the callback
+    ``update_func``.
 
-    Frozen parameters are skipped. Collective.
+    It calls ``update_func(gradient, parameter)`` with a copy of the full gradient. Frozen parameters are skipped.
+    Collective: the results must be equal on all ranks.
     """
     for parameter in param_list:
         if (grad := safe_get_full_grad(parameter)) is not None:
@@ -140,40 +163,59 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Returns a copy of this rank's 1-D shard of a parameter's fp32 weight; None if the parameter is frozen."""
+    """Returns a copy of this rank's 1-D shard of the fp32 weight of ``param``; None if ``param`` is frozen."""
     return _tensor(param, "safe_get_local_fp32_param", Engine.masters, True)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets this rank's 1-D shard of a trainable parameter's fp32 weight to ``value``."""
+    """Sets this rank's 1-D shard of the fp32 weight of ``param`` to ``value``, which has as many elements.
+
+    Raises:
+        EngineError: ``param`` is frozen, or no engine trains it.
+    """
     _tensor(param, "safe_set_local_fp32_param", Engine.masters, True, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Returns a copy of this rank's 1-D shard of a parameter's gradient; None if the parameter is frozen."""
+    """Returns a copy of this rank's 1-D shard of the gradient of ``param``; None if ``param`` is frozen.
+
+    Call it after ``backward`` and before ``step``.
+    """
     return _tensor(param, "safe_get_local_grad", Engine.gradients, True)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets this rank's 1-D shard of a trainable parameter's gradient to ``value``."""
+    """Sets this rank's 1-D shard of the gradient of ``param`` to ``value``, which has as many elements.
+
+    Call it after ``backward`` and before ``step``.
+
+    Raises:
+        EngineError: ``param`` is frozen, or no engine trains it.
+    """
     _tensor(param, "safe_set_local_grad", Engine.gradients, True, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Returns a copy of this rank's 1-D shard of a parameter's optimizer state ``optim_state_key``, such as "exp_avg".
+    """Returns a copy of this rank's 1-D shard of the optimizer state ``optim_state_key`` of ``param``, such as
+    "exp_avg".
 
-    None: the parameter is frozen.
+    None: ``param`` is frozen.
     """
     return _state(param, "safe_get_local_optimizer_state", optim_state_key, True)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets this rank's 1-D shard of a trainable parameter's optimizer state ``optim_state_key``, such as "exp_avg"."""
+    """Sets this rank's 1-D shard of the optimizer state ``optim_state_key`` of ``param``, such as "exp_avg", to
+    ``value``.
+
+    Raises:
+        EngineError: ``param`` is frozen; the optimizer has no such state; before the first step it has none.
+    """
     _state(param, "safe_set_local_optimizer_state", optim_state_key, True, value)
 
 
 class RepeatingLoader:
-    """Endless iterator over a loader, which restarts when it is exhausted."""
+    """Endless iterator over the items of ``loader``; after the last item it begins ``loader`` again."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

@@ -12,9 +12,9 @@ _MARK = "_z3_leaf"
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Marks all modules of these classes (or class names) as ZeRO 3 leaf modules; returns the marked modules.
+    """Marks all submodules of ``model`` of the given classes (or class names) as ZeRO 3 leaf modules; returns them.
 
-    The mark has no effect on gathers.
+    The mark does not change the engine's gathers, which always gather whole blocks.
 
     Raises:
         ValueError: the model has no such module.
@@ -29,7 +29,10 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Removes the mark of a leaf module from all modules of these classes (or class names); returns the modules."""
+    """Removes the mark as a ZeRO 3 leaf module from all submodules of ``model`` of the given classes (or class names).
+
+    Returns these modules.
+    """
     found = [module for module in model.modules() if _is_one(module, leaf_module_classes)]
     for module in found:
         set_z3_leaf_module(module, False)

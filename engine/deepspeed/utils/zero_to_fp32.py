@@ -33,10 +33,11 @@ if __name__ == "__main__":
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """Returns the full parameters and buffers of the checkpoint ``checkpoint_dir/tag`` by name, floating-point ones in
-    fp32.
+    """Returns the full parameters and buffers of the checkpoint ``checkpoint_dir/tag`` by name; floating-point tensors
+    are converted to fp32.
 
-    ``tag=None`` reads the checkpoint that the file ``latest`` names. ``lazy_mode`` has no effect.
+    ``tag=None`` reads the checkpoint that the file ``checkpoint_dir/latest`` names. ``exclude_frozen_parameters``
+    leaves frozen parameters out. ``lazy_mode`` has no effect.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -58,9 +59,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Moves ``model`` to the CPU, loads the weights of the checkpoint into it, and returns it.
+    """Moves ``model`` to the CPU, loads the fp32 weights of the checkpoint ``checkpoint_dir/tag`` into it, and returns
+    it.
 
-    Pass a model that no engine has sharded. ``tag=None`` reads the checkpoint that the file ``latest`` names.
+    Pass a model that no engine has sharded. Parameters that the checkpoint lacks are not changed. ``tag=None`` reads
+    the checkpoint that the file ``checkpoint_dir/latest`` names.
     """
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
@@ -73,7 +76,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:  # fmt: skip
     """Writes the full fp32 weights of the checkpoint ``checkpoint_dir/tag`` into ``output_dir/model.safetensors``.
 
-    ``max_shard_size`` and ``safe_serialization`` have no effect: the result is one file, and never a pickle.
+    ``tag=None`` reads the checkpoint that the file ``checkpoint_dir/latest`` names. ``exclude_frozen_parameters``
+    leaves frozen parameters out. ``max_shard_size`` and ``safe_serialization`` have no effect: the result is one file,
+    and never a pickle.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = Path(output_dir)
@@ -82,7 +87,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def write_script(save_dir: Path) -> None:
-    """Writes the script ``zero_to_fp32.py`` into the folder ``save_dir``, as DeepSpeed does."""
+    """Writes the script ``zero_to_fp32.py`` into the folder ``save_dir``, as DeepSpeed does.
+
+    The script converts the checkpoints in that folder to one safetensors file of fp32 weights.
+    """
     (save_dir / SCRIPT).write_text(TEXT, encoding="utf-8")
 
 
@@ -98,7 +106,10 @@ def _folder(given: Path, tag: str | None) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line of ``zero_to_fp32.py`` with ``arguments``; None: the arguments of this process."""
+    """Runs the command line of ``zero_to_fp32.py``, which writes a checkpoint's fp32 weights into one safetensors file.
+
+    ``arguments``: words of the command line; None: the arguments of this process.
+    """
     parser = argparse.ArgumentParser(description="write the full fp32 weights of a checkpoint")
     parser.add_argument("checkpoint_dir", help="folder with the file latest")
     parser.add_argument("output_dir", help="folder for model.safetensors")

@@ -60,10 +60,11 @@ def dispatch_product_kernel(
     RANKS: tl.constexpr, PUSHES: tl.constexpr, MULTIPLIES: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Sends rows of ``tokens`` [T, K] to the experts' ranks, and multiplies received rows by ``matrices`` [X, K, N].
+    """Sends rows of ``tokens`` [T, K] to the ranks of their experts, and multiplies the rows that this rank receives.
 
-    It writes out [R, N] for R received rows and X experts of this rank. ``sent`` and ``received`` are tables of tiles
-    (:class:`ExpertRows`). PUSHES and MULTIPLIES select the two halves; a tile is multiplied once its rows have arrived.
+    It writes ``out`` [R, N]: each of R received rows times the matrix of its expert in ``matrices`` [X, K, N], for the
+    X experts of this rank. ``sent`` and ``received`` are tables of tiles of rows (:class:`ExpertRows`). PUSHES and
+    MULTIPLIES select the two halves; a tile is multiplied once its rows have arrived.
     """
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
@@ -93,10 +94,11 @@ def product_return_kernel(
     RANKS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies rows ``whole`` [R, K] by their experts' ``matrices`` [X, K, N], and sends each result row back to its
-    rank.
+    """Multiplies each row of ``whole`` [R, K] by the matrix of its expert, and sends the result to the rank that owns
+    the row.
 
-    ``received`` is a table of tiles (:class:`ExpertRows`). ``out`` only determines the dtype of sent rows.
+    ``matrices`` [X, K, N] has one matrix for each of X experts. ``received`` is a table of tiles of rows
+    (:class:`ExpertRows`). ``out`` only determines the dtype of the sent rows.
     """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
@@ -119,7 +121,11 @@ def collect_rows_kernel(
     out, sent, sent_tiles, slots, arrivals, status, rank, epoch, patience, capacity, most, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies the result rows that the experts' ranks have sent back to out [T, N], each tile once it has arrived."""
+    """Copies the result rows that the experts' ranks have sent back to this rank into ``out`` [T, N], each tile once it
+    has arrived.
+
+    ``sent`` is a table of tiles of this rank's T rows (:class:`ExpertRows`).
+    """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), sent_tiles * columns, tl.num_programs(0)):
         owner, tile, _, there, rows, here = _fields(sent, index // columns)
@@ -135,11 +141,12 @@ def collect_rows_kernel(
 def launch_dispatch_product(
     tokens_TK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall, half: Half = "both"
 ) -> Tensor:
-    """Sends ``tokens_TK`` to the experts' ranks; returns the R rows that this rank receives times its experts'
-    matrices, [R, N].
+    """Sends each row of ``tokens_TK`` to the rank of its expert; returns the products of the rows that this rank
+    receives.
 
-    ``tokens_TK`` is contiguous, sorted by expert, and has the dtype of the matrices. ``half``: "push" only sends, and
-    returns undefined content; "multiply" only receives and multiplies.
+    The result is [R, N]: each of R received rows times its expert's matrix in ``matrices_XKN`` [X, K, N]. ``rows`` has
+    the number of rows per rank and expert. ``tokens_TK`` is contiguous, sorted by expert, with the dtype of the
+    matrices. ``half``: "push" only sends, and the result is undefined; "multiply" only receives and multiplies.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
@@ -157,10 +164,11 @@ def launch_dispatch_product(
 
 
 def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall) -> None:
-    """Multiplies the contiguous ``rows_RK``, sorted by expert, by the experts' matrices, and sends each row back to its
-    rank.
+    """Multiplies each row of ``rows_RK`` by its expert's matrix, and sends the result to the rank that the row came
+    from.
 
-    :func:`launch_collect_rows` receives them.
+    ``rows_RK`` is contiguous and sorted by expert. The other rank calls :func:`launch_collect_rows` to receive the
+    results.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
@@ -174,10 +182,9 @@ def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRow
 
 
 def launch_collect_rows(columns: int, rows: ExpertRows, call: KernelCall, dtype: torch.dtype) -> Tensor:
-    """Returns the rows that the experts' ranks have sent back for this rank's T tokens, [T, N], in the order of the
-    tokens.
+    """Returns the rows that the experts' ranks have sent back with :func:`launch_product_return`, [T, N].
 
-    ``columns`` is N.
+    They are in the order of this rank's T tokens. ``columns`` is N.
     """
     shape, mailbox = call.shape(dtype), call.mailbox
     device = mailbox.status.device

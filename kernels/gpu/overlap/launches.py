@@ -91,14 +91,15 @@ def gather_product_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Sends ``part`` [B, L, K] to all ranks, and multiplies the rows of all ranks by ``matrix`` [K, N], plus ``bias``.
+    """Sends ``part`` [B, L, K] to all W ranks, and writes ``out`` [B, W, L, N]: the rows of all ranks times ``matrix``
+    [K, N], plus ``bias`` [N] with BIAS.
 
-    It writes out [B, W, L, N] for B sequences of L rows on each of W ranks. PUSHES and MULTIPLIES select the two
-    halves; a tile is multiplied once its rows have arrived.
+    Each rank has B sequences of L rows. PUSHES and MULTIPLIES select the two halves; a tile is multiplied once its rows
+    have arrived.
 
     Args:
-        patience: number of polls after which a signal counts as lost.
-        capacity: bytes of a slot.
+        patience: number of polls after which a signal from another rank counts as lost.
+        capacity: bytes of a slot, the memory for the rows of one rank.
         most: maximum number of signals from one rank to another.
     """
     if PUSHES:
@@ -131,11 +132,11 @@ def product_scatter_kernel(
     PRECISION: tl.constexpr, PLUS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends rows [B, w, L, N] to rank w of
-    W.
+    """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends the rows [B, w, L, N] of the
+    result to rank w of W.
 
-    With EVERYWHERE ``whole`` is [B, L, K], and all rows go to all ranks. With STAYS a tile stays in the memory of this
-    rank, and its owner reads it there. ``out`` only determines the dtype of sent rows.
+    With EVERYWHERE ``whole`` is [B, L, K], and all result rows go to all ranks. With STAYS they stay in the memory of
+    this rank, where rank w reads them. ``out`` only determines the dtype of sent rows.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -171,9 +172,9 @@ def sum_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sums the rows that all ranks have sent to this rank, in fp32 and in rank order; writes out [B, L, N].
+    """Sums the rows that all ranks have sent to this rank, in fp32 and in rank order; writes ``out`` [B, L, N].
 
-    B is the number of sequences of L rows.
+    B is the number of sequences, each of L rows of N columns. Each tile is summed once it has arrived from all ranks.
     """
     each = tl.cdiv(L, BM)
     columns = tl.cdiv(N, BN)
@@ -194,7 +195,9 @@ def forward_slots_kernel(
     part, slots, arrivals, rank, epoch, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sends ``part`` [L, N] to this rank's slot on every rank, beginning with the next rank."""
+    """Sends ``part`` [L, N] to all ranks, beginning with the rank after this one: writes it to the memory for this
+    rank's rows (slot) on each of them.
+    """
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -213,7 +216,9 @@ def collect_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies the L rows that each of W ranks has sent to this rank to out [W, L, N], each tile once it has arrived."""
+    """Copies the L rows that each of W ranks has sent to this rank into ``out`` [W, L, N], each tile once it has
+    arrived.
+    """
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -258,12 +263,11 @@ def multicast_sum_kernel(
     like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sums this rank's rows [L, N] of the products of all ranks through the NVLink switch, and sends the sums to all
-    ranks.
+    """Sums rows [L, N] over the products of all ranks, through the NVLink switch, and sends the sums to all ranks.
 
-    Call ``epoch`` has written the products, and the sums belong to call ``epoch`` + 1. A tile that some rank has not
-    written is not sent. ``like`` determines the dtype, with BYTES per element; without INSTRUCTIONS the switch is
-    emulated.
+    They are the rows that this rank owns. Call ``epoch`` has written the products, and the sums belong to call
+    ``epoch`` + 1. A tile that some rank has not written is not sent. ``like`` determines the dtype, with BYTES per
+    element; without INSTRUCTIONS the switch is emulated.
     """
     columns = tl.cdiv(N, BN)
     wide: tl.constexpr = 16 // BYTES
@@ -294,9 +298,10 @@ Half = Literal["push", "multiply", "both"]
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call of communicating kernels: memory of the ranks, call number ``epoch`` (from 1), and launch shape.
+    """One call of kernels that communicate between ranks: the ranks' memory, the call number ``epoch`` (from 1), and
+    the launch shape.
 
-    Epoch and shape are equal on all ranks.
+    All ranks pass the same epoch and shape.
     """
 
     mailbox: Mailbox
@@ -307,21 +312,23 @@ class KernelCall:
     """Number of concurrent programs of a kernel; None: one per processor. Ranks on one GPU divide the processors."""
 
     def shape(self, dtype: torch.dtype) -> Tile:
-        """Returns the tile for products in ``dtype``: ``tile``, or the default for the dtype."""
+        """Returns the tile shape for products in ``dtype``: the attribute ``tile``, or the default for ``dtype`` if
+        that is None.
+        """
         return self.tile or tile_of(dtype)
 
     def grid(self, device: torch.device) -> tuple[int]:
-        """Returns the number of programs of a launch, as a tuple.
+        """Returns the launch grid: a tuple with the number of programs of a kernel on ``device``.
 
-        All programs must run at once, so that none waits for one that has not started. Interpreted programs run one
-        after the other, so there is one program.
+        It is no larger than the number of programs that can run at once, because running programs wait for others. On
+        the CPU it is 1, because Triton's interpreter runs programs one after the other.
         """
         return (1 if is_host(device) else self.programs or processors(device),)
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """Values of the kernel arguments ``rank``, ``epoch``, ``patience``, ``capacity`` and ``most``, in
-        this order.
+        """Five arguments of a kernel, in this order: the rank, the epoch (call number), the polls until a signal counts
+        as lost, the bytes of a slot, and the maximum number of signals from one rank to another.
         """
         box = self.mailbox
         return box.rank, self.epoch, box.patience, box.capacity, box.most
@@ -330,11 +337,11 @@ class KernelCall:
 def launch_gather_product(
     part_BLK: Tensor, matrix_KN: Tensor, bias: Tensor | None, call: KernelCall, half: Half = "both"
 ) -> Tensor:
-    """All-gathers ``part_BLK`` and returns the rows of all ranks times ``matrix_KN``, plus ``bias``: [B, W, L, N].
+    """Sends ``part_BLK`` to all ranks, and returns the rows of all ranks times ``matrix_KN``, plus ``bias`` [N]: [B, W,
+    L, N].
 
-    B is the number of sequences of L rows on each of W ranks. ``part_BLK`` is contiguous; it and the result have the
-    dtype of the matrix. ``half``: "push" only sends, and returns undefined content; "multiply" only receives and
-    multiplies.
+    Each of W ranks has B sequences of L rows. ``part_BLK`` is contiguous; it and the result have the dtype of the
+    matrix. ``half``: "push" only sends, and the result is undefined; "multiply" only receives and multiplies.
     """
     matrix, transposed = as_it_lies(matrix_KN)
     (sequences, rows, depth), columns = part_BLK.shape, matrix_KN.shape[1]
@@ -352,11 +359,12 @@ def launch_gather_product(
 def launch_product_scatter(
     whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype, stays: bool = False
 ) -> None:
-    """Multiplies ``whole`` [B, W, L, K] by ``matrix_KN``, adds ``plus`` [B, W, L, N], and sends each rank w its rows.
+    """Multiplies ``whole`` [B, W, L, K] by ``matrix_KN``, adds ``plus`` [B, W, L, N], and sends the rows [B, w, L, N]
+    of the result to rank w.
 
-    B is the number of sequences of L rows on each of W ranks. The rows are sent in ``dtype``. The product of a
-    ``whole`` of three dims, [B, L, K], is sent to all ranks. With ``stays`` the rows stay in the memory of this rank,
-    for :func:`launch_multicast_sum`.
+    There are B sequences of L rows for each of W ranks. The rows are sent in ``dtype``. If ``whole`` is [B, L, K], all
+    result rows are sent to all ranks. With ``stays`` the rows stay in the memory of this rank, for
+    :func:`launch_multicast_sum`.
     """
     everywhere = whole.dim() == 3
     matrix, transposed = as_it_lies(matrix_KN)
@@ -371,10 +379,9 @@ def launch_product_scatter(
 
 
 def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> Tensor:
-    """Returns the sum, [B, L, N] in ``dtype``, of the rows that all ranks have sent with
-    :func:`launch_product_scatter`.
+    """Returns the sum over all ranks of the rows that they have sent to this rank with :func:`launch_product_scatter`.
 
-    B is the number of ``sequences``, each with L ``rows`` of N ``columns``.
+    The result is [``sequences``, ``rows``, ``columns``] in ``dtype``. The sum is computed in fp32, in rank order.
     """
     shape, mailbox = call.shape(dtype), call.mailbox
     out = torch.empty((sequences, rows, columns), dtype=dtype, device=mailbox.status.device)
@@ -386,9 +393,12 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
 
 
 def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
-    """Sums this rank's rows [L, N] of the products of all ranks, and sends the sums to all ranks as the next call.
+    """Sums the rows that this rank owns over the products of all ranks, through the NVLink switch, and sends the sums
+    to all ranks.
 
-    ``rows`` and ``columns`` are L and N; :func:`launch_product_scatter` with ``stays`` has computed the products.
+    ``rows`` and ``columns`` are the shape of these rows. :func:`launch_product_scatter` with ``stays`` has computed the
+    products in call ``call.epoch``; the sums belong to the next call, in which :func:`launch_collect_slots` receives
+    them.
     """
     shape, mailbox = call.shape(dtype), call.mailbox
     like = torch.empty(0, dtype=dtype, device=mailbox.status.device)
@@ -411,7 +421,7 @@ def _add_and_give(dtype: torch.dtype) -> str:
 
 
 def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
-    """Sends the contiguous ``part_LN`` to all ranks; :func:`launch_collect_slots` receives it there."""
+    """Sends the contiguous ``part_LN`` to all ranks, which call :func:`launch_collect_slots` to receive it."""
     rows, columns = part_LN.shape
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     forward_slots_kernel[call.grid(part_LN.device)](
@@ -422,9 +432,9 @@ def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
 
 
 def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
-    """Returns the rows that each of W ranks has sent with :func:`launch_forward_slots`, [W, L, N].
+    """Returns the rows that all W ranks have sent with :func:`launch_forward_slots`, [W, L, N] in rank order.
 
-    ``part_LN``, this rank's own rows, determines shape and dtype.
+    ``part_LN``, this rank's own rows, only determines shape and dtype.
     """
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     out = part_LN.new_empty((mailbox.ranks, *part_LN.shape))
@@ -436,27 +446,27 @@ def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
 
 
 def tile_of(dtype: torch.dtype) -> Tile:
-    """Returns the default tile of a product in ``dtype``."""
+    """Returns the default tile shape for a matrix product in ``dtype``."""
     if dtype.itemsize == 2:
         return HALF
     return TF32 if precision() == "tf32" else EXACT
 
 
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
-    """Returns the number of tiles in a product of ``sequences`` x ``rows`` rows and ``columns`` columns.
+    """Returns the maximum number of signals that one rank sends to another in a call: one for each tile of the product.
 
-    This is the maximum number of signals from one rank to another in a call.
+    The product has ``sequences`` x ``rows`` rows and ``columns`` columns. A tile does not cross sequences.
     """
     return int(sequences * ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
 
 
 def tile_shape(tile: Tile) -> dict[str, Any]:
-    """Returns the kernel arguments for a tile: BM, BN, BK, num_warps and num_stages."""
+    """Returns the keyword arguments of a kernel that describe ``tile``: BM, BN, BK, num_warps and num_stages."""
     return {
         "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
 
 def precision() -> str:
-    """Returns the precision of fp32 products that torch is set to: "tf32", or "ieee" for full fp32."""
+    """Returns the precision that torch is set to use for fp32 matrix products: "tf32", or "ieee" for full fp32."""
     return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"

@@ -23,7 +23,10 @@ LOOKS_BETWEEN: tl.constexpr = tl.constexpr(64)
 
 @triton.jit
 def signal(place, epoch):
-    """Signals a call: writes its number ``epoch`` to the int32 at ``place``, after all stores of this program."""
+    """Writes ``epoch``, the number of a call, to the int32 at ``place``, after all stores of this program.
+
+    A rank that reads this number there may then read the stored data.
+    """
     tl.debug_barrier()  # the stores of every thread come before the release of one
     tl.atomic_xchg(place, epoch, sem="release", scope="sys")
 
@@ -32,8 +35,8 @@ def signal(place, epoch):
 def arrived(place, ended, epoch, last, patience):
     """Waits until the int32 at ``place`` is at least ``epoch``, and returns True if it is then at most ``last``.
 
-    It returns False after ``patience`` polls, or once the int32 at ``ended`` is not 0. It also returns False for a
-    value above ``last``, which means that ranks make different calls.
+    It returns False after ``patience`` polls, or once the int32 at ``ended``, the flag of a rank that has ended, is not
+    0. A value above ``last`` means that ranks make different calls.
     """
     value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     looks = 0
@@ -50,9 +53,9 @@ def arrived(place, ended, epoch, last, patience):
 
 @triton.jit
 def write_down(status, rank, tile, epoch):
-    """Records the first missing signal in the word at ``status``: epoch << 32 | rank << 24 | tile + 1.
+    """Records a missing signal in the int64 at ``status``, as epoch << 32 | rank << 24 | tile + 1.
 
-    A word that is not 0 stays unchanged.
+    If the int64 is not 0, it already has the first missing signal and stays unchanged.
     """
     what = (tl.cast(epoch, tl.int64) << 32) | (tl.cast(rank, tl.int64) << 24) | (tl.cast(tile, tl.int64) + 1)
     tl.atomic_cas(status, tl.cast(0, tl.int64), what)
@@ -60,10 +63,11 @@ def write_down(status, rank, tile, epoch):
 
 @triton.jit
 def slot_of(table, owner, writer, epoch, capacity, RANKS: tl.constexpr, like):
-    """Returns a pointer to the slot in the memory of rank ``owner`` that rank ``writer`` writes in call number
+    """Returns a pointer to the memory on rank ``owner`` (slot) for the data that rank ``writer`` sends in call number
     ``epoch``.
 
-    ``table`` has the address of each rank's slots, of ``capacity`` bytes each. The pointer has the type of ``like``.
+    ``table`` has the address of each rank's slots, and ``capacity`` is the size of one slot in bytes. The pointer has
+    the type of the pointer ``like``.
     """
     start = tl.load(table + owner) + tl.cast((epoch % 2) * RANKS + writer, tl.int64) * capacity
     return tl.multiple_of(start.to(like.dtype), 16)  # a pointer out of a table says nothing of its alignment
@@ -71,28 +75,31 @@ def slot_of(table, owner, writer, epoch, capacity, RANKS: tl.constexpr, like):
 
 @triton.jit
 def place_of(table, owner, index):
-    """Returns a pointer to signal number ``index`` in the memory of rank ``owner``; ``table`` has the address for each
-    rank.
+    """Returns a pointer to the int32 signal number ``index`` in the memory of rank ``owner``.
+
+    ``table`` has the address of each rank's signals.
     """
     return tl.load(table + owner).to(tl.pointer_type(tl.int32)) + index
 
 
 @triton.jit
 def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
-    """Returns a pointer to the signal by which rank ``writer`` marks a tile for rank ``owner`` as written in call
-    ``epoch``.
+    """Returns a pointer to the signal that rank ``writer`` writes once ``tile`` is in the memory of rank ``owner``, in
+    call ``epoch``.
 
-    Even and odd calls use different signals; ``most`` is the number of signals for each writer.
+    Even and odd calls use different signals. ``arrivals`` has the address of each rank's signals; ``most`` is the
+    number of signals per writer.
     """
     return place_of(arrivals, owner, ((epoch % 2) * RANKS + writer) * most + tile)
 
 
 @triton.jit
 def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.constexpr):
-    """Waits for the signal of ``tile`` from rank ``writer`` to this ``rank``, and returns True once it has arrived.
+    """Waits for the signal that rank ``writer`` has written ``tile`` for this ``rank``; returns True once it has
+    arrived.
 
-    On failure it records the signal in ``status`` and returns False. Later waits then return at once, so a hung rank
-    costs one timeout, not one per tile.
+    After ``patience`` polls, or if the writer has ended, it records the missing signal in ``status`` and returns False.
+    Later waits of the kernel then return at once, so that a hung rank costs one timeout, not one per tile.
     """
     looks = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
     ended = place_of(arrivals, RANKS, writer)

@@ -26,10 +26,10 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """Class and arguments of a layer that shares a weight with all layers of equal ``key``.
+    """Class and arguments of a layer that shares a weight with all other layers with the same ``key``.
 
     Args:
-        forward_fn: function ``(layer, input) -> output`` in place of the layer's forward.
+        forward_fn: callback ``(layer, input) -> output`` that is called in place of the layer's forward.
         tied_weight_attr: name of the shared parameter, or a list of names.
     """
 
@@ -47,10 +47,13 @@ class PipelineModule(nn.Sequential):
     """Sequence of layers, which the engine partitions into pipeline stages by measured cost.
 
     Args:
-        layers: modules, functions or specs; each is called with the output of the layer before it.
+        layers: modules, functions or ``LayerSpec`` objects; each layer is called with the output of the layer before
+            it.
         num_stages: number of pipeline ranks; ``topology``, if passed, sets it instead.
-        loss_fn: function (output, label) -> 0-dim loss.
-        activation_checkpoint_interval: above 0, every block is recomputed.
+        loss_fn: callback (output, label) -> 0-dim loss.
+        seed_layers: True: before layer i is built, calls ``seed_fn`` with ``base_seed`` + i.
+        seed_fn: callback that seeds random generators; None: ``torch.manual_seed``.
+        activation_checkpoint_interval: above 0: the backward recomputes the activations of every block.
 
     ``partition_method``, ``activation_checkpoint_func``, ``checkpointable_layers`` and ``dynamic_shape`` have no
     effect.

@@ -9,7 +9,7 @@ from engine.parallel.grid import Grid
 class ProcessTopology:
     """Grid of ranks with a name for each axis.
 
-    Ranks are numbered from 0, and neighbours along the last axis are adjacent.
+    Ranks are numbered from 0, and neighbours along the last axis have consecutive numbers.
 
     Args:
         axes: names of the axes, the outermost first.
@@ -23,8 +23,10 @@ class ProcessTopology:
         self.mapping = {kind(*place): rank for rank, place in enumerate(product(*(range(dim) for dim in dims)))}
 
     def get_rank(self, **coord: int) -> int:
-        """Returns the rank at a coordinate, passed as one index for every axis, such as ``get_rank(pipe=0,
-        data=1)``.
+        """Returns the rank with the given index on every axis, such as ``get_rank(pipe=0, data=1)``.
+
+        Raises:
+            ValueError: the axes in ``coord`` are not the axes of the grid.
         """
         if coord.keys() != set(self.axes):
             raise ValueError(f"get_rank got axes {sorted(coord)}; pass each of {self.axes}.")
@@ -55,8 +57,9 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Returns the communication groups of ``axis``: each is a list of ranks that differ only in their index on
-        ``axis``.
+        """Returns one list of ranks for each communication group along ``axis``.
+
+        The ranks of a group have the same index on all other axes. The result is empty if no axis has that name.
         """
         if axis not in self.axes:
             return []
@@ -67,7 +70,11 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: tuple[str, ...] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Returns the coordinate of a rank as text, such as "model_00"; the axes in ``omit_axes`` are left out."""
+        """Returns the index of a rank on each axis as text, such as "pipe_01-model_00"; leaves the axes in
+        ``omit_axes`` out.
+
+        ``inner_sep`` separates the axis from its index, ``outer_sep`` one axis from the next.
+        """
         place = self.get_coord(rank)
         named = [f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(named)
@@ -88,13 +95,18 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """Trine's grid of ranks, seen from this rank, with the method names of DeepSpeed's ``PipelineParallelGrid``."""
+    """Numbers of ranks on each axis and this rank's indices, with the method names of DeepSpeed's class of the same
+    name.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
     def topology(self) -> ProcessTopology:
-        """Returns the grid as a ``ProcessTopology`` with the axes "pipe", "data" and "model"."""
+        """Returns the grid as a ``ProcessTopology`` with the axes "pipe" (outermost), "data" and "model".
+
+        "data" is outermost if the configuration orders ranks as "tp-pp-dp".
+        """
         grid = self._grid
         if grid.order == "tp-pp-dp":
             return ProcessTopology(["data", "pipe", "model"], [grid.row_ranks, grid.pp, grid.tp])
@@ -111,9 +123,9 @@ class PipelineParallelGrid:
         return self.get_stage_id() == self._grid.pp - 1
 
     def stage_to_global(self, stage_id: int, **coord: int) -> int:
-        """Returns the global rank with this rank's coordinates on pipeline stage ``stage_id``.
+        """Returns the global rank on pipeline stage ``stage_id`` with the same indices as this rank on all other axes.
 
-        ``coord`` replaces this rank's index on other axes.
+        ``coord`` sets other indices on some axes, such as ``data=1``.
         """
         axes = self.topology()
         return axes.get_rank(**(axes.get_coord(self._grid.rank)._asdict() | coord | {"pipe": stage_id}))
