@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 _WORK = "tests/parallel/context/test_shared_by_work.py"
 _MODELS = "tests/parallel/context/test_shared_models.py"
+_LOOP = "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward"
 _LATE = "tests/parallel/context/test_late_logits.py"
 
 CONTEXT_BALANCE = (
@@ -125,9 +126,7 @@ CONTEXT_BALANCE = (
         file="engine/step/user_loop.py",
         old="                compute_lazy(output, unread=True)\n",
         new="                pass\n",
-        tests=(
-            "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward[crossed-engine]",
-        ),
+        tests=(f"{_LOOP}[crossed-engine]",),
     ),
     Fault(
         name="logits-of-a-model-call-stay-lazy-at-zero-3",
@@ -135,9 +134,7 @@ CONTEXT_BALANCE = (
         file="zero/gather/outside_calls.py",
         old="            yield self._depth == 1\n",
         new="            yield False\n",
-        tests=(
-            "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward[two entropies-module]",
-        ),
+        tests=(f"{_LOOP}[two entropies-module]",),
     ),
     Fault(
         name="retained-graphs-leave-logits-lazy",
@@ -145,9 +142,7 @@ CONTEXT_BALANCE = (
         file="parallel/tensor/logits/sharded_logits.py",
         old="            still.compute()\n",
         new="            pass\n",
-        tests=(
-            "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward[own loss-engine]",
-        ),
+        tests=(f"{_LOOP}[own loss-engine]",),
     ),
     Fault(
         name="losses-in-chunks-pass-the-gather-by",
@@ -156,8 +151,8 @@ CONTEXT_BALANCE = (
         old="tensor.when_differentiated if isinstance(tensor, ShardedLogits) else tensor.register_hook",
         new="tensor.register_hook",
         tests=(
-            "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward[two entropies-engine]",
-            "tests/engine/step/test_user_loop.py::test_logits_in_chunks_are_readable_after_a_backward[own loss-engine]",
+            f"{_LOOP}[two entropies-engine]",
+            f"{_LOOP}[own loss-engine]",
         ),
     ),
     Fault(
