@@ -52,7 +52,8 @@ class Watchdog:
     hosts find the cause of a hang and end the job.
 
     Args:
-        store: key-value store of the job; its keys have a prefix that only this start of the job uses.
+        store: key-value store of the job; with several ranks, its keys have a prefix that only this start of the job
+            uses.
         job: secret of this job, equal on all ranks.
         config: section ``watchdog`` of the configuration.
         seconds: seconds that a rank may wait for another rank.
@@ -198,7 +199,8 @@ def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watc
 
     Args:
         grid: grid of ranks, with the position of this rank.
-        store: key-value store of the job; its keys have a prefix that only this start of the job uses.
+        store: key-value store of the job; with several ranks, its keys have a prefix that only this start of the job
+            uses.
         job: secret of this job, equal on all ranks.
     """
     if not config.watchdog.enabled:
