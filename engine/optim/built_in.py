@@ -212,10 +212,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class MatrixOwners:
-    """Assignment of matrices to the ranks that update them as a whole (Muon, SOAP, Shampoo). Of the data ranks that
-    share the shards of a matrix, one is its owner: it gets the gradient and makes the update. The costs of the owners
-    are balanced at each pipeline coordinate. If tensor ranks also shard the matrix, one of them is its owner among
-    these.
+    """Assignment of matrices to the ranks that update them as a whole (Muon, SOAP, Shampoo). One of the data ranks that
+    share the shards of a matrix is its owner: it gets the gradient and makes the update. The costs of the owners are
+    balanced at each pipeline coordinate. If tensor ranks also shard the matrix, one of them is its owner among these.
     """
 
     config: Config
