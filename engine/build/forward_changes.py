@@ -53,8 +53,8 @@ def _check_kernels(config: Config, device: torch.device) -> None:
 def change_forwards(
     model: nn.Module, config: Config, device: torch.device, patches: ForwardPatches, planned: Kernels | None = None
 ) -> ForwardChanges:
-    """Lets modules of ``model`` run equivalent engine operators in place of their own forwards, and compiles blocks if
-    the configuration says so. Removing ``patches`` undoes the changes.
+    """Lets modules of ``model`` run equivalent engine operators in place of their own forwards, and compiles its blocks
+    if ``compile`` is on. Removing ``patches`` undoes the changes.
 
     Nothing is communicated; all ranks make the same changes.
 

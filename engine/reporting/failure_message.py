@@ -60,8 +60,8 @@ class FailureMessage:
         _tell_torchrun(sentence)
 
     def close(self) -> None:
-        """Restores the previous ``sys.excepthook``. If an EngineError is being raised, this happens only when the error
-        is freed. A second call does nothing.
+        """Restores the previous ``sys.excepthook``. If an EngineError is being raised, this happens only when the
+        object of this error is freed, so that the hook can still print it. A second call does nothing.
         """
         raised = sys.exc_info()[1]
         if isinstance(raised, EngineError):

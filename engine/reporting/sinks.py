@@ -26,7 +26,7 @@ from engine.step.update import UpdateOutcome
 
 
 class Sink(Protocol):
-    """Destination of step reports; only rank 0 has sinks."""
+    """Destination of step reports, such as a log file or an experiment tracker. Only rank 0 has sinks."""
 
     def write(self, report: StepReport) -> None:
         """Writes one step report."""

@@ -110,8 +110,8 @@ class _Local:
 
 @dataclass(slots=True)
 class LocalRanks:
-    """Ranks of this host, as its monitor sees them. Each rank writes a flight file into ``folder``, in which it records
-    its communication and computation.
+    """Ranks of this host, as the host's watchdog process (monitor) sees them. Each rank writes a flight file into
+    ``folder``, in which it records its communication and computation.
     """
 
     folder: Path

@@ -210,9 +210,9 @@ class Stragglers:
         self.links = SlowLinks(self.factor)
 
     def look(self, views: Mapping[int, RankView], size: int) -> list[str]:
-        """Returns a sentence for each rank that is slow and was not reported before, and for each axis with such links.
-        The list is empty until every rank has made ``steps`` training steps since the last comparison. It is also empty
-        if a rank is missing, has ended, or has closed its engine.
+        """Returns a sentence for each slow rank that was not reported before, and for each communication axis with slow
+        links that were not. The list is empty until every rank has made ``steps`` training steps since the last
+        comparison. It is also empty if a rank is missing, has ended, or has closed its engine.
 
         Args:
             views: current state of each rank, by global rank.
