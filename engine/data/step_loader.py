@@ -47,10 +47,10 @@ class ReplicaBatches:
 
     def share(self, read: Callable[[], Any]) -> Any:
         """Calls the callback ``read`` on the first rank of the replica, and returns its result on all ranks of the
-        replica. All of them must call this method.
+        replica. All ranks of the replica must call this method together.
 
-        The result consists of tensors, numbers, strings and None in tuples, lists and dicts. On the other ranks its
-        tensors are on the CPU.
+        The result consists of tensors, numbers, strings and None in tuples, lists and dicts. If the replica has several
+        ranks, the tensors are on the CPU.
 
         Raises:
             EngineError: ``read`` has raised an error on the first rank; the first rank itself raises the original

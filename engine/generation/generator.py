@@ -57,9 +57,9 @@ class TextGenerator:
         self, inputs: Tensor | Sequence[Sequence[int]], sampling: SamplingOptions | Sequence[SamplingOptions],
         mask: Tensor | None,
     ) -> Tensor | GeneratedText:  # fmt: skip
-        """Returns the prompts with their completions, int64 [rows * samples, tokens]: prompts padded on the left,
-        completions on the right. If the options of any prompt ask for log-probabilities, it returns a
-        :class:`GeneratedText`, which has these tokens too.
+        """Returns the prompts with their completions, int64 [completions, tokens]: prompts padded on the left,
+        completions on the right. A prompt with several samples has a row for each. If the options of any prompt ask for
+        log-probabilities, it returns a :class:`GeneratedText`, which has these tokens too.
 
         Args:
             inputs: prompts of this data rank: token ids [rows, tokens], or a list of ids for each prompt.

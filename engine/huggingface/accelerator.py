@@ -310,11 +310,11 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
 
     def move_from(self, data_ranks: int) -> None:
-        """Moves a restored schedule, which was saved in a run with ``data_ranks`` scheduler steps per update, to the
-        step of the same update in this run.
+        """Moves a restored schedule to the step of the same update in this run. ``data_ranks`` is the number of
+        scheduler steps per update in the run that saved it; does nothing if this run makes as many.
 
-        After the move, the learning rate must equal the saved one. If it does not, but the saved step number gives the
-        saved learning rate, the schedule stays at that number. Does nothing if both runs make as many steps per update.
+        One exception: if the learning rate at the new step differs from the saved rate, and the saved step number gives
+        the saved rate also in this run, the schedule stays at that number.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())
