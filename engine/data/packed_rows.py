@@ -30,7 +30,7 @@ class SampleOrder:
         self._shuffled = Sampler(samples, 1, settings.seed) if settings.shuffle else None
 
     def at(self, position: int) -> int:
-        """Returns the dataset index at ``position`` of the sequence. Positions count from 0 and go on over all epochs."""
+        """Returns the dataset index at ``position`` of the sequence. Positions count from 0, over all epochs."""
         if self._shuffled is None:
             return position % self.samples
         return int(self._shuffled.stream(position, 1)[0])

@@ -355,7 +355,7 @@ def own_state(given: Any) -> EngineError:
 
 
 def refused(left: int, batch: int) -> EngineError:
-    """Makes the error that the data end in an incomplete training step: only ``left`` of its ``batch`` rows are there."""
+    """Makes the error that the data end in an incomplete training step, with only ``left`` of its ``batch`` rows."""
     return EngineError(
         f"the data end with {left} of the {batch} rows of a step, so some ranks would have fewer than others. Choose "
         'at_end = "joined", which fills it up with rows of no weight, or "dropped", or another batch size.'

@@ -32,7 +32,7 @@ class GeneratedText:
 
 
 class TextGenerator:
-    """Generator of text with the weights of one engine. All ranks of the world must call each of its methods together."""
+    """Generator of text with the weights of one engine. All ranks of the world must call its methods together."""
 
     def __init__(self, model: nn.Module, runtime: RankRuntime, runner: StepRunner) -> None:
         self._model, self._runtime, self._runner = model, runtime, runner

@@ -180,7 +180,7 @@ class WholeSequences:
         return self._last(self._run())
 
     def finish(self) -> None:
-        """Takes part in the forwards of data ranks that still generate, and returns when all data ranks have finished."""
+        """Takes part in the forwards of data ranks that still generate; returns when all data ranks have finished."""
         while self._runner.accompany(self._batch()):
             pass
 

@@ -231,7 +231,7 @@ class Accelerator(SavedState):
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """Closes the engine, then calls ``accelerate.Accelerator.free_memory`` with ``objects`` and returns its result."""
+        """Closes the engine, then returns the result of ``accelerate.Accelerator.free_memory`` for ``objects``."""
         self._close()
         return super().free_memory(*objects)
 

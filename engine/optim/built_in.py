@@ -292,7 +292,7 @@ class MatrixOwners:
         return sum(self._state(row) for row in self.rows if row.name in made)
 
     def stored_bytes(self) -> int:
-        """Returns the bytes of optimizer state in a checkpoint for all parameters that are updated as whole matrices."""
+        """Returns the bytes of optimizer state in a checkpoint for all parameters updated as whole matrices."""
         return sum(self._state(row) for row in self.rows if row.trainable and row.group in self.rules)
 
     def _state(self, row: ShardRow) -> int:

@@ -442,7 +442,7 @@ class UpdateScheduler(LRScheduler):
         return self.last_epoch - 1
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Returns a list with the learning rate of each parameter group for the next update, computed from its number."""
+        """Returns a list with the learning rate of each parameter group for the next update."""
         return list(self.rates(self.last_epoch))
 
     def get_last_lr(self) -> list[float | torch.Tensor]:

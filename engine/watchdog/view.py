@@ -258,7 +258,7 @@ _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 
 
 def ending(status: int) -> str:
-    """Returns ``status``, an exit status as ``os.wait`` encodes it, in words: "exit status 1" or "signal 9 (SIGKILL)"."""
+    """Returns an exit status, as ``os.wait`` encodes it, in words: "exit status 1" or "signal 9 (SIGKILL)"."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit status {code}"
