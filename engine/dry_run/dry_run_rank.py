@@ -118,10 +118,9 @@ class EqualRanksBackend(RecordingBackend):
         self._exchanges = exchanges
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Writes this rank's slice of ``full`` to ``shard``, without other ranks. With ``exchanges``, it instead
-        allocates a temporary tensor of the size of ``full`` and sums its slices into ``shard`` when the returned
-        function is called. The dry run then counts these bytes; the values mean nothing. Tensor ranks never need the
-        temporary tensor.
+        """Writes this rank's slice of ``full`` to ``shard``, without other ranks. With ``exchanges``, and unless
+        ``axis`` is "tp", it instead allocates a temporary tensor of the size of ``full``, and sums its slices into
+        ``shard`` when the returned function is called. The dry run then counts these bytes; the values mean nothing.
         """
         if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
@@ -204,7 +203,7 @@ class DryRunTransport:
         return tensor.detach
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Does nothing, because ``complete`` releases all sent tensors."""
+        """Does nothing, because ``complete`` and ``delivered`` release the sent tensors."""
 
     def delivered(self, message: Message) -> None:
         """Releases the stored tensor that was sent as ``message``, because a message that has come back proves that it
@@ -251,8 +250,9 @@ FIRST, SECOND, MIDDLE, LAST = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunStep:
-    """Live bytes of each pipeline action (such as the forward of a stage for a microbatch) in a training step of one
-    rank. The step comes after a warm-up step, so that buffers which are allocated once do not count.
+    """Live bytes (bytes of all tensors that exist at a moment) in each pipeline action, such as the forward of a stage
+    for a microbatch, in a training step of one rank. The step comes after a warm-up step, so that buffers which are
+    allocated once do not count.
     """
 
     actions: dict[tuple[Op, int, int], ActionMemory]

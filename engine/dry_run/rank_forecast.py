@@ -23,8 +23,8 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankForecast:
-    """Memory forecast of a rank: the peak of live bytes in a training step after the first one. Parameters, gradients
-    and optimizer state are not included.
+    """Memory forecast of a rank: the peak of live bytes (bytes of all tensors that exist at a moment) in a training
+    step after the first one. Parameters, gradients and optimizer state are not included.
     """
 
     rank: int

@@ -112,7 +112,7 @@ class Precision:
 
     def frozen(self, name: str, given: torch.dtype) -> torch.dtype:
         """Returns the dtype that the frozen parameter ``name`` has in forward. ``given`` is its dtype in the user's
-        model; integer and bool dtypes stay.
+        model; integer, bool and complex dtypes stay.
         """
         if self.compute is None or not given.is_floating_point:
             return given
@@ -120,7 +120,7 @@ class Precision:
 
     def buffer(self, name: str, given: torch.dtype) -> torch.dtype:
         """Returns the dtype that the buffer ``name`` has in forward. ``given`` is its dtype in the user's model;
-        integer and bool dtypes stay.
+        integer, bool and complex dtypes stay.
         """
         if self.compute is None or not given.is_floating_point:
             return given
