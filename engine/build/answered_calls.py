@@ -23,9 +23,9 @@ _R = TypeVar("_R")
 
 @contextmanager
 def answered_by(answer: Answer) -> Iterator[None]:
-    """Returns a context manager that redirects calls, in this thread, of every function decorated with
-    :func:`answerable`. Such a call instead returns the result of ``answer``, which receives the call's arguments by
-    name.
+    """Returns a context manager that redirects calls of functions with the decorator :func:`answerable` in this thread.
+    Such a call does not run the function. It calls ``answer`` with a dict of the arguments by name, defaults included,
+    and returns its result.
     """
     token = _ANSWER.set(answer)
     try:
@@ -35,7 +35,9 @@ def answered_by(answer: Answer) -> Iterator[None]:
 
 
 def answerable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns ``function`` with a wrapper by which :func:`answered_by` can redirect its calls."""
+    """Returns a wrapper of ``function``. Inside the context manager :func:`answered_by`, a call of the wrapper is
+    redirected to another function; elsewhere it calls ``function``.
+    """
     known = signature(function)
 
     @wraps(function)

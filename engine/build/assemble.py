@@ -120,21 +120,22 @@ def plan_run(
     costs: Costs | None = None,
     found: FoundStyles | None = None,
 ) -> Plan:
-    """Returns the plan of this run; see :func:`engine.planning.plan.build_plan` for its errors.
+    """Returns the plan of this run: pipeline stages, sharding and schedule. :func:`engine.planning.plan.build_plan`
+    lists its errors.
 
     Args:
-        request: arguments of ``initialize``.
-        example: one microbatch, by which the model is traced.
-        costs: costs of module calls, measured on rank 0; None: not needed.
-        found: tensor-parallel styles, found on rank 0; None: not needed.
+        request: arguments of ``initialize`` other than model and configuration.
+        example: one microbatch, with which the model is traced.
+        costs: costs of module calls, measured on rank 0, to balance pipeline stages; None: not needed.
+        found: tensor-parallel styles of the layers, found on rank 0; None: not needed.
     """
     wish = _plan_request(model, config, request, example)
     return build_plan(config, replace(wish, costs=costs, found=found))
 
 
 def search_model(model: nn.Module, config: Config, request: Request, example: Batch) -> FoundStyles:
-    """Searches the tensor-parallel styles of the model's layers for this run, and returns them. ``example`` is one
-    microbatch. See :class:`engine.planning.tensor_plan_search.SearchedProgram`.
+    """Returns tensor-parallel styles (ways to shard a layer) for the layers of ``model``, found by a search with
+    ``example``, one microbatch. See :class:`engine.planning.tensor_plan_search.SearchedProgram`.
     """
     wish = _plan_request(model, config, request, example)
     return search_styles(config, replace(wish, shared_experts=find_expert_plan(model, config)))
@@ -154,8 +155,9 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
-    """Measures the module calls of the model's forward and backward on ``device``, to balance pipeline stages, and
-    returns their costs. ``example`` is one microbatch. See :func:`engine.planning.profile_calls.profile_run`.
+    """Runs forward and backward of ``model`` with ``example``, one microbatch, on ``device``, and returns the measured
+    cost of each module call, by which pipeline stages are balanced. See
+    :func:`engine.planning.profile_calls.profile_run`.
     """
     program = request.program(model, make_precision(config, model), torch.device("cpu"))
     return profile_run(program, example, config, stages_wanted(config), device)
@@ -164,8 +166,8 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
 def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Checks that all ranks have equal models and plans, then shards the model and returns this rank's runtime.
-    ``example`` is one microbatch. Collective over the world.
+    """Checks that all ranks have equal models and plans. Then shards ``model`` in place, and returns the objects that
+    run steps on this rank. ``example`` is one microbatch. All ranks of the world must call it.
     """
     check_equal(model, plan, comm, device)
     return assemble_rank(model, plan, comm, device, request, example)
@@ -174,7 +176,7 @@ def build(
 def assemble_rank(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Shards and patches ``model``; returns this rank's runtime. Collective. Arguments are equal on all ranks."""
+    """Shards and patches ``model`` in place; returns the objects that run steps on this rank. All ranks call it."""
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
@@ -454,8 +456,9 @@ _MOST_TILES = 1 << 14
 
 
 def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:
-    """Sets on the tensor axis, by ``parallel.overlap``, how matrix products overlap with communication; allocates the
-    buffers of fused kernels. Collective.
+    """Sets in ``axis``, as ``parallel.overlap`` says, how matrix products of tensor-parallel layers overlap with their
+    communication. For fused kernels it also allocates the buffers that all tensor ranks can write. All ranks must call
+    it.
     """
     wanted = config.parallel.overlap
     if wanted == "off":

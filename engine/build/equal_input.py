@@ -29,12 +29,13 @@ _SETUP, _CONFIG, _MODEL = "setup ", "config ", "model "
 
 
 def describe_input(model: nn.Module, config: Config, device: torch.device) -> dict[str, str]:
-    """Returns everything that must be equal on all ranks before process groups exist, as text by key: versions, device
-    type, configuration and model. The configuration begins with the grid, because batch sizes follow from it.
+    """Returns a dict of texts that must be equal on all ranks: versions, device type, configuration and model. Ranks
+    compare them before process groups exist. The configuration begins with the grid, because batch sizes follow from
+    it.
 
-    The model's entries are module classes; shapes, dtypes and ``requires_grad`` of parameters; shapes and dtypes of
-    buffers; and numeric module attributes (dropout's ``p``, ``training``). Private attributes, and attributes named
-    after a rank or device, are left out.
+    The entries of the model are its module classes; shapes, dtypes and ``requires_grad`` of parameters; shapes and
+    dtypes of buffers; and numeric module attributes (dropout's ``p``, ``training``). Private attributes, and attributes
+    named after a rank or device, are left out.
     """
     setup = {"trine": _trine_version(), "torch": str(torch.__version__), "python": _python(), "device": device.type}
     return {
@@ -45,13 +46,18 @@ def describe_input(model: nn.Module, config: Config, device: torch.device) -> di
 
 
 def describe_config(config: Config) -> dict[str, str]:
-    """Returns the resolved configuration as a flat dict, the JSON of each value by its dotted key, to compare ranks."""
+    """Returns a flat dict of the configuration, with defaults and derived values filled in, for a comparison between
+    ranks. A key is the dotted path of a setting, and its value is the setting as JSON.
+    """
     return {_CONFIG + key: value for key, value in _flat({"parallel": None} | config.to_json())}
 
 
 def difference_error(difference: Difference) -> EngineError:
-    """Returns the error that all ranks raise about ``difference``, the first key with different values: ConfigError,
-    PlanError for the model, or GridError for versions and devices.
+    """Returns the error that every rank raises if the ranks were started with different input. It is a ConfigError, a
+    PlanError for the model, or a GridError for versions and devices.
+
+    Args:
+        difference: first key of the compared dicts with different values, and these values.
     """
     kind, _, key = difference.key.partition(" ")
     told = str(Difference(key, difference.values))
@@ -100,10 +106,11 @@ def _words(name: str) -> set[str]:
 
 @torch.no_grad()
 def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Raises on all ranks if weights or plans differ between ranks. Collective over the world.
+    """Raises on all ranks if weights or plans differ between ranks. All ranks of the world must call it.
 
-    With ``initial_weights`` rank0, rank 0 first broadcasts its weights. Then ranks compare three hashes by one
-    all-reduce, label "equal weights". If these differ, all-gathers find the ranks and the first parameter.
+    If ``initial_weights`` is "rank0", rank 0 first broadcasts its weights, which replace the weights of other ranks.
+    Then ranks compare three hashes by one all-reduce, label "equal weights". If these differ, all-gathers find the
+    ranks and the first parameter.
 
     Raises:
         PlanError: parameters, weights or plans differ between ranks.

@@ -34,7 +34,9 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class ForwardChanges:
-    """Kernel choices of a run, and the modules with forwards that were replaced by engine operators before planning."""
+    """Kernel choices of a run, and the modules that run an equivalent engine operator (such as a fused kernel) in place
+    of their own forward. The changes are made before planning.
+    """
 
     kernels: Kernels = REFERENCE
     replacements: tuple[Replacement, ...] = ()
@@ -51,16 +53,17 @@ def _check_kernels(config: Config, device: torch.device) -> None:
 def change_forwards(
     model: nn.Module, config: Config, device: torch.device, patches: ForwardPatches, planned: Kernels | None = None
 ) -> ForwardChanges:
-    """Patches modules to run equivalent engine operators, and compiles blocks, as configured; records the patches in
-    ``patches``.
+    """Lets modules of ``model`` run equivalent engine operators in place of their own forwards, and compiles its blocks
+    if ``compile`` is on. Removing ``patches`` undoes the changes.
 
     Nothing is communicated; all ranks make the same changes.
 
     Args:
-        planned: kernel choices for an absent device; None: choices for ``device``.
+        planned: kernel choices for a GPU that is absent; None: choices for ``device``.
 
     Raises:
-        ConfigError: kernels "triton" on a device that cannot run them; ``compile`` for a model without blocks.
+        ConfigError: ``kernels`` is "triton" on a device that cannot run Triton, or ``compile`` is on and the model has
+            no list of blocks.
     """
     if planned is None:
         _check_kernels(config, device)
@@ -79,19 +82,19 @@ def change_forwards(
 
 
 def own_card(kernels: Kernels) -> str:
-    """Returns the name of this rank's GPU if kernels are chosen by the type of GPU (mode "auto"); else ""."""
+    """Returns the name of this rank's GPU, such as "NVIDIA H100 80GB HBM3", if ``kernels`` chooses kernels by the type
+    of GPU (mode "auto"). Returns "" in other modes, on a CPU, and where Triton does not run.
+    """
     device = torch.device(find_accelerator() or "cpu")
     return device_name(device) if kernels.mode == "auto" and not is_host(device) and runs_triton(device) else ""
 
 
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
-    """Sets the GPU of rank 0 as the one by which all ranks choose kernels. One broadcast; does nothing unless the mode
-    is "auto" on a GPU.
-
-    All ranks must run the same kernels, because some kernels change the communication.
+    """Lets all ranks choose kernels by the type of rank 0's GPU, because some kernels change the communication, so that
+    all ranks must run the same ones. One broadcast. Does nothing on a CPU, or if ``kernels`` is not in mode "auto".
 
     Raises:
-        ConfigError: rank 0 can run Triton and another rank cannot; raised on all ranks.
+        ConfigError: rank 0 can run Triton and another rank cannot; all ranks raise it.
     """
     if kernels.mode != "auto" or is_host(device):
         return
@@ -106,11 +109,11 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Patches linear layers to run in one kernel with the activation that follows, as ``changes`` lists them. Layers
-    are full or column-sharded.
+    """Lets each linear layer that ``changes`` lists run in one kernel with the activation function after it. The layer
+    is unsharded, or its output features are sharded over tensor ranks.
 
-    Kernels may add weight gradients directly to main gradients (accumulation buffers). If they do, other full linear
-    layers and embeddings are patched for it too.
+    Kernels may add weight gradients directly to accumulation buffers (main gradients). If they do, the forwards of
+    other unsharded linear layers and embeddings are replaced too.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)
@@ -143,7 +146,9 @@ def _is_plain_embedding(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AddedRows:
-    """Forward of an embedding that adds its weight gradient directly to a main gradient."""
+    """Forward of an embedding. Its backward adds the weight gradient directly to the accumulation buffer of gradients
+    (main gradient), without a temporary gradient tensor.
+    """
 
     module: nn.Module
     kernels: Kernels
@@ -157,8 +162,9 @@ class AddedRows:
 
 
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:
-    """Patches the output layers ``heads``, full or vocab-parallel, to return lazy logits, which are computed only in
-    chunks of tokens. Heads that this rank does not have are left out.
+    """Replaces the forwards of the output layers ``heads``, names of modules that are unsharded or sharded over the
+    vocabulary. They then return lazy logits: the loss computes them chunk by chunk, so that not all logits are in
+    memory at once. Layers of other pipeline stages are left out. Removing ``patches`` undoes it.
     """
     modules = [module for module in map(model.get_submodule, heads) if isinstance(module, nn.Linear)]
     for module in modules:
@@ -169,7 +175,9 @@ def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, pa
 
 
 def leave_out_of_compilation(model: nn.Module, names: Iterable[str], patches: ForwardPatches) -> None:
-    """Excludes the modules ``names`` from torch.compile, because their forwards communicate or dequantize a weight."""
+    """Excludes the forwards of the modules ``names`` from torch.compile until ``patches`` are removed, because these
+    forwards communicate or dequantize a weight.
+    """
     for module in map(model.get_submodule, names):
         forward, note = vars(module).get("forward"), "is left out of torch.compile: it communicates or reads codes"
         if forward is not None and getattr(forward, "__self__", None) is not module:  # a wrapper, of another object

@@ -25,8 +25,8 @@ _NAMES = ("__reduce_ex__", "__deepcopy__")
 
 
 def lay_entries_apart(model: nn.Module, patches: ForwardPatches) -> None:
-    """Gives each entry of ``state_dict()`` a storage of its own. Otherwise, pickling an entry would write the whole
-    flat bucket that contains its parameter.
+    """Makes ``state_dict()`` of ``model`` return tensors that each have a storage of their own, until ``patches`` are
+    removed. Parameters are views of flat buckets, so pickling an entry would otherwise write the whole bucket.
     """
     for module in model.modules():
         if any(parameter is not None for parameter in module._parameters.values()):
@@ -64,7 +64,7 @@ def _shallow_copy(held: _Held) -> nn.Module:
 
 def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
     """Makes pickling of ``model`` raise EngineError until ``patches`` are removed; ``copy.copy`` and ``copy.deepcopy``
-    still work. A model with its own ``__setstate__`` or ``__deepcopy__`` stays as it is.
+    still work. Does nothing for a model class that defines ``__setstate__`` or ``__deepcopy__``.
     """
     kind = type(model)
     if kind.__setstate__ is not nn.Module.__setstate__ or hasattr(kind, "__deepcopy__"):
@@ -90,8 +90,11 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: ForwardPatches) -> None:
-    """Makes ``load_state_dict`` and ``save_pretrained`` of the modules raise EngineError if they would see only this
-    rank's shards. ``codes`` is True if weights are quantized; both raise then too.
+    """Makes ``load_state_dict`` and ``save_pretrained`` of the modules of ``model`` raise EngineError where they would
+    read or write only this rank's part of the weights, until ``patches`` are removed.
+
+    Args:
+        codes: True if frozen weights are stored quantized; both methods are then refused too.
     """
     if config.divides_parameters or codes:
         _refuse_state_dicts(model, patches)
@@ -100,11 +103,12 @@ def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: Forward
 
 
 def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPatches) -> None:
-    """Makes the removal of ``patches`` mark the parameters of a model of which this rank has only a part, so that
-    ``refuse_parts`` raises later.
+    """Notes that this rank has only a part of the model's parameters. When ``patches`` are removed, the parameters are
+    marked, so that ``refuse_parts`` later refuses to train the model again. Does nothing if this rank has all
+    parameters.
 
-    ``cut`` is True if some parameter is sharded. If it is False, this rank has a part only if there are several
-    pipeline stages.
+    Args:
+        cut: True if some parameter is sharded over tensor or expert ranks.
     """
     if not cut and config.pp == 1:
         return
@@ -119,10 +123,11 @@ def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPat
 
 
 def refuse_parts(model: nn.Module) -> None:
-    """Raises for a model if a closed engine has left only shards or placeholders of its parameters on this rank.
+    """Raises if an engine that was closed has left only parts of the parameters of ``model`` on this rank: shards, or
+    placeholders for other pipeline stages.
 
     Raises:
-        PlanError: always for such a model.
+        PlanError: ``model`` has only parts of its parameters.
     """
     for parameter in model.parameters():
         if (left := vars(parameter).get(_PARTS)) is not None:

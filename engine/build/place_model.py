@@ -43,8 +43,8 @@ _LOST = (
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
-    """Returns the user's module. If ``source`` is a callable, calls it with the random generators of the CPU and
-    ``device`` seeded by ``seed``.
+    """Returns ``source`` if it is a module. Otherwise calls ``source`` and returns its result; during the call the
+    random generators of the CPU and of ``device`` are seeded with ``seed``, and afterwards they are as before.
 
     Raises:
         PlanError: ``source`` is neither a module nor a callable that returns one.
@@ -61,10 +61,11 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Returns the module inside torch wrappers (DDP, torch.compile), and a note for each wrapper.
+    """Returns a tuple: the module inside the wrappers of DDP and torch.compile, or ``model`` itself without one, and a
+    text about each wrapper, which says that it is not used.
 
     Raises:
-        PlanError: the wrapper has changed the parameters themselves.
+        PlanError: the parameters are sharded already, by FSDP or as DTensors.
     """
     notes: list[str] = []
     while True:
@@ -87,11 +88,11 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, request: Request
 ) -> tuple[FlatBucket, ...]:
-    """Shards the model in place, so that its parameters are this rank's parts in flat buckets on ``device``. Returns
-    the buckets of trained parameters, then the buckets of frozen ones.
+    """Shards ``model`` in place: its parameters become views of this rank's flat buckets (1-D tensors of many
+    parameters) on ``device``. Returns the buckets of trained parameters, then the buckets of frozen ones.
 
-    The request may have a lender, an engine that lends its frozen parameters. The model's frozen parameters then become
-    the lender's tensors, and must be on the meta device before.
+    If ``request`` has a lender, an engine that shares its frozen weights, the model's frozen parameters become the
+    lender's tensors. They must be on the meta device before.
     """
     holder, config, patches = comm.grid.holder(), plan.config, request.patches
     parameters = dict(model.named_parameters())
@@ -173,11 +174,14 @@ class _Parts:
 
 
 def borrow(lender: Lender, plan: Plan, holder: ShardHolder) -> Mapping[str, Tensor]:
-    """Returns the tensors, by parameter name, that the engine ``lender`` lends for frozen parameters outside of
-    buckets.
+    """Returns the frozen weights that the engine ``lender`` shares with this engine, by parameter name. Frozen
+    parameters in flat buckets are only checked.
+
+    Args:
+        holder: tensor, pipeline and expert coordinate of this rank.
 
     Raises:
-        PlanError: the lender lacks a frozen parameter on this rank, or has placed it otherwise.
+        PlanError: ``lender`` lacks a frozen parameter of this rank, or stores it in another shape or dtype.
     """
     found: dict[str, Tensor] = {}
     frozen = [tuple(slot.name for slot in bucket.slots) for bucket in plan.layouts[holder].frozen]
@@ -212,10 +216,10 @@ def _shard(
 
 
 def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Moves the optimizer moments of buckets that the CPU updates to files of this rank, if ``offload_optimizer`` has
-    device nvme.
+    """Moves optimizer moments from host memory to files of this rank, if ``offload_optimizer`` has device "nvme". These
+    are the moments of buckets that the CPU updates.
 
-    Collective, so that all ranks raise if one does.
+    All ranks must call it; if one fails, all raise.
 
     Raises:
         ConfigError: the optimizer does not update bucket by bucket.

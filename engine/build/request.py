@@ -27,7 +27,9 @@ ModelSource = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Arguments of ``initialize`` other than model and configuration, and the patches already made to the model."""
+    """Arguments of ``initialize`` other than model and configuration, as the build of an engine passes them on, and the
+    patches already made to the model.
+    """
 
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
@@ -59,8 +61,11 @@ class Request:
     def program(
         self, model: nn.Module, precision: Precision, device: torch.device, comm: Comm | None = None
     ) -> Program:
-        """Returns the model and its loss as one function of a microbatch, in the dtypes of ``precision`` on ``device``.
-        With ``comm``, ``loss_fn`` can gather rows over the data ranks.
+        """Returns ``model`` and ``loss_fn`` as one function from a microbatch to a loss, in the dtypes of ``precision``
+        on ``device``.
+
+        Args:
+            comm: communication by which ``loss_fn`` can gather rows over the data ranks; None: without it.
         """
         if comm is not None:
             self.gather.open(comm)

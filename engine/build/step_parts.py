@@ -48,8 +48,8 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRequest:
-    """Objects of one rank from which the step parts are made: optional features that act during a training step, such
-    as integrity checks or an average of weights.
+    """Objects of one rank from which optional features of a training step are made, such as integrity checks or an
+    average of weights.
     """
 
     model: nn.Module
@@ -69,13 +69,13 @@ class PartRequest:
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """Flat buckets of trained parameters."""
+        """Flat buckets of trained parameters: 1-D tensors on this rank that each have many parameters."""
         return self.inventory.trained
 
 
 def make_parts(request: PartRequest) -> StepParts:
-    """Returns the step parts of all features that the configuration turns on, in an order that is equal on all
-    ranks.
+    """Returns the optional features of a training step that the configuration turns on, such as integrity checks, in an
+    order that is equal on all ranks.
     """
     return StepParts(part for make in MAKERS if (part := make(request)) is not None)
 

@@ -18,9 +18,13 @@ def freeze_untrained(
     optimizer: OptimizerFactory | torch.optim.Optimizer | None,
     patches: ForwardPatches,
 ) -> Config:
-    """Freezes the trainable parameters that no optimizer updates, until ``patches`` are removed. These are the ones
-    that the script's optimizer leaves out; without any optimizer, all of them. Returns ``config``, with a note about
-    them if there are any.
+    """Sets ``requires_grad`` to False for the trainable parameters of ``model`` that no optimizer updates, until
+    ``patches`` are removed. Returns ``config``; if there are such parameters, it has one more note about them for the
+    user.
+
+    Args:
+        optimizer: optimizer from the user's code: parameters that it leaves out are frozen. A callable freezes nothing.
+            None: if ``config`` has no optimizer either, all parameters are frozen.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -40,7 +44,7 @@ def freeze_untrained(
 
 
 def freeze(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Sets ``requires_grad`` of the parameters to False; returns a function that sets it to True again."""
+    """Sets ``requires_grad`` of ``parameters`` to False, and returns a function that sets it to True again."""
 
     def set_trained(trained: bool) -> None:
         for parameter in parameters:

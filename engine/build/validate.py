@@ -22,8 +22,9 @@ from engine.zero.reduce.reducer import check_own_hooks
 
 
 def prepare(model: nn.Module, config: Config, request: Request) -> None:
-    """Raises for mistakes in the arguments of ``initialize`` that can be found without a batch and without
-    communication. Also sets ``use_cache`` to False in Hugging Face configurations of the model.
+    """Checks the arguments of ``initialize``, as far as this is possible without a batch and without communication.
+    Also sets ``use_cache`` to False in the Hugging Face configurations of the model's modules, until
+    ``request.patches`` are removed.
 
     Raises:
         ConfigError: settings of the configuration or arguments exclude each other or do not fit the model.
@@ -58,11 +59,12 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
 
 
 def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
-    """Marks ``model`` as owned by an engine until ``patches`` are removed; returns it.
+    """Marks ``model`` as trained by an engine, so that a second engine refuses it, and returns it. Removing ``patches``
+    removes the mark.
 
     Raises:
-        PlanError: another engine has the model or one of its modules, or has left it sharded; a parameter has no shape
-            yet.
+        PlanError: another engine trains the model or one of its modules, or has left only parts of its parameters; or a
+            parameter has no shape yet.
     """
     _refuse_lazy(model)
     for name, module in model.named_modules():

@@ -41,8 +41,8 @@ class Corpus:
 
     ``tokens`` has shape [n] and an unsigned integer dtype, and may be memory-mapped; all token ids are below
     ``vocabulary``. ``files`` is the number of documents in this split. ``digest`` is a hash (16 hex digits) over the
-    names and bytes of the documents. Losses are comparable only with equal digests: the built-in corpus differs between
-    Python releases.
+    names and bytes of the documents. Losses of two runs are comparable only if their digests are equal: the built-in
+    corpus differs between Python releases.
     """
 
     name: str

@@ -20,8 +20,9 @@ from engine.errors import EngineError
 
 
 class SampleOrder:
-    """Endless sequence of the indices of a dataset, epoch after epoch. Each epoch has every index once: in order, or
-    with ``settings.shuffle`` in a new random order.
+    """Endless sequence of the indices of a dataset with ``samples`` samples. It runs through epochs; each epoch has
+    every index once. Without ``settings.shuffle`` the order is 0, 1, 2, ...; with it, each epoch has another random
+    order by ``settings.seed``.
     """
 
     def __init__(self, samples: int, settings: LoaderSettings) -> None:
@@ -29,20 +30,22 @@ class SampleOrder:
         self._shuffled = Sampler(samples, 1, settings.seed) if settings.shuffle else None
 
     def at(self, position: int) -> int:
-        """Returns the dataset index at ``position`` of the sequence, which counts from 0 over all epochs."""
+        """Returns the dataset index at ``position`` of the sequence. Positions count from 0, over all epochs."""
         if self._shuffled is None:
             return position % self.samples
         return int(self._shuffled.stream(position, 1)[0])
 
     def of_epoch(self, epoch: int) -> Indices:
-        """Returns all dataset indices in the order of ``epoch``, counted from 0: int64 [samples]."""
+        """Returns the dataset indices of one epoch in their order: int64 [samples], each index once. ``epoch`` counts
+        from 0.
+        """
         if self._shuffled is None:
             return np.arange(self.samples, dtype=np.int64)
         return self._shuffled.stream(epoch * self.samples, self.samples)
 
 
 class RowPiece(NamedTuple):
-    """Part of a document that fills one part of a packed row."""
+    """Successive tokens of one document that fill a part of a packed row, which has tokens of several documents."""
 
     tokens: NDArray[np.int64]
     after: int
@@ -50,14 +53,23 @@ class RowPiece(NamedTuple):
 
 
 def piece(tokens: NDArray[Any], start: int, stop: int) -> RowPiece:
-    """Returns tokens ``start:stop`` of a document as a piece of a packed row."""
+    """Returns tokens ``start:stop`` of a document as a piece of a packed row, together with the token that follows them
+    in the document.
+
+    Args:
+        tokens: all tokens of the document, 1-D.
+    """
     after = int(tokens[stop]) if stop < len(tokens) else IGNORED_LABEL
     return RowPiece(tokens[start:stop].astype(np.int64), after)
 
 
 def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor]:
-    """Returns the tensors of one packed row by name, each int64 [length], from the pieces of documents in it.
-    :class:`Packing` describes them.
+    """Returns the tensors of one packed row, each int64 [``packing.length``]: ``input_ids``, ``labels``,
+    ``position_ids`` and, if ``packing.segments`` is True, ``segment_ids``. Shorter rows are padded at the end.
+
+    Args:
+        pieces: parts of documents in the row, from its begin.
+        packing: length of the row, place of the labels and pad token.
     """
     row = np.full(packing.length, packing.pad_token, dtype=np.int64)
     labels = np.full(packing.length, IGNORED_LABEL, dtype=np.int64)
@@ -79,10 +91,11 @@ def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor
 
 
 class PackedRows:
-    """Endless sequence of packed rows, epoch after epoch. Because the lengths of all documents are known, any row is
-    computed from its position, without the rows before it.
+    """Endless sequence of packed rows, epoch after epoch: the documents of a dataset one after another, cut into rows
+    of ``packing.length`` tokens. Because the lengths of all documents are known, a row is computed from its position
+    alone.
 
-    With ``settings.shuffle``, each epoch packs the documents in another order, and shuffles the rows too.
+    With ``settings.shuffle``, each epoch packs the documents in another random order, and then shuffles its rows too.
 
     Raises:
         EngineError: the documents have no tokens.
@@ -124,12 +137,12 @@ class PackedRows:
 def pack_epoch(
     documents: Iterable[Any], start: DataPosition, length: int
 ) -> Iterator[tuple[DataPosition, list[RowPiece]]]:
-    """Packs documents in the order in which they are read, until the end of the epoch. Yields for each row the position
-    after it, and its pieces.
+    """Packs documents, one after another, into rows until the epoch ends; the last row may be shorter. Yields for each
+    row a tuple: the position in the data after it, and the list of its pieces (parts of documents).
 
     Args:
         documents: documents of the epoch, from the first one that is not yet consumed to its end.
-        start: position in the data at which the first row begins.
+        start: position in the data at which the first row begins; it may be inside the first document.
         length: tokens in a row.
     """
     position, epoch, read, used = start
@@ -152,11 +165,11 @@ def pack_epoch(
 
 
 def tokens_of(document: Any) -> NDArray[Any]:
-    """Returns the tokens of a document as a 1-D array of integers. The document is a dict with ``input_ids``, or the
-    tokens themselves.
+    """Returns the tokens of ``document`` as a 1-D array of integers. ``document`` is a dict with the tokens under
+    ``input_ids``, or the tokens themselves: a tensor, an array or a list.
 
     Raises:
-        EngineError: the tokens are not integers in one dim.
+        EngineError: the tokens are missing, are not integers, or have more than one dim.
     """
     found = document.get("input_ids") if isinstance(document, Mapping) else document
     tokens = found.numpy() if isinstance(found, Tensor) else np.asarray([] if found is None else found)

@@ -46,9 +46,10 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Settings to pad 1-D tensors at their end: to the longest in a microbatch, rounded up to ``multiple``.
+    """Settings to pad the 1-D tensors of a microbatch's samples at their end. The padded length is the one of the
+    longest such tensor in the microbatch, rounded up to a multiple of ``multiple``.
 
-    ``input_ids`` is padded with ``token``, ``labels`` with -100, everything else with 0.
+    ``input_ids`` is padded with ``token``, ``labels`` with -100, every other 1-D tensor with 0.
 
     Raises:
         EngineError: ``multiple`` is below 1.
@@ -63,7 +64,10 @@ class Padding:
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Options of ``engine.data.loader``; :class:`LoaderSettings` describes them."""
+    """Keyword arguments of ``engine.data.loader``: ``shuffle`` with ``seed``, number of ``epochs``, last incomplete
+    step (``at_end``), reading ranks (``batches``), reading processes (``workers``), packing (``pack``) or padding
+    (``pad``) of documents, and the ``collate`` function. :class:`LoaderSettings` describes their values.
+    """
 
     shuffle: bool
     seed: int
@@ -78,10 +82,11 @@ class LoaderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings of a data loader: order and number of epochs, last step, reading ranks and workers, packing and padding.
+    """Settings of a data loader: order of the samples, number of epochs, treatment of a last step with too few samples,
+    the ranks and processes that read, and packing or padding of token sequences.
 
     Raises:
-        EngineError: a value is out of range, or two values exclude each other.
+        EngineError: a value is out of range, or two values exclude each other, such as ``pack`` and ``pad``.
     """
 
     shuffle: bool = False
@@ -122,7 +127,9 @@ class LoaderSettings:
 
 
 class DataPosition(NamedTuple):
-    """Position in the data at which the next step begins, equal on all ranks and for any grid."""
+    """Position in the data at which the next training step begins. It is equal on all ranks, and is independent of the
+    grid of ranks.
+    """
 
     position: int = 0
     """Number of samples that all ranks together have consumed."""
@@ -146,12 +153,15 @@ class StepRows:
 
     @property
     def batch(self) -> int:
-        """Global batch size in rows."""
+        """Number of rows of a training step over all data ranks and microbatches."""
         return self.micro * self.accumulation * self.size
 
     def microbatches(self, position: int) -> Iterator[range]:
-        """Yields for each microbatch of this rank the positions of its rows in the global order of samples. The step
-        begins at ``position``.
+        """Yields a range for each microbatch of this data rank: the positions of its rows in the sequence of samples
+        that all ranks share.
+
+        Args:
+            position: position of the training step's first row in that sequence.
         """
         first = position + self.rank * self.micro * self.accumulation
         return (

@@ -33,8 +33,11 @@ _KINDS: Mapping[str, type[list[Any]] | type[tuple[Any, ...]]] = MappingProxyType
 
 
 class ReplicaBatches:
-    """Broadcast of batches within a replica: its first rank reads, and sends them to the tensor and pipeline ranks that
-    compute on the same rows. Collective over the replica.
+    """Broadcast of batches within a replica: the ranks with one copy of the model, which compute on the same rows. The
+    first rank of the replica reads, and sends the batches to its other tensor and pipeline ranks.
+
+    Args:
+        device: device of the communicated tensors.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
@@ -43,12 +46,15 @@ class ReplicaBatches:
         """True on the rank that reads."""
 
     def share(self, read: Callable[[], Any]) -> Any:
-        """Calls ``read`` on the first rank of the replica, and returns its result on all ranks of the replica. The
-        result consists of tensors, numbers, strings and None in tuples, lists and dicts; sent tensors arrive on the
-        CPU.
+        """Calls the callback ``read`` on the first rank of the replica, and returns its result on all ranks of the
+        replica. All ranks of the replica must call this method together.
+
+        The result consists of tensors, numbers, strings and None in tuples, lists and dicts. If the replica has several
+        ranks, the tensors are on the CPU.
 
         Raises:
-            EngineError: ``read`` has failed on the first rank, which itself raises the original error.
+            EngineError: ``read`` has raised an error on the first rank; the first rank itself raises the original
+                error.
         """
         if self._comm.grid.size("replica") == 1:
             return read()
@@ -111,7 +117,7 @@ def _decoded(data: bytes) -> Any:
 
 
 class LoadingEngine(Protocol):
-    """Attributes of the engine that a loader uses."""
+    """Protocol with the attributes of the engine that a data loader uses."""
 
     @property
     def config(self) -> Config:
@@ -123,25 +129,29 @@ class LoadingEngine(Protocol):
 
     @property
     def comm(self) -> Comm:
-        """Collectives of this rank, for ``batches = "rank0"``."""
+        """Communication of this rank, with which one rank sends batches to others if the loader has ``batches =
+        "rank0"``.
+        """
 
     @property
     def device(self) -> torch.device:
-        """Device of communicated tensors."""
+        """Device of the tensors with which the loader communicates."""
 
 
 def loader(dataset: Any, eng: LoadingEngine, **options: Unpack[LoaderOptions]) -> "StepLoader":
-    """Returns an iterator of this rank's microbatches, for ``train_batch`` and ``register_for_checkpointing(data=it)``.
+    """Returns an iterator of this data rank's microbatches, to pass to the engine's ``train_batch``.
+    ``register_for_checkpointing(data=it)`` saves its position with the checkpoints.
 
     Args:
         dataset: a map-style dataset (``__getitem__`` and ``__len__``); an iterable one; a torch DataLoader, from which
-            dataset, workers, shuffling and collate function are taken; or the path of a ``.npy`` or of a ``.bin`` and
-            ``.idx``.
+            dataset, workers, shuffling and collate function are taken; or the path of a token file, either ``.npy`` or
+            Megatron's pair of ``.bin`` and ``.idx``.
         eng: the engine that sets batch sizes, grid and seed.
-        options: see :class:`engine.data.settings.LoaderSettings`.
+        options: fields of :class:`engine.data.settings.LoaderSettings`, such as ``shuffle``, ``epochs`` and ``pack``.
 
     Raises:
-        EngineError: options exclude each other, or need a length that the dataset does not have.
+        EngineError: an option is unknown, options exclude each other, or one needs a length that the dataset does not
+            have.
     """
     _check_names(options)
     config, grid = eng.config, eng.grid
@@ -205,11 +215,11 @@ def _shuffles(given: DataLoader[Any]) -> bool | None:
 
 
 class StepLoader(Iterator[Batch]):
-    """Iterator of one data rank's microbatches, made by :func:`loader`. With ``batches = "rank0"``, ``next`` is
-    collective over the replica.
+    """Iterator of one data rank's microbatches, which the function ``loader`` makes. With ``batches = "rank0"``,
+    ``next`` is collective over the tensor and pipeline ranks that compute on the same rows.
 
-    Its state is equal on all ranks and counts whole steps. If a run is saved within a step, the resumed run gets all
-    microbatches of this step again.
+    Its state is equal on all ranks and counts whole training steps. If a run is saved within a step, the resumed run
+    gets all microbatches of this step again.
     """
 
     def __init__(
@@ -241,7 +251,9 @@ class StepLoader(Iterator[Batch]):
 
     @property
     def ended(self) -> bool:
-        """True if no step is left. It may read a step to find out, and is then collective like ``next``."""
+        """True if no training step is left. It may read the next step to find out. With ``batches = "rank0"``, the
+        ranks that compute on the same rows must therefore read this property together.
+        """
         if not self._held:
             step = self._read() if self._replica is None else self._replica.share(self._read)
             if step is None:
@@ -251,7 +263,7 @@ class StepLoader(Iterator[Batch]):
 
     @property
     def steps_left(self) -> int:
-        """Number of steps until the last epoch ends.
+        """Number of training steps from the current position to the end of the last epoch.
 
         Raises:
             EngineError: the loader is endless, or the dataset has no length.
@@ -264,17 +276,17 @@ class StepLoader(Iterator[Batch]):
         return left // batch if self._settings.at_end == "dropped" else -(-left // batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position in the data after the last whole step, and the settings that determine the order of
-        samples, as integers by name. Equal on every rank.
+        """Returns integers by name, equal on every rank: the position in the data after the last whole step, and the
+        settings that determine the order of samples.
         """
         return {**self._place._asdict(), **self._kind()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position in ``state``, a result of ``state_dict``. Batch size, grid and number of workers
-        may differ from the saved run.
+        """Continues at the position in ``state``, a result of ``state_dict``. Batch size, grid of ranks and number of
+        workers may differ from the run that saved it.
 
         Raises:
-            EngineError: ``state`` is not a loader's, or belongs to another order, dataset or packing.
+            EngineError: ``state`` is not of a loader, or was saved with another order, dataset or packing.
         """
         for key in (*DataPosition._fields, *self._kind()):
             if not isinstance(state.get(key), int) or state[key] < 0:

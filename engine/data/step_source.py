@@ -32,11 +32,15 @@ from engine.program.batch import Batch
 
 
 def collated(samples: Sequence[Any], settings: LoaderSettings, absent: int = 0) -> Batch:
-    """Returns the microbatch of ``samples``, by ``settings.collate`` or by torch's default. Labels of the last
-    ``absent`` samples become -100, because these only fill up an incomplete step.
+    """Returns the list ``samples`` as one microbatch, by the user's function ``settings.collate`` or else by torch's
+    default. ``settings.pad`` first pads them to equal length.
+
+    Args:
+        absent: number of samples at the end that only fill up an incomplete step; their labels become -100.
 
     Raises:
-        EngineError: samples differ in length and are not padded, or samples that fill up have no labels to mask.
+        EngineError: samples differ in length and are not padded, or ``absent`` is above 0 and the microbatch has no
+            labels.
     """
     if settings.collate is not None:
         batch = settings.collate(samples)
@@ -118,23 +122,29 @@ Step = tuple[DataPosition, list[Batch]]
 
 
 class StepSource(Protocol):
-    """Source of the training steps of one data rank: the microbatches of each step, and the position in the data after
-    it.
+    """Protocol of a source of training steps for one data rank. A step is a tuple: the position in the data after it,
+    and the list of its microbatches.
     """
 
     size: int | None
     """Number of samples of an epoch (with packing, rows); None: unknown."""
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields the position after each step and its microbatches, from the position ``start`` on."""
+        """Yields the training steps from the position ``start`` on, each as a tuple: the position in the data after the
+        step, and the list of this data rank's microbatches.
+        """
 
 
 def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepSource:
-    """Returns the source of this rank's training steps. It reads by position if the dataset is map-style or, for
-    packing, has documents of known lengths; else in order.
+    """Returns the source of this rank's training steps. It looks samples up by index if the dataset is map-style, or,
+    if rows are packed, has documents of known lengths. Otherwise it reads samples one after another.
+
+    Args:
+        rows: division of a step's rows among data ranks and microbatches.
 
     Raises:
-        EngineError: the dataset is not mapped or iterable, is empty, or has no length where the settings need it.
+        EngineError: the dataset is neither map-style nor iterable, is empty, or has no length where the settings need
+            it.
     """
     mapped = is_mapped(dataset)
     if mapped and not len(dataset):
@@ -199,8 +209,11 @@ class _Rows(Dataset[Batch]):
 
 
 class MappedSteps:
-    """Source of training steps that reads samples by position, from a map-style dataset or from packed documents of
-    known lengths.
+    """Source of training steps that computes each sample from its position: the function ``sample_at`` returns a sample
+    of a map-style dataset or a row of packed documents.
+
+    Args:
+        size: number of samples in an epoch.
     """
 
     def __init__(self, sample_at: Callable[[int], Any], size: int, rows: StepRows, settings: LoaderSettings) -> None:
@@ -210,7 +223,9 @@ class MappedSteps:
         self._dataset = _Rows(sample_at, settings, self._limit)
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields the position after each step and its microbatches, from the position ``start`` on."""
+        """Yields the training steps from the position ``start`` on, each as a tuple: the position in the data after the
+        step, and the list of this data rank's microbatches.
+        """
         microbatches = (each for first in self._firsts(start.position) for each in self._rows.microbatches(first))
         ahead = iter(_torch_loader(self._dataset, self._settings, sampler=microbatches))
         for first in self._firsts(start.position):
@@ -264,8 +279,8 @@ def _behind(dataset: Any, skip: int) -> Iterator[Any]:
 
 
 class StreamedSteps(IterableDataset[Step]):
-    """Source of training steps that reads samples in order, from an iterable dataset or from documents of unknown
-    lengths to pack.
+    """Source of training steps that reads samples one after another: from an iterable dataset, or from documents of
+    unknown lengths, which it packs. Every data rank reads all samples, and uses its own.
     """
 
     size: int | None = None
@@ -275,7 +290,9 @@ class StreamedSteps(IterableDataset[Step]):
         self._start = DataPosition()
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields the position after each step and its microbatches, from the position ``start`` on."""
+        """Yields the training steps from the position ``start`` on, each as a tuple: the position in the data after the
+        step, and the list of this data rank's microbatches.
+        """
         self._start = start  # a worker gets a copy of this object
         return iter(_torch_loader(self, self._settings))
 
@@ -328,8 +345,8 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 
 def own_state(given: Any) -> EngineError:
-    """Returns the error about ``given``, a dataset or DataLoader that has loaded a state of its own. It would not begin
-    at its first sample, as the loader expects.
+    """Makes the error for a dataset or DataLoader, ``given``, on which the user has called ``load_state_dict``. It
+    would not begin at its first sample, as the engine's loader expects.
     """
     return EngineError(
         f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "
@@ -338,7 +355,7 @@ def own_state(given: Any) -> EngineError:
 
 
 def refused(left: int, batch: int) -> EngineError:
-    """Returns the error that the data end with only ``left`` of the ``batch`` rows of a step."""
+    """Makes the error that the data end in an incomplete training step, with only ``left`` of its ``batch`` rows."""
     return EngineError(
         f"the data end with {left} of the {batch} rows of a step, so some ranks would have fewer than others. Choose "
         'at_end = "joined", which fills it up with rows of no weight, or "dropped", or another batch size.'
@@ -359,8 +376,9 @@ def _torch_loader(dataset: Dataset[Any], settings: LoaderSettings, sampler: Iter
 
 @dataclass(frozen=True, slots=True)
 class EndsWithRank:
-    """``worker_init_fn`` of a DataLoader that ends a worker as soon as the process of its rank is killed; torch itself
-    checks only every 5 s. It also calls ``users``, the user's own function.
+    """``worker_init_fn`` of a torch DataLoader. It ends a worker process as soon as the rank that started it is killed;
+    torch itself checks this only every 5 s. It also calls ``users``, the ``worker_init_fn`` of the user, if there is
+    one.
     """
 
     users: Callable[[int], object] | None

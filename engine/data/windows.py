@@ -55,8 +55,8 @@ IGNORED_LABEL = -100
 
 
 def window_count(tokens: int, context: int) -> int:
-    """Returns the number of windows of ``context + 1`` tokens in a corpus of ``tokens`` tokens. Neighboring windows
-    share one token.
+    """Returns the number of windows into which a corpus of ``tokens`` tokens is cut. A window has ``context + 1``
+    tokens; its last token is also the first of the next window.
 
     Raises:
         EngineError: the corpus is shorter than one window, or ``context`` is below 1.
@@ -71,14 +71,21 @@ def window_count(tokens: int, context: int) -> int:
 
 
 class Sampler:
-    """Stream of the indices of the text windows that one data rank trains on; endless, seeded, resumable. Each epoch
-    has every window once in a new random order.
+    """Endless stream of the indices of the text windows on which one data rank trains. Each epoch has every window
+    once, in a new random order by ``seed``.
 
-    ``next()`` returns the window indices of this rank's rows of the next global batch: int64, shape [global_batch /
-    data_size]. Of the B rows of a global batch, rank r of N gets rows [r*B/N, (r+1)*B/N). Communicates nothing.
+    ``next()`` returns the window indices of this rank's rows of the next global batch: int64 [global_batch /
+    data_size]. Rank r of N data ranks gets rows [r*B/N, (r+1)*B/N) of the B rows of a global batch. Communicates
+    nothing.
+
+    Args:
+        windows: number of windows in the corpus.
+        global_batch: rows of a batch over all data ranks.
+        data_rank, data_size: index of this data rank, and number of data ranks.
 
     Raises:
-        EngineError: a size is below 1, a rank or seed is out of range, or the ranks cannot share the batch equally.
+        EngineError: a size is below 1, a rank or seed is out of range, or ``data_size`` does not divide
+            ``global_batch``.
     """
 
     def __init__(self, windows: int, global_batch: int, seed: int = 0, data_rank: int = 0, data_size: int = 1) -> None:
@@ -109,8 +116,8 @@ class Sampler:
         return rows
 
     def stream(self, start: int, count: int) -> Indices:
-        """Returns the window indices at positions [start, start + count) of the stream of all ranks: int64 [count]. The
-        sampler's own position is unchanged.
+        """Returns the window indices at positions [start, start + count) of the stream that all data ranks share: int64
+        [count]. Positions count from 0 over all epochs. The position of ``next()`` is unchanged.
         """
         parts = [np.empty(0, dtype=np.int64)]
         while count:
@@ -132,17 +139,17 @@ class Sampler:
         return self._order
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position in the stream, the seed and the number of windows, equal on every rank. ``position``
-        counts samples over all ranks.
+        """Returns "position", "seed" and "windows" (number of windows), equal on every rank. The position is the number
+        of samples that all data ranks together have consumed.
         """
         return {"position": self.position, "seed": self.seed, "windows": self.windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position in ``state``, a result of ``state_dict``; batch size and number of data ranks may
-        differ.
+        """Continues at the position in ``state``, a result of ``state_dict``. Batch size and number of data ranks may
+        differ from the run that saved it.
 
         Raises:
-            EngineError: ``state`` is not a sampler's, or its seed or number of windows differs.
+            EngineError: ``state`` is not of a sampler, or its seed or number of windows differs from this sampler's.
         """
         for key in ("position", "seed", "windows"):
             if not isinstance(state.get(key), int) or state[key] < 0:
@@ -164,7 +171,8 @@ class Sampler:
 
 
 class Batches:
-    """Endless training batches of one data rank; ``sampler`` chooses the windows of the corpus.
+    """Endless training batches of one data rank. Each row is a window of ``corpus``: ``context + 1`` successive tokens.
+    ``sampler`` chooses the windows.
 
     ``next()`` returns ``input_ids`` and ``labels``, int64 CPU tensors of shape [sampler.rows, context]. The labels are
     already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``.
@@ -191,23 +199,30 @@ class Batches:
         return _read_windows(self.corpus, self.context, next(self.sampler))
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the sampler's state; see :meth:`Sampler.state_dict`."""
+        """Returns the state of the sampler, which chooses the windows: "position" (samples that all data ranks have
+        consumed), "seed" and "windows" (number of windows), equal on every rank.
+        """
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the sampler's state; see :meth:`Sampler.load_state_dict`."""
+        """Continues at the position in ``state``, a result of ``state_dict``. Batch size and number of data ranks may
+        differ from the run that saved it.
+
+        Raises:
+            EngineError: ``state`` is not of a sampler, or its seed or number of windows differs from this run's.
+        """
         self.sampler.load_state_dict(state)
 
 
 def evaluation_batches(
     corpus: Corpus, context: int, rows: int, data_rank: int = 0, data_size: int = 1, limit: int | None = None
 ) -> Iterator[Batch]:
-    """Yields the batches of one data rank in one pass over the corpus, in order. Over all data ranks, every window
-    comes exactly once.
+    """Yields the batches of one data rank in one pass over the corpus, in order. Without ``limit``, all data ranks
+    together get every window (``context + 1`` successive tokens) exactly once.
 
     A batch has ``input_ids`` and ``labels``, int64 [rows, context]. Every rank gets the same number of batches, at most
-    ``limit``. Rows that pad the last batch have only labels of -100: a (sum, weight) loss ignores them, and its weight
-    can be 0 on a rank.
+    ``limit``. Rows that only fill up the last batch have labels of -100. A loss that returns (sum, weight) ignores
+    them, and its weight can be 0 on a rank.
 
     Raises:
         EngineError: the corpus is shorter than one window, a size is below 1, or a rank is out of range.
@@ -268,13 +283,13 @@ _FLOATS = (6, 7)
 
 @runtime_checkable
 class Documents(Protocol):
-    """Token file of documents with known lengths."""
+    """Protocol of a dataset of tokenized documents with known lengths, such as a token file."""
 
     lengths: NDArray[np.int64]
     """Number of tokens of each document."""
 
     def tokens(self, index: int) -> NDArray[Any]:
-        """Returns the tokens of document ``index``, a view of the file."""
+        """Returns the tokens of document ``index``, a 1-D array. A token file returns a view of its memory map."""
 
 
 class _TokenFile:
@@ -301,13 +316,14 @@ class _TokenFile:
 
 
 class IndexedTokens(_TokenFile):
-    """Documents in Megatron's token files ``.bin`` and ``.idx``.
+    """Tokenized documents in Megatron's pair of files, ``.bin`` (tokens) and ``.idx`` (lengths of documents), read by
+    memory map.
 
     Args:
-        prefix: path without suffix, or of either file.
+        prefix: path without suffix, or path of either file.
 
     Raises:
-        EngineError: a file is missing, malformed or truncated, or the files do not match.
+        EngineError: a file is missing, malformed or truncated, or the two files do not match.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -381,8 +397,9 @@ class NpyTokens(_TokenFile):
 
 
 def token_file(path: str | Path) -> IndexedTokens | NpyTokens:
-    """Opens a file of tokenized documents: a path with suffix ``.npy`` as NpyTokens, any other as the prefix or a file
-    of IndexedTokens.
+    """Opens a file of tokenized documents. A path with suffix ``.npy`` is returned as NpyTokens: each row of a 2-D
+    array is a document, and a 1-D array is one document. Any other path is taken as Megatron's pair of ``.bin`` and
+    ``.idx``, by either file or without suffix, and returned as IndexedTokens.
     """
     return NpyTokens(path) if Path(path).suffix == ".npy" else IndexedTokens(path)
 

@@ -48,13 +48,15 @@ CPU = torch.device("cpu")
 
 
 def shape_mode() -> FakeTensorMode:
-    """Returns the FakeTensorMode of a dry run, which accepts real tensors too."""
+    """Returns the FakeTensorMode of a dry run, in which operators compute only shapes. It accepts real tensors among
+    its inputs too.
+    """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def take_content(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replaces the parameters of ``model``, and its buffers on the meta device, by FakeTensors of ``mode`` that claim
-    the CPU. Tied parameters stay tied.
+    """Replaces all parameters of ``model``, and its buffers on the meta device, by FakeTensors of ``mode``: tensors
+    with shape and dtype but without data, which report the CPU as their device. Tied parameters stay tied.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -77,7 +79,9 @@ def _shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode with shape rules for operators that torch's FakeTensors do not support on the CPU."""
+    """torch dispatch mode that returns the result shapes of operators for which torch's FakeTensors have no rule on the
+    CPU (grouped matrix products).
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,10 +107,11 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class EqualRanksBackend(RecordingBackend):
-    """Communication backend of a single process, in which collectives act as if all ranks had this rank's tensors.
+    """Communication backend for a dry run in a single process. It sends nothing; a gather acts as if all ranks had this
+    rank's tensors.
 
     Args:
-        exchanges: True if reduce-scatters allocate a temporary tensor, as in gloo.
+        exchanges: True if a reduce-scatter allocates a temporary tensor, as gloo's does.
     """
 
     def __init__(self, grid: Grid, exchanges: bool) -> None:
@@ -114,8 +119,9 @@ class EqualRanksBackend(RecordingBackend):
         self._exchanges = exchanges
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Writes this rank's slice of ``full`` to ``shard``. With ``exchanges``, it first allocates a temporary tensor
-        of the size of ``full``, so that the dry run counts its bytes.
+        """Writes this rank's slice of ``full`` to ``shard``, without other ranks. With ``exchanges``, and unless
+        ``axis`` is "tp", it instead allocates a temporary tensor of the size of ``full``, and sums its slices into
+        ``shard`` when the returned function is called. The dry run then counts these bytes; the values mean nothing.
         """
         if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
@@ -131,7 +137,9 @@ class EqualRanksBackend(RecordingBackend):
         return finish
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copies ``shard`` to every slice of ``full``, one for each rank of ``axis``."""
+        """Copies ``shard`` to every slice of ``full``, one slice for each rank of ``axis``, as if all ranks had this
+        shard. Returns a function that does nothing, because nothing is in flight.
+        """
         super().all_gather(full, shard, axis)
         if isinstance(full, FakeTensor):
             return lambda: None  # a FakeTensor has no content
@@ -141,7 +149,9 @@ class EqualRanksBackend(RecordingBackend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Copies each shard to every slice of its full tensor. ``pairs`` are (full tensor, shard)."""
+        """Copies each shard of ``pairs``, which are (full tensor, shard), to every slice of its full tensor, as if all
+        ranks had this shard. Returns a function that does nothing, because nothing is in flight.
+        """
         super().gather_parameters(pairs, within, axis)
         for full, shard in pairs:
             if not isinstance(full, FakeTensor):
@@ -150,10 +160,11 @@ class EqualRanksBackend(RecordingBackend):
 
 
 class DryRunTransport:
-    """Transport of pipeline messages in a dry run: delivers messages between stages of this rank, and only records
-    messages to and from other ranks.
+    """Transport of pipeline messages in a dry run of one rank. It delivers messages between stages of this rank.
+    Messages to and from other ranks are only recorded.
 
-    Message buffers and sent tensors are not counted here, because their lifetime depends on the schedule.
+    Receive buffers are recorded but left out of the live bytes, because the order of the real schedule determines when
+    they are free.
     """
 
     def __init__(
@@ -168,8 +179,9 @@ class DryRunTransport:
         self.kept: list[MessageBuffer] = []
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Delivers ``tensor`` to another stage of this rank. A tensor for another rank stays stored: until
-        :meth:`complete` for a neighboring stage, else until its gradient arrives.
+        """Delivers ``tensor`` to another stage of this rank, if ``message`` goes there. A tensor for another rank is
+        only stored, as in a send buffer: until ``complete`` if it goes to a neighboring stage, else until
+        ``delivered``. ``exact`` has no effect.
         """
         if self._is_own(message):
             self._own.send(message, tensor)
@@ -179,8 +191,9 @@ class DryRunTransport:
             self._far[message] = tensor.detach().contiguous()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Returns a function that gives the received tensor: the one that another stage of this rank has sent, or from
-        another rank a FakeTensor of ``shape`` and ``dtype``.
+        """Returns a function that returns the received tensor. A message from another stage of this rank gives the
+        tensor that this stage has sent. A message from another rank gives a FakeTensor (without data) of ``shape`` and
+        ``dtype``, in a recorded buffer. ``exact`` has no effect.
         """
         if self._is_own(message):
             return self._own.receive(message, shape, dtype)
@@ -191,15 +204,18 @@ class DryRunTransport:
         return tensor.detach
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Does nothing, because :meth:`complete` releases sends."""
+        """Does nothing, because ``complete`` and ``delivered`` release the sent tensors."""
 
     def delivered(self, message: Message) -> None:
-        """Releases the tensor that was sent as ``message``, because a later message proves that it has arrived."""
+        """Releases the stored tensor that was sent as ``message``, because a message that has come back proves that it
+        has arrived.
+        """
         self._far.pop(message, None)
 
     def recycle(self, tensor: Tensor) -> None:
-        """Records that the buffer of the received ``tensor`` is free again, or that it stays occupied because something
-        still refers to it.
+        """Records that the receive buffer of ``tensor`` is free for another message. If something still refers to the
+        buffer, it records that it stays occupied, and counts it as live. Does nothing for a tensor that is not in a
+        receive buffer.
         """
         if not self._buffers.lent(tensor):
             return
@@ -211,12 +227,14 @@ class DryRunTransport:
             self._live.take_in(tensor)
 
     def complete(self) -> None:
-        """Releases the tensors sent to neighboring stages, and starts the record of the next pipeline action."""
+        """Releases the stored tensors that were sent to neighboring stages, and empties the lists of buffers of the
+        current pipeline action.
+        """
         self._near.clear()
         self.taken, self.given_back, self.kept = [], [], []
 
     def finish(self) -> None:
-        """Releases all sent tensors at the end of the step."""
+        """Releases all stored tensors that were sent to other ranks, at the end of the step."""
         self.complete()
         self._far.clear()
 
@@ -233,7 +251,10 @@ FIRST, SECOND, MIDDLE, LAST = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunStep:
-    """Live bytes of each pipeline action of a rank in a training step after warm-up."""
+    """Live bytes (bytes of all tensors that exist at a moment) in each pipeline action, such as the forward of a stage
+    for a microbatch, in a training step of one rank. The step comes after a warm-up step, so that buffers which are
+    allocated once do not count.
+    """
 
     actions: dict[tuple[Op, int, int], ActionMemory]
     """Bytes by operation, stage and microbatch: FIRST, SECOND, MIDDLE or LAST."""
@@ -243,26 +264,34 @@ class DryRunStep:
     """Peak bytes of the final gradient reduction minus live bytes between steps."""
 
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
-        """Returns the bytes of ``action``. It has index ``number``, from 0, among the ``total`` actions of its stage
-        and operation.
+        """Returns the live bytes of ``action`` in the full schedule, from the measured action with the same operation
+        and stage: of the first, second, middle or last microbatch.
+
+        Args:
+            number: index of ``action`` among the actions with its stage and operation, from 0.
+            total: number of the actions with its stage and operation.
         """
         place = LAST if number == total - 1 else min(number, MIDDLE)
         return self.actions[action.op, action.stage, place]
 
     def on_stages(self, stages: Mapping[int, int]) -> "DryRunStep":
-        """Returns the same bytes for another rank with equal stages; ``stages`` maps each stage of this rank to a stage
-        of that rank.
+        """Returns a copy of these measurements for another rank with stages of the same shapes.
+
+        Args:
+            stages: stage of the measured rank to the corresponding stage of the other rank.
         """
         actions = {(op, stages[stage], place): memory for (op, stage, place), memory in self.actions.items()}
         return replace(self, actions=actions)
 
 
 class DryRunRank:
-    """Runtime of one rank on FakeTensors, which runs short training steps to record bytes and computes nothing.
+    """Dry run of one rank of a plan. It runs short training steps on FakeTensors (tensors without data), so it computes
+    nothing, and records the live bytes.
 
     Args:
         model: model of the plan; a copy is used.
         rank: global rank to imitate.
+        request: arguments of ``initialize``, with loss and rows.
         example: one microbatch; tensors on the meta device become zeros.
         kernels: kernel choices for an absent device; None: choices of the CPU.
     """
@@ -296,14 +325,16 @@ class DryRunRank:
         self._runtime.on_host.observer = self.live.leave_out
 
     def trace_like(self, other: "DryRunRank") -> None:
-        """Copies the traces of ``other``, a finished dry run of the same plan, instead of tracing."""
+        """Takes over the traces of the model's forward from ``other``, a finished dry run of another rank of the same
+        plan. This rank then need not trace.
+        """
         own, others = self._runtime.pipeline, other._runtime.pipeline
         if own is not None and others is not None:
             own.traces.take(others.traces)
 
     def step(self) -> DryRunStep:
-        """Runs a warm-up step, and a measured step for each kind of backward in the schedule (full or split). Returns
-        the bytes of each pipeline action.
+        """Runs a warm-up step, and then a measured step. If the schedule has both full and split backwards, there is a
+        measured step for each. Returns the live bytes of each pipeline action.
         """
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
@@ -320,8 +351,8 @@ class DryRunRank:
         return DryRunStep(actions=found, base=base, end_rise=end_rise)
 
     def watch(self, modules: Sequence[str]) -> list[int]:
-        """Returns a list that grows during later steps: each time a module named in ``modules`` returns from its
-        forward, the live bytes are appended.
+        """Returns a list, which later steps fill: each time a module named in ``modules`` returns from its forward, the
+        live bytes of that moment are appended. A repeated forward of activation checkpointing appends nothing.
         """
         levels = list[int]()
 
@@ -335,7 +366,9 @@ class DryRunRank:
         return levels
 
     def play(self) -> None:
-        """Runs one step with its update, for a caller that records kernel launches instead of bytes."""
+        """Runs one step with its optimizer update, without measuring bytes. It serves a caller that records the kernel
+        launches of a step.
+        """
         row = self.plan.schedule.per_rank[self._pp]
         splits = any(action.op is Op.BACKWARD_INPUT for action in row)
         with self._dry_running():
@@ -426,10 +459,13 @@ def _cycles_end_with_actions() -> Iterator[None]:
 
 
 def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[Action, ...]:
-    """Returns pipeline actions of the stages in ``row``, for only ``microbatches`` microbatches. With ``splits``,
-    stages that split backwards in ``row`` do so here too.
+    """Returns a short list of pipeline actions for the stages that occur in ``row``, with only ``microbatches``
+    microbatches. One microbatch follows the other: forwards in the order of stages, then backwards in reverse.
 
-    For each microbatch, forwards run in the order of stages, then backwards in reverse.
+    Args:
+        row: actions of one rank in the full schedule.
+        splits: True if a backward is split into input and weight gradients at the stages that split it in ``row``;
+            False if every backward is full.
     """
     stages = sorted({action.stage for action in row})
     found: list[Action] = []

@@ -20,8 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @contextmanager
 def attention_of_gpu() -> Iterator[None]:
-    """Returns a context manager in which ``scaled_dot_product_attention`` saves the tensors of a GPU kernel for
-    backward: inputs, output, row sums.
+    """Returns a context manager in which ``scaled_dot_product_attention`` on CPU FakeTensors saves the tensors for
+    backward that a GPU kernel saves: inputs, output and row sums, instead of all scores.
 
         dropout                     the CPU's flash kernel represents GPU kernels, which save only a seed of the mask
         values of another width     the GPU's memory-efficient kernel (DeepSeek: keys of 192, values of 128)

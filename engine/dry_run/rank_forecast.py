@@ -23,8 +23,8 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankForecast:
-    """Memory forecast of a rank: live bytes in a training step after warm-up, in addition to parameters, gradients and
-    optimizer state.
+    """Memory forecast of a rank: the peak of live bytes (bytes of all tensors that exist at a moment) in a training
+    step after the first one. Parameters, gradients and optimizer state are not included.
     """
 
     rank: int
@@ -33,8 +33,11 @@ class RankForecast:
 
 
 def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
-    """Returns the forecast of ``rank``: the peak of live bytes when the actions measured in ``step`` run in the order
+    """Returns the memory forecast of the global rank ``rank``: the peak of live bytes if its actions run in the order
     of its pipeline schedule.
+
+    Args:
+        step: live bytes of each pipeline action of this rank, as a dry run has measured them.
     """
     row = rank_schedule(plan.schedule, plan.grid(rank).coord().pp)
     peak = peak_of_row(row.actions, row.releases, step.memory_of, step.base, step.end_rise)
@@ -42,11 +45,12 @@ def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
 
 
 class PlannedKernels(Kernels):
-    """Kernel choices of a GPU that is absent from this machine; operators run on shapes only.
+    """Choices between Triton kernels and torch for a GPU that this machine need not have. They serve a dry run, in
+    which operators compute only shapes.
 
     Args:
         mode: setting ``kernels`` of the configuration.
-        card: name of the GPU in ``tuned.json``.
+        card: name of the GPU in ``tuned.json``, the file with measured choices.
     """
 
     def __init__(self, mode: Mode, card: str) -> None:
@@ -54,7 +58,7 @@ class PlannedKernels(Kernels):
         self.card = card
 
     def replaces(self, device: torch.device) -> bool:
-        """Returns True: modules run engine operators, as on any GPU."""
+        """Returns True for every device: modules run the engine's operators in place of torch's, as on any GPU."""
         return True
 
     def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
@@ -70,8 +74,8 @@ NEAR = 2
 
 
 class RankLikeness:
-    """Descriptions of pipeline ranks, to run only one of several similar ranks: ranks with equal descriptions have
-    equal live bytes in each action.
+    """Descriptions of pipeline ranks for their comparison. Ranks with equal descriptions have equal live bytes in each
+    action, so that a dry run of one of them suffices.
 
     A description contains calls, messages and shapes of each stage, its kinds of blocks, its buckets, and split
     backwards.
@@ -81,7 +85,9 @@ class RankLikeness:
         self._plan, self._names = plan, KindNames(model)
 
     def of(self, pp: int) -> Hashable:
-        """Returns the description of pipeline rank ``pp``, to compare with ``==``."""
+        """Returns the description of pipeline rank ``pp``. If two ranks have equal descriptions (``==``), their
+        pipeline actions have equal live bytes.
+        """
         plan = self._plan
         if plan.partition is None or plan.trace is None:
             return pp
@@ -138,7 +144,9 @@ class RankLikeness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDryRun:
-    """Dry runs of all pipeline ranks of a plan; nothing is computed or communicated, and the model is unchanged."""
+    """Dry runs of all pipeline ranks of a plan, to forecast their memory. Operators compute only shapes, nothing is
+    communicated, and ``model`` stays unchanged.
+    """
 
     model: nn.Module
     """Model of the plan."""
@@ -153,7 +161,9 @@ class PlanDryRun:
     """Function that plans a model with fewer blocks; None: all blocks run."""
 
     def forecasts(self) -> Iterator[RankForecast]:
-        """Yields the memory forecast of each pipeline rank in order, for its first data and tensor rank."""
+        """Yields the memory forecast of each pipeline rank, in ascending order. The forecast is for data rank 0 and
+        tensor rank 0 of the pipeline rank. Only one of several similar pipeline ranks is run.
+        """
         likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], DryRunStep]]()
         before = list[DryRunRank]()
         for pp in range(self.plan.config.pp):

@@ -12,7 +12,9 @@ MOST_PERIOD = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlikeRun:
-    """Repeating pattern of equal blocks, such as transformer layers, at the end of a module list."""
+    """Repeating pattern of blocks at the end of a module list. A period has one or several successive blocks, such as
+    two transformer layers with different attention, and all periods are equal.
+    """
 
     blocks: str
     """Name of the module list."""
@@ -24,11 +26,12 @@ class AlikeRun:
 
 
 def longest_run(model: nn.Module, called: Container[int] | None = None) -> AlikeRun | None:
-    """Returns the repeating pattern with the most blocks at the end of any module list; None if no list ends with at
-    least two periods.
+    """Returns the repeating pattern with the most blocks at the end of any module list in ``model``. A pattern repeats
+    a period of one or several blocks at least twice; None if there is none.
 
-    ``called`` has the ids of the modules that a forward calls; lists without such a module are left out. None: all
-    lists count.
+    Args:
+        called: ids (``id(module)``) of the modules that a forward calls. Lists in which it calls nothing are left out.
+            None: all lists count.
     """
     runs = [
         run
@@ -39,14 +42,18 @@ def longest_run(model: nn.Module, called: Container[int] | None = None) -> Alike
 
 
 def outer_runs(model: nn.Module) -> list[AlikeRun]:
-    """Returns the repeating pattern at the end of each module list that is not inside a block of another list."""
+    """Returns the repeating pattern of blocks at the end of each outermost module list, one that is not inside a block
+    of another list. Lists without a pattern are left out.
+    """
     outer = [(name, kinds) for name, kinds in _lists(model) if not any(part.isdecimal() for part in name.split("."))]
     return [run for name, kinds in outer if (run := _run(name, kinds)) is not None]
 
 
 def is_called(model: nn.Module, blocks: str, called: Container[int]) -> bool:
-    """Returns True if a forward calls some block of the module list named ``blocks``; ``called`` has the ids of the
-    modules that it calls.
+    """Returns True if a forward calls any module in ``blocks``, the name of a module list in ``model``.
+
+    Args:
+        called: ids (``id(module)``) of the modules that the forward calls.
     """
     return any(id(module) in called for module in model.get_submodule(blocks).modules())
 
@@ -70,8 +77,8 @@ def _blocks(run: AlikeRun) -> int:
 
 
 class KindNames:
-    """Names of modules and parameters in which the number of their kind replaces block numbers. Blocks with equal
-    modules, shapes and settings are of one kind.
+    """Names of modules and parameters in which a block's number in its list is replaced by the number of its kind.
+    Blocks of one list with equal modules, shapes and settings are of one kind.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,8 +89,8 @@ class KindNames:
         }
 
     def of(self, name: str) -> str:
-        """Returns ``name`` as all blocks of the same kind have it: ``layers.7.down.weight`` becomes
-        ``layers.#0.down.weight``.
+        """Returns ``name``, of a module or parameter, with the kinds of blocks in place of their numbers:
+        ``layers.7.down.weight`` becomes ``layers.#0.down.weight``. All blocks of one kind give the same result.
         """
         parts = name.split(".")
         for index, part in enumerate(parts):

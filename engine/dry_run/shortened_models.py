@@ -35,12 +35,13 @@ PlanOf = Callable[[nn.Module], Plan]
 def shortened_step(
     model: nn.Module, plan: Plan, run_dry: Callable[[nn.Module, Plan], DryRunStep], plan_of: PlanOf
 ) -> DryRunStep | None:
-    """Returns the bytes of each action of a rank without a pipeline, extrapolated from dry runs of models with fewer
-    blocks. Returns None if the whole model has to run.
+    """Returns the live bytes of each action in a training step without a pipeline. They are extrapolated from dry runs
+    of three copies of ``model`` with fewer blocks, which is faster than a dry run of all blocks. Returns None if this
+    is not exact, so that the whole model must be run.
 
     Args:
-        run_dry: function that runs a model dry by its plan.
-        plan_of: function that plans a model with fewer blocks.
+        run_dry: callback that runs a model dry by its plan, and returns the live bytes.
+        plan_of: callback that plans a model with fewer blocks.
     """
     run = longest_run(model)
     if run is None or run.periods <= sum(PERIODS) or not _is_even(plan):
@@ -62,8 +63,8 @@ def shortened_step(
 
 
 def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
-    """Returns a copy of the model with only ``periods`` periods of the repeating pattern ``run``; blocks before the
-    pattern stay.
+    """Returns a copy of ``model`` with fewer blocks: the module list with the repeating pattern ``run`` gets only
+    ``periods`` periods of it. Blocks before the pattern stay.
     """
     short = deepcopy(model)
     blocks = short.get_submodule(run.blocks)
@@ -111,8 +112,11 @@ def _repeats(layouts: Sequence[Counter[Hashable]], whole: Counter[Hashable], per
 
 
 def continued(steps: Sequence[DryRunStep], periods: int) -> DryRunStep | None:
-    """Returns the bytes of a model with ``periods`` periods of blocks, extrapolated linearly from ``steps``, the dry
-    runs with 2, 3 and 4 periods. Returns None if these are not on a line.
+    """Returns the live bytes of a model with ``periods`` periods of blocks, extrapolated linearly. Returns None if the
+    measured bytes do not grow linearly.
+
+    Args:
+        steps: live bytes of the same model with 2, 3 and 4 periods.
     """
     last, times = steps[-1], periods - PERIODS[-1]
     base, end = (_slope([getattr(step, name) for step in steps]) for name in ("base", "end_rise"))

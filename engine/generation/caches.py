@@ -19,8 +19,8 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 class CacheProtocol(NamedTuple):
-    """Way to pass a key-value cache to a model's forward: the name of the argument, and a function that makes an empty
-    cache.
+    """Way in which a model's forward takes a key-value cache: ``name`` of its argument for the cache, and ``make``, a
+    function that returns an empty cache.
     """
 
     name: str
@@ -35,11 +35,11 @@ def is_transformers_generator(model: nn.Module) -> bool:
 
 
 def find_cache_protocol(model: nn.Module) -> CacheProtocol | None:
-    """Returns the way to pass a cache to the forward of ``model``; None if there is none, or the model is an
-    encoder-decoder.
+    """Returns the way in which the forward of ``model`` takes a key-value cache. Returns None if it takes no cache, or
+    if the model is an encoder-decoder.
 
-    A transformers model takes a ``DynamicCache``. Any other model needs a method ``new_cache()`` and an argument
-    ``past_key_values``, which its forward extends in place.
+    A transformers model gets a ``DynamicCache``. Any other model needs a method ``new_cache()``, which returns an empty
+    cache, and an argument ``past_key_values``; its forward appends the new keys and values to this cache in place.
     """
     taken = inspect.signature(type(model).forward).parameters
     name = next((name for name in CACHE_NAMES if name in taken), None)
@@ -59,11 +59,11 @@ def find_cache_protocol(model: nn.Module) -> CacheProtocol | None:
 
 
 class StageCaches:
-    """Key-value caches of one generation on this rank, one for each pipeline stage that the rank runs.
+    """Key-value caches of one text generation on this rank, one for each pipeline stage that the rank runs.
 
     Args:
         name: argument of the model's forward that takes a cache.
-        cache: empty cache, which the first stage uses; other stages use copies.
+        cache: empty cache. The first stage of this rank uses it; the other stages use copies.
     """
 
     def __init__(self, name: str, cache: Any) -> None:
@@ -81,27 +81,35 @@ class StageCaches:
         return self._of[stage]
 
     def shown(self) -> Any:
-        """Returns the cache of any stage of this rank, for code that reads only its length."""
+        """Returns the cache of one of this rank's stages, for code that reads only its length, which is equal in all of
+        them.
+        """
         return next(iter(self._of.values()), self._first)
 
     def rehearsal(self) -> Any:
-        """Returns a cache to trace the forward on shapes alone. It is empty until the first forward was traced; then
-        its tensors have the shapes that this trace has left.
+        """Returns a cache for a trace of the model's forward that computes only shapes. It is empty before the first
+        such trace, which sees a prompt. Later its tensors have the shapes that the trace of the prompt has left,
+        without values.
         """
         return copy.deepcopy(self._empty) if self._rehearsed is None else _shapes(self._rehearsed)
 
     def rehearse(self, cache: Any) -> None:
-        """Stores the shapes of ``cache``, which the trace of the first forward has filled, for :meth:`rehearsal`."""
+        """Stores the shapes of ``cache``, which a trace of the first forward (over a prompt) has filled. ``rehearsal``
+        returns them later.
+        """
         self._rehearsed = _shapes(cache)
 
     @property
     def rehearsed(self) -> bool:
-        """True once the first forward of the generation was traced."""
+        """True once the first forward of the generation, over the prompt, was traced for its shapes."""
         return self._rehearsed is not None
 
     def advance(self, rows: int, positions: int, partly: bool) -> None:
-        """Adds ``positions`` to the length of the caches, after a forward of ``rows`` rows. With ``partly``, this rank
-        computes only some layers: the others are extended with zeros, so that every layer has the same length.
+        """Adds ``positions`` to the length of the caches, after a forward of ``rows`` rows over so many new positions.
+
+        Args:
+            partly: True if this rank computes only some of the model's layers. The cache layers of the others are then
+                extended with zeros, so that every layer has the same length.
         """
         self.length += positions
         for cache in self._of.values() if partly else ():
@@ -110,9 +118,9 @@ class StageCaches:
 
 
 def extend_absent(layer: Any, rows: int, length: int) -> None:
-    """Extends a cache layer that another rank computes to ``length`` positions, because code between layers reads its
-    length. Each position gets one zero for each of ``rows`` rows. A layer of this rank has that length already and
-    stays as it is.
+    """Extends ``layer``, a cache layer, to ``length`` positions if it is shorter, because another rank computes this
+    model layer. Code between layers reads the length of any of them, for example to build masks. Each new position is
+    one zero for each of ``rows`` rows.
     """
     states = getattr(layer, "has_previous_state", None)
     if isinstance(states, dict):  # of a recurrent layer; code between layers asks for the last one's

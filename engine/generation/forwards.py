@@ -33,8 +33,8 @@ _SHAPED = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 
 
 class GenerationForwards:
-    """Model forwards of one text generation on this rank. All ranks of a model replica make the same calls with equal
-    arguments.
+    """Model forwards of one text generation on this rank. All ranks of a replica (the ranks with one copy of the model)
+    call its methods in the same order with equal arguments.
     """
 
     def __init__(self, runtime: RankRuntime) -> None:
@@ -52,12 +52,12 @@ class GenerationForwards:
 
     @contextmanager
     def opened(self, checked: Any) -> Iterator[None]:
-        """Returns a context manager around all forwards of one generation. In it, the model is in eval mode and records
-        no autograd graph.
+        """Returns a context manager around all forwards of one generation. In it, the model is in eval mode and
+        autograd records nothing.
 
-        At the start, the tensors ``checked`` are compared over the ranks of the model replica. Forwards with parameter
-        gathers or expert dispatch need all data ranks. In this case the rank at the end joins the forwards of data
-        ranks that have not finished their generation.
+        At its begin, the ranks of a replica (with one copy of the model) compare hashes of the tensors ``checked``.
+        With expert parallelism, or if each forward all-gathers parameters, all data ranks must run forwards together.
+        Its end then waits until the generations of all data ranks have finished, and joins their forwards until then.
 
         Raises:
             EngineError: ranks of the replica were given different tensors.
@@ -74,15 +74,15 @@ class GenerationForwards:
     def run(
         self, arguments: Arguments, caches: StageCaches | None, finish: Callable[[Any], Any], everywhere: bool
     ) -> Any:
-        """Runs one forward of the model, and returns ``finish(output)`` on ranks of the last pipeline stage.
+        """Runs one forward of the model, over all of its pipeline stages, and returns ``finish(output)``.
 
         Args:
-            arguments: keyword arguments on the device, with ``input_ids`` [rows, positions]; cached positions are left
-                out.
+            arguments: keyword arguments of the forward, on the device; ``input_ids`` [rows, positions] has only
+                positions that are not in the caches.
             caches: caches that the forward reads and extends; None: the forward has no cache.
-            finish: function from the model's output to a tensor or a pytree of tensors.
-            everywhere: True: the last stage sends the result to all stages, axis pp, label "outputs"; False: other
-                stages return None.
+            finish: callback that turns the model's output into a tensor or a pytree of tensors.
+            everywhere: True: the last pipeline stage sends the result to all stages, over axis pp with label "outputs".
+                False: only ranks of the last stage return it, and others return None.
         """
         if self._meets:
             self._any_left(True)
@@ -177,8 +177,9 @@ class GenerationForwards:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Returns the logits of a model's output, gathered over tensor ranks if they are sharded. The output is the logits,
-    has them as ``output.logits``, or is a tuple that begins with them.
+    """Returns the logits of ``output``, the output of a model: a tensor of logits, an object with the attribute
+    ``logits``, or a tuple that begins with them. If the vocabulary is sharded over tensor ranks, it all-gathers the
+    logits over these ranks.
     """
     found = getattr(output, "logits", None)
     if not isinstance(found, Tensor):

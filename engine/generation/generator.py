@@ -21,7 +21,9 @@ from engine.step.runtime import RankRuntime
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """Generated token ids of all rows, with a :class:`Completion` for each row, which has the log-probabilities."""
+    """Result of a generation that was asked for log-probabilities: token ids of all rows, and for each row a
+    :class:`Completion` with the log-probabilities.
+    """
 
     tokens: Tensor
     """Prompts, padded on the left, and their completions, padded on the right: int64 [rows * samples, tokens]."""
@@ -30,15 +32,21 @@ class GeneratedText:
 
 
 class TextGenerator:
-    """Generator of text with the weights of one engine; all calls are collective over the world."""
+    """Generator of text with the weights of one engine. All ranks of the world must call its methods together."""
 
     def __init__(self, model: nn.Module, runtime: RankRuntime, runner: StepRunner) -> None:
         self._model, self._runtime, self._runner = model, runtime, runner
         self._notes: set[str] = set()
 
     def by_transformers(self, inputs: object, options: Mapping[str, Any]) -> Any:
-        """Runs the model's own Hugging Face ``generate`` with the engine's forwards, and returns its result. ``inputs``
-        are token ids [rows, tokens]; ``options`` are further keyword arguments of ``generate``.
+        """Runs the ``generate`` of a Hugging Face model, with forwards over the sharded model, and returns its result.
+
+        Args:
+            inputs: prompts of this data rank: token ids [rows, tokens].
+            options: further keyword arguments of the model's ``generate``.
+
+        Raises:
+            EngineError: ``inputs`` are no token ids, or the model has no Hugging Face ``generate``.
         """
         generation = Generation(self._model, self._runner, self._runtime, self._notes)
         checked = generation.checked(inputs)
@@ -49,17 +57,18 @@ class TextGenerator:
         self, inputs: Tensor | Sequence[Sequence[int]], sampling: SamplingOptions | Sequence[SamplingOptions],
         mask: Tensor | None,
     ) -> Tensor | GeneratedText:  # fmt: skip
-        """Returns the prompts with their completions, int64 [rows * samples, tokens], or :class:`GeneratedText` if any
-        row asks for log-probabilities.
+        """Returns the prompts with their completions, int64 [completions, tokens]: prompts padded on the left,
+        completions on the right. A prompt with several samples has a row for each. If the options of any prompt ask for
+        log-probabilities, it returns a :class:`GeneratedText`, which has these tokens too.
 
         Args:
             inputs: prompts of this data rank: token ids [rows, tokens], or a list of ids for each prompt.
-            sampling: options of all prompts, or one for each prompt.
-            mask: 0 where a tensor of prompts has padding; None: it has none.
+            sampling: one object for all prompts, or a sequence with one for each prompt.
+            mask: for a tensor of prompts, 0 at padding and 1 at tokens; None: it has no padding.
 
         Raises:
-            EngineError: prompts or mask have a wrong shape, a prompt is empty, or the number of options differs from
-                the prompts'.
+            EngineError: prompts or mask have a wrong shape, a prompt is empty, or ``sampling`` is a sequence of another
+                length than the prompts.
         """
         prompts = _prompts(inputs, mask)
         if not isinstance(sampling, SamplingOptions) and len(sampling) != len(prompts):
@@ -82,11 +91,12 @@ class TextGenerator:
         return GeneratedText(tokens, [each for _, each in rows]) if asked else tokens
 
     def complete(self, requests: Sequence[GenerationRequest]) -> Completions:
-        """Returns the completions of each request; all requests run as one batch. All ranks of a replica pass equal
-        requests; each data rank passes its own.
+        """Returns a list for each request with its completions, one for each sample. All requests run as one batch, and
+        may have different options. Each data rank passes its own requests; the tensor and pipeline ranks that work for
+        it pass equal ones.
 
-        Requests may have different options. A result depends on its own request alone, except for rounding, because
-        other requests change the shapes of matrix products.
+        A completion depends on its own request alone, except for rounding, because other requests change the shapes of
+        matrix products.
 
         Raises:
             EngineError: there is no request, or a prompt is empty.

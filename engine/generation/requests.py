@@ -71,11 +71,12 @@ class _Row:
 
 
 class RequestBatch:
-    """Generation requests of one data rank, which run as one batch; every rank of the replica has the same ones.
+    """Generation requests of one data rank, which run as one batch. All ranks of a replica (the ranks with one copy of
+    the model) have equal requests.
 
     Args:
-        pad: token that fills shorter rows; it has no effect on results.
-        ends: tokens that end a completion if its options have no ``stop``.
+        pad: token id that fills shorter rows; it has no effect on results.
+        ends: token ids that end a completion if its options have no ``stop``.
 
     Raises:
         EngineError: there is no request, or a prompt is empty.
@@ -97,10 +98,12 @@ class RequestBatch:
         self.prompts = any(each.prompt_logprobs for each in options)
 
     def complete(self, model: nn.Module, runtime: RankRuntime, runner: StepRunner, notes: set[str]) -> Completions:
-        """Generates and returns the completions of each request, equal on the ranks of the replica. Collective over the
-        world.
+        """Generates text, and returns a list for each request with its completions, one for each sample. The result is
+        equal on all ranks with the same copy of the model. All ranks of the world must call it.
 
-        ``notes`` are the texts that this generator has logged before; each is logged once, and a new one is added.
+        Args:
+            runner: runner of forwards for a model without a usable key-value cache.
+            notes: messages that were logged in earlier calls and are not logged again; new ones are added to the set.
         """
         device, prompts = runtime.program.device, [row.request.tokens for row in self.rows]
         host, given = base_model(model), left_padded(prompts, self.pad, device)

@@ -22,18 +22,23 @@ logger = logging.getLogger("trine")
 
 
 class NextLogits(Protocol):
-    """Interface of a source of next-token logits for the R sequences of a batch."""
+    """Interface of a source of logits that continues R sequences token by token: ``first`` reads the prompts, and each
+    ``next`` appends a token to every sequence.
+    """
 
     def first(self, whole: bool) -> Tensor | None:
-        """Returns the logits of the token after each prompt, [R, V]. With ``whole``, returns the logits at all
-        positions of the prompts, [R, L, V], padded on the left. Returns None on ranks without logits.
+        """Returns the logits of the token after each prompt, [R, V]: R sequences, V tokens of the vocabulary. With
+        ``whole``, returns the logits at all positions of the prompts, [R, L, V], where shorter prompts are padded on
+        the left to L positions. Returns None on pipeline ranks without the model's output.
         """
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Appends one token to each row, and returns the logits of the token after it, [R, V]; None on ranks without
-        logits.
+        """Appends one token to each of R sequences, and returns the logits of the token after it, [R, V]; V is the size
+        of the vocabulary. Returns None on pipeline ranks without the model's output.
 
-        ``tokens`` has None for a row that has ended; its logits are unused.
+        Args:
+            tokens: token of each sequence; None for a sequence that has ended, for which the returned logits mean
+                nothing.
         """
 
 
@@ -48,19 +53,20 @@ def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Returns the model that generates: for a ``PeftModel`` the inner model, which contains the adapters, else
-    ``model``.
+    """Returns the model that has the ``generate`` and forward: for a ``PeftModel`` the inner model, with the adapters
+    in it, else ``model`` itself.
     """
     found = getattr(model, "get_base_model", None)
     return found() if callable(found) else model
 
 
 def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> CacheProtocol | None:
-    """Returns the way to pass a cache to the model's forward on this grid. Returns None if the model takes no cache or
-    context ranks divide sequences, so that each token needs a forward over the whole sequence; rank 0 logs a note about
-    it.
+    """Returns the way in which the model's forward takes a key-value cache. Returns None if it takes none, or if
+    context ranks divide sequences, so that a cache cannot be used. Each token then needs a forward over the whole
+    sequence, and rank 0 logs this.
 
-    ``notes`` are the texts that this generator has logged before; each is logged once, and a new one is added.
+    Args:
+        notes: messages that were logged in earlier calls and are not logged again; a new one is added to the set.
     """
     protocol = find_cache_protocol(model)
     if protocol is not None and runtime.comm.grid.cp == 1:
@@ -74,8 +80,12 @@ def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> 
 
 
 class CachedSequences:
-    """Source of next-token logits that runs one forward with a key-value cache for each token; see
-    :class:`NextLogits`.
+    """Source of logits that continues the sequences of a batch token by token, with a key-value cache: after the
+    prompts, each forward computes only the newest token of each sequence.
+
+    Args:
+        protocol: argument of the model's forward for the cache, and the function that makes an empty cache.
+        given: token ids of the prompts, padded on the left, and their mask (0 at padding); both int64 [R, L].
     """
 
     def __init__(self, forwards: GenerationForwards, model: Any, protocol: CacheProtocol, given: tuple[Tensor, Tensor]):
@@ -87,13 +97,19 @@ class CachedSequences:
         self._positions = (self._mask.cumsum(-1) - 1).clamp_(min=0) if "position_ids" in self._taken else None
 
     def first(self, whole: bool) -> Tensor | None:
-        """Returns the logits after the prompts; see :meth:`NextLogits.first`."""
+        """Runs the forward over the prompts, and returns the logits of the token after each, [R, V]. With ``whole``,
+        returns the logits at all positions, [R, L, V], with prompts padded on the left. R is the number of prompts, L
+        their padded length, V the size of the vocabulary. Returns None on pipeline ranks without the model's output.
+        """
         keeps = {"logits_to_keep": 1} if "logits_to_keep" in self._taken and not whole else {}
         logits = self._run(None, keeps)
         return logits if whole or logits is None else logits[:, -1]
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Returns the logits after one more token for each row; see :meth:`NextLogits.next`."""
+        """Appends a token to each of R sequences, runs the forward for it, and returns the logits of the token after
+        it, [R, V]; V is the size of the vocabulary. ``tokens`` has None for a sequence that has ended, for which the
+        logits mean nothing. Returns None on pipeline ranks without the model's output.
+        """
         # a masked token, so that positions of a row that has ended do not grow beyond those that the model has
         pairs = [(0, 0) if token is None else (token, 1) for token in tokens]
         column, grows = torch.tensor(pairs, device=self._ids.device).unsqueeze(-1).unbind(1)
@@ -129,8 +145,12 @@ class CachedSequences:
 
 
 class WholeSequences:
-    """Source of next-token logits that runs a forward over the whole sequences for each token; see
-    :class:`NextLogits`.
+    """Source of logits that continues the sequences of a batch token by token, without a cache: for each token it runs
+    a forward over the whole sequences.
+
+    Args:
+        runner: runner of the forwards.
+        pad: token id that fills shorter sequences on the right.
     """
 
     def __init__(self, runner: StepRunner, model: nn.Module, prompts: Sequence[Sequence[int]], pad: int) -> None:
@@ -140,7 +160,10 @@ class WholeSequences:
         self._named = names is None or "input_ids" in names
 
     def first(self, whole: bool) -> Tensor | None:
-        """Returns the logits after the prompts; see :meth:`NextLogits.first`."""
+        """Runs the forward over the prompts, and returns the logits of the token after each, [R, V]. With ``whole``,
+        returns the logits at all positions, [R, L, V]; shorter prompts are at the end of the L positions. R is the
+        number of prompts, V the size of the vocabulary.
+        """
         logits = self._run()
         if not whole:
             return self._last(logits)
@@ -148,13 +171,16 @@ class WholeSequences:
         return torch.stack([row.roll(longest - len(ids), 0) for row, ids in zip(logits, self._rows, strict=True)])
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Returns the logits after one more token for each row; see :meth:`NextLogits.next`."""
+        """Appends a token to each of R sequences, runs the forward over the whole sequences, and returns the logits of
+        the next token, [R, V]; V is the size of the vocabulary. ``tokens`` has None for a sequence that has ended and
+        gets no token; its logits mean nothing.
+        """
         for row, token in zip(self._rows, tokens, strict=True):
             row += [] if token is None else [token]
         return self._last(self._run())
 
     def finish(self) -> None:
-        """Joins the forwards of other data ranks until all of them have finished their generation."""
+        """Takes part in the forwards of data ranks that still generate; returns when all data ranks have finished."""
         while self._runner.accompany(self._batch()):
             pass
 

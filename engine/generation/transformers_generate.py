@@ -29,9 +29,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", 
 
 
 class Generation:
-    """Call of Hugging Face's ``generate`` on one rank, with the engine's forwards as the model's forward.
+    """One call of Hugging Face's ``generate`` on a sharded model. ``generate`` runs on each rank, and its forwards run
+    on the engine.
 
-    ``notes`` are the texts that this generator has logged before; each is logged once, and a new one is added.
+    Args:
+        runner: runner of forwards without a key-value cache.
+        notes: messages that were logged in earlier calls and are not logged again; new ones are added to the set.
     """
 
     def __init__(self, model: nn.Module, runner: StepRunner, runtime: RankRuntime, notes: set[str]) -> None:
@@ -41,8 +44,12 @@ class Generation:
         """The batch of the last forward without a cache."""
 
     def run(self, inputs: Tensor, options: Mapping[str, Any]) -> Any:
-        """Returns the result of Hugging Face's ``generate`` for ``inputs``, token ids [rows, tokens] of this data rank;
-        ``options`` are its further keyword arguments. Collective over the world.
+        """Returns the result of Hugging Face's ``generate``. The ranks with one copy of the model first get equal
+        random states, so that they draw equal tokens. All ranks of the world must call it.
+
+        Args:
+            inputs: prompts of this data rank: token ids [rows, tokens].
+            options: further keyword arguments of ``generate``.
         """
         self._draw_alike()
         if self._caches(options):

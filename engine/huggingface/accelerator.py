@@ -31,8 +31,9 @@ from engine.reporting.step_report import StepReport
 
 
 class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` that runs backward, clipping and update on the engine. Gathers and counts refer to
-    data ranks, because the tensor and pipeline ranks of a replica work on the same rows.
+    """``accelerate.Accelerator`` that runs backward, clipping and update on the engine. The tensor and pipeline ranks
+    of a replica (ranks with one copy of the model) work on the same rows. Therefore gathers and ``num_processes`` refer
+    to data ranks (one for each replica) instead of processes.
     """
 
     grid: Grid
@@ -49,8 +50,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def around(cls, host: accelerate.Accelerator, grid: Grid) -> Self:
-        """Returns an EngineAccelerator with the state of ``host``, the accelerator that transformers' Trainer has made,
-        for the ranks of ``grid``.
+        """Returns an EngineAccelerator for the ranks of ``grid``. It takes over all attributes of ``host``, the
+        accelerator that transformers' Trainer has made from its TrainingArguments.
 
         Raises:
             ConfigError: ``host`` found another number of ranks or another kind of device than the launcher started.
@@ -61,8 +62,12 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return made
 
     def begin(self, grid: Grid, owner: str, on_cpus: str) -> None:
-        """Binds the accelerator to ``grid``, with no engine yet. Error messages name ``owner`` as the object that chose
-        ranks and device, and ``on_cpus`` as its setting for CPUs.
+        """Binds the accelerator to ``grid``; the engine is made later.
+
+        Args:
+            grid: grid of ranks, with the position of this rank.
+            owner: name, for error messages, of the object that chose ranks and device, such as "TrainingArguments".
+            on_cpus: name, for error messages, of the setting of ``owner`` that selects CPUs, such as "use_cpu".
 
         Raises:
             ConfigError: accelerate found another number of ranks or another kind of device than the launcher started.
@@ -84,7 +89,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def trained(self) -> Engine:
-        """Engine that trains the model.
+        """Engine that trains the model. It is made when training or evaluation begins.
 
         Raises:
             EngineError: neither training nor evaluation has begun.
@@ -99,17 +104,24 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """Number of data ranks."""
+        """Number of data ranks: groups of ranks that each train on different rows. It replaces accelerate's number of
+        processes.
+        """
         return self.grid.row_ranks
 
     @property
     def process_index(self) -> int:
-        """Index of this rank among the data ranks, from 0; equal on all ranks of a replica."""
+        """Index of this rank among the data ranks, from 0. The tensor and pipeline ranks that work on the same rows
+        have the same index.
+        """
         return self.grid.row_rank
 
     def gather(self, tensor: Any) -> Any:
-        """Returns the tensors of all data ranks, concatenated along dim 0 in the order of these ranks. ``tensor`` may
-        be a nested structure of tensors. All-gathers over the world.
+        """Returns the tensors of all data ranks, concatenated along dim 0 in the order of these ranks, on every rank.
+        All-gathers over the world; of the ranks that work on the same rows, only one is used.
+
+        Args:
+            tensor: a tensor, or a nested structure of tensors; the result has its structure.
         """
         return recursively_apply(self._of_replicas, super().gather(tensor))
 
@@ -120,8 +132,13 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return torch.cat([parts[rank] for rank in self.grid.peers(self.grid.rows, 0)])
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Returns ``tensor`` reduced over the data ranks, with the arguments of ``accelerate.Accelerator.reduce``. The
-        all-reduce is over the world, so a sum is divided by the number of ranks of a replica.
+        """Returns ``tensor`` reduced over the data ranks. It all-reduces over the world; a sum is then divided by the
+        number of ranks that work on the same rows, because each of them has added its equal copy.
+
+        Args:
+            tensor: a tensor, or a nested structure of tensors; the result has its structure.
+            reduction: "sum", "mean", "max" or "none".
+            scale: factor that accelerate applies only on TPUs; no effect on the engine's devices.
         """
         reduced, copies = super().reduce(tensor, reduction, scale), self.grid.size("replica")
         if reduction != "sum" or copies == 1:
@@ -129,8 +146,12 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return recursively_apply(lambda each: each / copies if each.is_floating_point() else each // copies, reduced)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers from all data ranks as ``accelerate.Accelerator.gather_for_metrics``: the rows that accelerate
-        repeats to fill the last batch are dropped. ``input_data`` holds tensors or other objects.
+        """Returns the rows of ``input_data`` from all data ranks, in the order of these ranks, on every rank. The rows
+        that accelerate repeats to fill the last batch are dropped.
+
+        Args:
+            input_data: tensors, or a list of other objects.
+            use_gather_object: True if tensors are gathered as objects too.
         """
         if self.grid.size("replica") == 1 or not (use_gather_object or _has_others(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
@@ -139,19 +160,23 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return rows[:remainder] if ends and remainder > 0 else rows
 
     def gather_objects(self, objects: Sequence[Any]) -> list[Any]:
-        """Returns the lists ``objects`` of all data ranks, joined into one list in the order of these ranks.
-        All-gathers over the world.
+        """Returns one list with the elements of the lists ``objects`` of all data ranks, in the order of these ranks,
+        on every rank. All-gathers pickled objects over the world.
         """
         gathered = gather_object([objects])
         return [each for rank in self.grid.peers(self.grid.rows, 0) for each in gathered[rank]]
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Returns a context manager with this rank's part of ``inputs``, as in accelerate. It works only if all ranks
-        are data ranks.
+        """Returns a context manager that yields this rank's part of ``inputs``, as accelerate's method of the same name
+        does. It works only if every rank is a data rank.
+
+        Args:
+            inputs: a list, tuple, dict of lists, or tensor.
+            apply_padding: True if shorter parts are filled up to the length of the longest.
 
         Raises:
-            ConfigError: a replica has several ranks, such as tensor or pipeline ranks, which need equal inputs.
+            ConfigError: some ranks, such as tensor or pipeline ranks, work on the same rows and need equal inputs.
         """
         if (copies := self.grid.size("replica")) > 1:
             raise ConfigError(
@@ -166,15 +191,15 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns ``model``. The engine's model is unchanged; another model is moved to this rank's device, if it is
-        for evaluation.
+        """Returns ``model`` itself. The model that the engine trains is unchanged. Any other model is moved to this
+        rank's device if ``evaluation_mode`` is True and ``device_placement`` is not False.
         """
         placed = isinstance(model, HostedModel) or (self.hosted is not None and model is self.hosted.module)
         return model if placed or not evaluation_mode or device_placement is False else model.to(self.device)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns accelerate's loader with this data rank's batches. The seeds of its workers are equal on all ranks of
-        a replica.
+        """Returns accelerate's wrapper of ``data_loader``, which yields the batches of this data rank. Tensor and
+        pipeline ranks that work on the same rows also get equal seeds for its worker processes.
         """
         start: Any = data_loader.worker_init_fn
         if isinstance(start, partial) and "rank" in start.keywords:
@@ -185,8 +210,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
-        """Returns a wrapper of ``optimizer``; its ``step`` clips and updates by the engine, and its ``zero_grad`` drops
-        the engine's gradients.
+        """Returns a wrapper of ``optimizer``. Its ``step`` lets the engine clip and update, and its ``zero_grad`` drops
+        the engine's accumulated gradients.
         """
         if not isinstance(optimizer, HostedOptimizer):
             optimizer = HostedOptimizer(optimizer, self.finish_step, self.drop_gradients)
@@ -195,16 +220,19 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return optimizer
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the user's own module, without the wrapper that runs it on the engine. Its parameters are views of
-        the engine's buckets.
+        """Returns the user's own module, without the wrapper through which a loop runs it on the engine. Its parameters
+        share memory with the engine's. A model that the engine does not train is unwrapped as accelerate does.
         """
         return model.module if isinstance(model, HostedModel) else super().unwrap_model(model, *args, **kwargs)
 
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs the backward of a microbatch's loss on the engine, which averages gradients over data ranks.
-        ``retain_graph`` is passed on; other keyword arguments have no effect.
+        """Runs the backward of a microbatch's 0-dim ``loss`` on the engine. Gradients add up over the microbatches of a
+        step, and the engine averages them over data ranks.
+
+        Args:
+            kwargs: ``retain_graph``, as in ``Tensor.backward``; others have no effect.
         """
         last = bool(self.sync_gradients)
         self.trained.set_gradient_accumulation_boundary(last)
@@ -214,8 +242,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.trained.step()
 
     def finish_step(self) -> bool:
-        """Clips and updates by the engine; on a pipeline, where ``train_batch`` has done both, it does nothing. Returns
-        True if the step was skipped because of a non-finite gradient.
+        """Lets the engine clip gradients and update the weights. If ``train_batch`` runs whole steps on a pipeline, it
+        has done both already, and nothing happens. Returns True if the update was skipped because of a non-finite
+        gradient.
         """
         self.weighed = False
         if not self.whole_steps and (report := self.trained.step()) is not None:
@@ -223,14 +252,14 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return self.skipped
 
     def drop_gradients(self) -> None:
-        """Drops the gradients accumulated since the last update."""
+        """Drops the gradients accumulated since the last update. Does nothing before the engine is made."""
         self.weighed = False
         if self.hosted is not None:
             self.hosted.zero_grad()
 
     def record(self, report: StepReport) -> None:
-        """Stores the gradient norm of a step, and whether the step was skipped, for the training loop. Gradients stay
-        readable until ``zero_grad``.
+        """Stores from ``report``, the report of a step, the gradient norm and the flag of a skipped step. Training loop
+        and callbacks read both here. The engine keeps the step's gradients readable until ``zero_grad``.
         """
         self.grad_norm.fill_(report.grad_norm)
         self.skipped = report.skipped
@@ -238,8 +267,12 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """accelerate's optimizer wrapper around an optimizer that the engine steps; ``step`` and ``zero_grad`` call the
-    engine.
+    """accelerate's wrapper around an optimizer that the engine steps.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        update: callback of ``step``; makes the engine clip and update, and returns True if the update was skipped.
+        drop: callback of ``zero_grad``; drops the engine's gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], bool], drop: Callable[[], None]) -> None:
@@ -247,19 +280,24 @@ class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._update, self._drop = update, drop
 
     def step(self, closure: Any = None) -> None:
-        """Clips and updates by the engine, if this microbatch is the last of its accumulation; else does nothing."""
+        """Makes the engine clip gradients and update the weights if this microbatch is the last of its accumulation;
+        else does nothing. ``closure`` has no effect.
+        """
         if self.gradient_state.sync_gradients:
             self._is_overflow = self._update()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drops the gradients, if this microbatch is the last of its accumulation; else does nothing."""
+        """Drops the engine's gradients if this microbatch is the last of its accumulation; else does nothing.
+        ``set_to_none`` has no effect.
+        """
         if self.gradient_state.sync_gradients:
             self._drop()
 
 
 class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """accelerate's scheduler wrapper that makes as many scheduler steps for each update as there are data ranks.
-    accelerate itself makes one for each process.
+    """accelerate's wrapper around a learning-rate scheduler. After each update it makes ``data_ranks`` scheduler steps,
+    one for each data rank. accelerate's own wrapper makes one for each process, also if several processes work on the
+    same rows.
     """
 
     data_ranks: int
@@ -272,10 +310,11 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
 
     def move_from(self, data_ranks: int) -> None:
-        """Adapts a restored schedule that was saved in a run with ``data_ranks`` scheduler steps per update.
+        """Moves a restored schedule to the step of the same update in this run. ``data_ranks`` is the number of
+        scheduler steps per update in the run that saved it; does nothing if this run makes as many.
 
-        The schedule moves to the step of the same update. If only the saved step number gives the saved learning rate,
-        that number stays.
+        One exception: if the learning rate at the new step differs from the saved rate, and the saved step number gives
+        the saved rate also in this run, the schedule stays at that number.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())
@@ -300,8 +339,9 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
             schedule.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Makes one scheduler step for each data rank after an update; none inside an accumulation, and none if the
-        update was skipped. If the schedule is not linked to the optimizer or counts split batches, steps as accelerate.
+        """Makes one scheduler step for each data rank after an update. Makes none inside an accumulation, and none if
+        the update was skipped. If the scheduler is not stepped with the optimizer, or accelerate splits batches, it
+        steps as accelerate does.
         """
         if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)

@@ -38,13 +38,14 @@ _RANKS = "data_ranks"
 
 
 class SavedState(EngineAccelerator):
-    """EngineAccelerator that saves and loads model and optimizer as a checkpoint of the engine inside accelerate's
-    folder.
+    """Accelerator with ``save_state`` and ``load_state``. Model and optimizer are saved as a checkpoint of the engine,
+    in the subfolder ``engine`` of accelerate's folder.
     """
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Returns the full state dict of the engine's model on rank 0, and {} on other ranks. Collective over the
-        world. For any other model it returns accelerate's.
+        """Returns the full (unsharded) state dict of the engine's model on rank 0, and {} on other ranks. All ranks of
+        the world must call it. For a model that the engine does not train, it returns the result of
+        ``accelerate.Accelerator.get_state_dict`` instead.
         """
         if self.hosted is None or model not in (self.hosted, self.hosted.module):
             return super().get_state_dict(model, unwrap)
@@ -52,9 +53,9 @@ class SavedState(EngineAccelerator):
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Writes accelerate's files into ``output_dir``, and a checkpoint with weights and optimizer state into its
-        subfolder ``engine``. Returns the folder. Collective.
+        subfolder ``engine``. Returns the folder after the checkpoint is complete. All ranks must call it.
 
-        Registered save hooks receive no weights, as under DeepSpeed.
+        Hooks that the user has registered for saving are called, but with an empty list of weights, as under DeepSpeed.
         """
         models, hooks = self._models, self._save_model_state_pre_hook
         with self._without_engine():
@@ -65,8 +66,9 @@ class SavedState(EngineAccelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Loads a folder that ``save_state`` has written, on the same or another grid. If ``input_dir`` is None and
-        checkpoints are named automatically, it loads the newest folder. Collective.
+        """Loads model, optimizer, schedules and step number from a folder that ``save_state`` has written, also on
+        another grid of ranks. If ``input_dir`` is None and accelerate names checkpoints automatically, it loads the
+        newest folder. All ranks must call it.
 
         Raises:
             CheckpointError: the folder has no checkpoint of the engine.
@@ -113,14 +115,18 @@ def _newest(folder: Path) -> str:
 
 class Accelerator(SavedState):
     """``accelerate.Accelerator`` that runs forward, backward and update of a user's own training loop on the engine.
-    ``num_processes`` counts data ranks, and ``process_index`` is this rank's index among them.
+    ``num_processes`` is the number of data ranks (ranks with different rows), and ``process_index`` is this rank's
+    index among them.
 
-    Batch size, accumulation, clipping, optimizer and schedule come from the loop. The grid, ZeRO and other settings
-    come from ``engine_config``, a dict or the path of a file. ``whole`` names tensors of a batch that have no rows; all
-    other keyword arguments are accelerate's.
+    Batch size, accumulation, clipping, optimizer and schedule come from the loop.
+
+    Args:
+        engine_config: grid of ranks, ZeRO and other settings, as a dict or the path of a file.
+        whole: names of the tensors in a batch that are not divided into rows.
+        kwargs: keyword arguments of ``accelerate.Accelerator``.
 
     Raises:
-        ConfigError: the configuration contradicts the loop, or a plugin shards the model.
+        ConfigError: the configuration contradicts the loop, or a plugin of accelerate shards the model.
     """
 
     def __init__(self, *, engine_config: ConfigSource, whole: Name | Sequence[Name] = (), **kwargs: Any) -> None:
@@ -146,20 +152,25 @@ class Accelerator(SavedState):
 
     @property
     def engine(self) -> Engine:
-        """Engine that trains the model, as in :attr:`trained`."""
+        """Engine that trains the model.
+
+        Raises:
+            EngineError: ``prepare`` has not been called.
+        """
         return self.trained
 
     # ------------------------------------------------------------------ prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares objects like accelerate, and places one trained model with its optimizer on the engine. Weights are
-        broadcast from rank 0. Collective over the world.
+        """Returns the wrapped objects, as ``accelerate.Accelerator.prepare`` does. If one of them is a model with
+        trainable parameters, it makes the engine for this model and its optimizer, and broadcasts the weights from rank
+        0. All ranks of the world must call it.
 
         The batch size of a DataLoader in the same call becomes the number of rows of a microbatch.
 
         Raises:
-            ConfigError: a model is passed without its optimizer, several trained models are passed, or the batch size
-                differs from the configuration's.
+            ConfigError: a trained model comes without its optimizer, several trained models are passed, or the batch
+                size differs from the configuration's.
         """
         models: list[Any] = [each for each in args if isinstance(each, nn.Module) and _is_trained(each)]
         if models and models != [self.hosted]:
@@ -187,11 +198,12 @@ class Accelerator(SavedState):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns ``model``. The engine's model is unchanged; a model without trainable parameters is moved to this
-        rank's device.
+        """Returns ``model`` itself. The engine's model is unchanged. A model without trainable parameters is moved to
+        this rank's device, unless ``device_placement`` is False.
 
         Raises:
-            ConfigError: the model has trainable parameters, which needs ``prepare`` with its optimizer.
+            ConfigError: ``model`` has trainable parameters; it must be passed to ``prepare`` together with its
+                optimizer.
         """
         if model is self.hosted:
             if model not in self._models:
@@ -219,12 +231,12 @@ class Accelerator(SavedState):
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """Closes the engine, then frees memory like accelerate."""
+        """Closes the engine, then returns the result of ``accelerate.Accelerator.free_memory`` for ``objects``."""
         self._close()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Closes the engine, then ends training like accelerate."""
+        """Closes the engine, then ends accelerate's trackers as ``accelerate.Accelerator.end_training`` does."""
         self._close()
         super().end_training()
 
@@ -236,13 +248,14 @@ class Accelerator(SavedState):
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs the backward of a microbatch's loss on the engine. Like accelerate, it divides the loss by
-        ``gradient_accumulation_steps``.
+        """Runs the backward of a microbatch's 0-dim ``loss`` on the engine. As accelerate does, it first divides the
+        loss by ``gradient_accumulation_steps``. ``kwargs`` may have ``retain_graph``, as in ``Tensor.backward``.
         """
         super().backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def finish_step(self) -> bool:
-        """Clips and updates by the engine. Returns True if the step was skipped because of a non-finite gradient.
+        """Lets the engine clip gradients and update the weights. Returns True if the update was skipped because of a
+        non-finite gradient.
 
         Raises:
             EngineError: no ``backward`` of this accelerator has run since the last step.
@@ -261,11 +274,16 @@ class Accelerator(SavedState):
         super().drop_gradients()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Returns the L2 norm of the averaged gradient over all ranks, 0-dim. Clipping itself happens in the next
-        ``optimizer.step()``, with ``max_norm``. Collective over the world.
+        """Returns the L2 norm of the gradient, averaged over data ranks, over the parameters of all ranks; 0-dim. The
+        gradients are unchanged: the next ``optimizer.step()`` clips them to ``max_norm``. All ranks of the world must
+        call it.
+
+        Args:
+            parameters: all trainable parameters of the engine's model.
 
         Raises:
-            ConfigError: the norm is not L2, or ``max_norm`` differs from the configuration's.
+            ConfigError: ``norm_type`` is not 2, or ``max_norm`` differs from ``gradient_clipping`` of the
+                configuration.
             EngineError: the call is inside an accumulation, is the second in a step, or omits parameters.
         """
         given = self.trained.config.gradient_clipping
@@ -310,8 +328,8 @@ class Accelerator(SavedState):
         )
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Raises ConfigError: data ranks must not end at different steps, because every one must take part in every
-        step.
+        """Raises ConfigError. In accelerate it lets ranks stop at different steps, but in the engine every rank must
+        take part in every step.
         """
         raise ConfigError(
             "join_uneven_inputs lets data ranks stop at different steps, but the engine needs the same number of steps "

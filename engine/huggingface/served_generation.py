@@ -31,17 +31,17 @@ _SETTINGS: Mapping[str, str] = MappingProxyType({
 
 
 class ServedGeneration:
-    """Replacement of TRL's ``VLLMGeneration``, with the same keyword arguments: completions come from vLLM servers that
-    read the engine's published weights.
+    """Replacement of TRL's ``VLLMGeneration``, with its methods. Completions come from vLLM servers that load the
+    weights that the engine publishes.
 
     Args:
-        servers: addresses of the servers, as in weights_out.to.
+        servers: URLs of the vLLM servers.
         accelerator: accelerator of the trainer.
-        given: keyword arguments of ``VLLMGeneration``; settings of the server's process and of TRL's NCCL group have no
+        given: keyword arguments of ``VLLMGeneration``. Settings of a server process and of TRL's NCCL group have no
             effect.
 
     Raises:
-        ConfigError: the model has adapters, or a server does not answer; the same on all ranks.
+        ConfigError: the model has adapters, or a server does not answer; every rank raises it.
     """
 
     def __init__(self, servers: Sequence[str], accelerator: EngineAccelerator, **given: Any) -> None:
@@ -79,14 +79,16 @@ class ServedGeneration:
         return list(modes)
 
     def get_server_info(self) -> Mapping[str, Any]:
-        """Returns the only vLLM setting that TRL reads, as ``{"model_config": {"logprobs_mode": mode}}``. If servers
-        differ, ``mode`` is the first one other than "processed_logprobs", because TRL warns of it.
+        """Returns the only vLLM setting that TRL reads, as ``{"model_config": {"logprobs_mode": mode}}``. ``mode`` is
+        "processed_logprobs" if all servers have this mode. Otherwise it is the mode of the first server with another
+        one, so that TRL warns of it.
         """
         others = [mode for mode in self._modes if mode != "processed_logprobs"]
         return {"model_config": {"logprobs_mode": (others or self._modes)[0]}}
 
     def sync_weights(self) -> None:
-        """Publishes the engine's weights as a new version, and waits until all servers have loaded it. Collective.
+        """Publishes the engine's weights as a new version, and returns when all servers have loaded this version. All
+        ranks must call it.
 
         Raises:
             EngineError: a server has not loaded the version.
@@ -102,18 +104,19 @@ class ServedGeneration:
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> tuple[Any, ...]:
-        """Generates completions of this data rank's prompts on the servers. Collective: rank 0 sends the prompts of all
-        data ranks, and broadcasts the answers.
+        """Generates a completion for each of this data rank's prompts on the vLLM servers. All ranks must call it: rank
+        0 sends the prompts of all data ranks, and broadcasts the answers.
 
         Args:
-            prompts: token ids of each row; ``num_generations`` successive rows, over all data ranks, have the same
+            prompts: token ids of each row. Over all data ranks, every ``num_generations`` successive rows have the same
                 prompt.
-            images: None.
-            profiler: context manager around the servers' work on rank 0.
+            images: must be None.
+            num_generations: number of completions of each different prompt.
+            profiler: context manager around the requests to the servers on rank 0.
 
         Returns:
-            Prompts, token ids of each completion, and for each completion its log-probabilities and again its token
-            ids, both as a list with one element for each token: [[value], ...] and [[id], ...].
+            Four lists with an element for each row: ``prompts``, the token ids of its completion, the log-probability
+            of each of these tokens as [[value], ...], and again their token ids as [[id], ...].
 
         Raises:
             EngineError: a row has an image, a server does not answer, or it has other weights than the last published.

@@ -37,8 +37,9 @@ _IGNORED = -100
 
 
 class TrlLoop(transformers.Trainer):
-    """Base class of Trainer that adapts TRL's trainers to the engine: generation, rewards, log-probabilities and fused
-    head. Without a TRL class among the bases it has no effect.
+    """Base class of the engine's Trainer that adapts TRL's trainers to the engine: generation, rewards,
+    log-probabilities and the fused language-model head. If a subclass has no TRL trainer among its bases, it has no
+    effect.
     """
 
     accelerator: EngineAccelerator
@@ -201,8 +202,9 @@ def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:
 
 
 def plan_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of the model's forward for a TRL microbatch: ``input_ids``, ``attention_mask``
-    (ones if absent), and ``labels``, which are the ``input_ids``.
+    """Returns a batch with which the engine plans the sharding of a model that a TRL trainer trains: ``input_ids`` of
+    ``inputs``, its ``attention_mask`` (ones if absent), and ``labels`` equal to ``input_ids``. They are keyword
+    arguments of the model's forward.
     """
     ids = inputs["input_ids"]
     return {"input_ids": ids, "attention_mask": inputs.get("attention_mask", torch.ones_like(ids)), "labels": ids}
@@ -224,8 +226,9 @@ def _generating(model: Any, accelerator: EngineAccelerator) -> Iterator[None]:
 
 
 def shard_fused_head(model: nn.Module) -> None:
-    """Replaces TRL's fused forward, which computes log-probabilities directly from hidden states, by a tensor-parallel
-    one on shards of the logits. Does nothing if ``model`` has no such forward.
+    """Replaces the forward that TRL has put into ``model``, which computes log-probabilities directly from hidden
+    states. The new forward computes them from logits that are sharded over the tensor ranks. Does nothing if ``model``
+    has no such forward.
     """
     base: Any = model
     whole = base.get_base_model() if hasattr(base, "get_base_model") else base

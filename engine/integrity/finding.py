@@ -32,7 +32,9 @@ _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 @dataclass(frozen=True, slots=True)
 class FlippedPlace:
-    """Position of changed bits in a tensor, as its digest shows it."""
+    """Position of changed bits in a tensor, as far as two digests of the tensor, before and after the change, reveal
+    it.
+    """
 
     element: int
     """Index of the changed element in the flat tensor; of the first one if several may have changed."""
@@ -52,13 +54,17 @@ class _Change(NamedTuple):
 
 
 def digest_length(tensor: Tensor) -> int:
-    """Returns the number of int64 words in the digest of ``tensor``."""
+    """Returns the number of int64 words in the digest of ``tensor``; a digest consists of sums over all bytes of the
+    tensor.
+    """
     return _length(tensor.numel() // _elements_in_word(tensor))
 
 
 @torch.no_grad()
 def write_digest(tensor: Tensor, out: Tensor) -> None:
-    """Writes the digest of ``tensor`` into ``out``, int64 [digest_length(tensor)]."""
+    """Writes the digest of ``tensor`` into ``out``, int64 [digest_length(tensor)]. The digest consists of integer sums
+    over all bytes of the tensor, which change with any one, two or three changed 8-byte words.
+    """
     words = _words(tensor)
     if words.device == out.device:
         _write(words, out)
@@ -70,10 +76,10 @@ def write_digest(tensor: Tensor, out: Tensor) -> None:
 
 @torch.no_grad()
 def short_digest(digest: Tensor) -> Tensor:
-    """Returns two weighted sums of a digest, to compare it between ranks with little traffic: int64 [2], one sum over
-    its first 16 words (``RUN``) and one over the rest.
+    """Returns two weighted sums of the words of ``digest``, so that ranks compare it with little traffic: int64 [2],
+    one sum over its first 16 words and one over all others.
 
-    Each word has another odd factor, so that one changed word always changes a sum modulo 2^64.
+    Each word is multiplied by an odd factor of its own, so one changed word always changes a sum modulo 2^64.
     """
     weighed = digest * odd_factors(0, len(digest), digest.device)
     return torch.stack([weighed[:RUN].sum(), weighed[RUN:].sum()])
@@ -85,8 +91,10 @@ def odd_factors(start: int, stop: int, device: torch.device) -> Tensor:
 
 
 def flipped_places(difference: Sequence[int], tensor: Tensor) -> list[FlippedPlace]:
-    """Returns the changed positions of ``tensor``. ``difference`` is its new digest minus its old one, as integers; if
-    all are 0, the list is empty.
+    """Returns the positions in ``tensor`` at which bits have changed; [] if nothing has changed.
+
+    Args:
+        difference: digest of the changed tensor minus digest of the original tensor, word by word.
     """
     return [_place(change, tensor) for change in _changes(difference, tensor.numel() // _elements_in_word(tensor))]
 
@@ -173,7 +181,9 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Detected corruption of a tensor, equal on all ranks."""
+    """Report of detected corruption in one tensor: the kind of check, the tensor, and the ranks that are wrong. All
+    ranks exchange their reports and raise the same error.
+    """
 
     how: How
     """Kind of check. rest: changed without a write; copies: differs between ranks; rerun: two runs of a step differ."""
@@ -194,8 +204,8 @@ class Finding:
 
     @classmethod
     def at_rest(cls, held: StateTensor, place: FlippedPlace, update: int) -> "Finding":
-        """Returns the finding that a tensor has changed at ``place`` without a write, since update number
-        ``update``.
+        """Returns the report that ``held``, a tensor of weights or optimizer state, has changed at ``place`` in memory
+        without a write, since update number ``update``.
         """
         return cls(
             how="rest",
@@ -207,7 +217,7 @@ class Finding:
         )
 
     def of(self, *ranks: int) -> "Finding":
-        """Returns a copy of the finding with ``ranks`` as the wrong ranks."""
+        """Returns a copy of the report that names ``ranks`` as the ranks with the wrong tensor."""
         return replace(self, ranks=ranks)
 
     @property
@@ -221,22 +231,23 @@ class Finding:
         return f"{where} around element {self.element}" if self.element >= 0 else where
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the finding as a dict for JSON, to send it to other ranks."""
+        """Returns the report as a dict that JSON can express; ``from_json`` reverses it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Finding":
-        """Returns the finding that ``to_json`` of another rank has turned into ``values``."""
+        """Returns the report from ``values``, a dict of ``to_json`` after it was written and read as JSON."""
         return cls(**{**values, "ranks": tuple(values["ranks"]), "others": tuple(values["others"])})
 
 
 def sentence(findings: Sequence[Finding], hosts: Sequence[str], reruns: bool) -> str:
-    """Returns one error message about all findings; the checks that identify a rank most surely come first.
+    """Returns the text of one error message about all reports in ``findings``, with advice. Checks that identify the
+    wrong rank most surely come first; only the first three reports are described, others are counted.
 
     Args:
         findings: at least one.
         hosts: host name of each global rank.
-        reruns: True if steps are run twice and compared.
+        reruns: True if training steps are run twice and compared.
     """
     order: Mapping[str, int] = {"rest": 0, "rerun": 1, "copies": 2}
     found = sorted(_merged(findings), key=lambda finding: (order[finding.how], finding.ranks))

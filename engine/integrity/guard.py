@@ -27,7 +27,9 @@ logger = logging.getLogger("trine")
 
 
 class ComputedGradients:
-    """Comparison of two runs of the same step, by a sum of bits for each gradient of this rank and for the loss."""
+    """Comparison of two runs of the same training step on this rank. It compares a sum over the bits of each gradient,
+    and of the loss.
+    """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._places = {name: place for place, name in enumerate(names)}
@@ -36,11 +38,15 @@ class ComputedGradients:
         self._differs: Tensor | None = None
 
     def see(self, name: str, grad: Tensor) -> None:
-        """Adds the bits of a gradient that backward has computed for the parameter ``name``, before any reduction."""
+        """Adds the bits of ``grad`` to the sum of this run. ``grad`` is a gradient that backward has just computed for
+        the parameter ``name``, before any reduction over ranks.
+        """
         self._sums[self._places[name]] += bit_sum(grad)
 
     def end(self, loss: Tensor) -> None:
-        """Ends one of the two runs. ``loss`` is the sum of losses on this rank."""
+        """Ends a run of the step: the first call stores its sums, and the second compares with them. ``loss`` is the
+        sum of losses in the run on this rank.
+        """
         self._sums[-1] = bit_sum(loss)
         if self._before is None:
             self._before = self._sums.clone()
@@ -50,13 +56,18 @@ class ComputedGradients:
 
     @property
     def noticed(self) -> bool | Tensor:
-        """True if the two runs differ, as a 0-dim bool tensor on the device; False if no step was run twice."""
+        """0-dim bool tensor on the device: True if the two runs of a step differ. False, a Python bool, if no step was
+        run twice since the last ``findings``.
+        """
         return self._differs is not None and self._differs.any()
 
     def findings(self, rank: int, update: int) -> list[Finding]:
-        """Returns a finding about the first gradient, or the loss, that differs between the runs; [] if none does.
-        ``rank`` is this rank, and ``update`` the number of updates at the last successful check. Synchronizes with the
-        device.
+        """Returns a list with a report about the first gradient that differs between the two runs of a step, or else
+        about the loss; [] if nothing differs. Then forgets the comparison. The host waits for the device.
+
+        Args:
+            rank: global rank of this process, to be named in the report.
+            update: number of updates at the last check without corruption.
         """
         differs, self._differs = self._differs, None
         if differs is None or not differs.any():
@@ -68,13 +79,14 @@ class ComputedGradients:
 
     @property
     def compared(self) -> bool:
-        """True if a step was run twice since the last call of ``findings``."""
+        """True if a step was run twice since the last call of ``findings``, whether or not the runs differ."""
         return self._differs is not None
 
 
 class Integrity(StepPart):
-    """Part of each training step that detects silent corruption, such as flipped bits, in the state of this rank. It is
-    absent if ``integrity.every`` is 0.
+    """Part of each training step that detects silent corruption, such as flipped bits, in weights and optimizer state
+    of this rank. With ``integrity.rerun`` it also finds gradients that come out differently when a step is run again.
+    It does not exist if ``integrity.every`` is 0.
     """
 
     order = PartOrder.INTEGRITY
@@ -98,18 +110,22 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ around an update
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Launches the comparison of weights and optimizer state with their digests, without synchronization; ``check``
-        reads the result. Communicates nothing. Returns the error that the step itself has had; None if it had none.
+        """Starts to compare weights and optimizer state with the digests that were taken after the last update. The
+        host does not wait; a later ``check`` reads the result. Communicates nothing. Returns ``step.problem``, an error
+        that the step itself has had; None if it had none.
         """
         self._at_rest.compare()
         return step.problem
 
     def rerun(self) -> ComputedGradients | None:
-        """Returns the comparison of gradients if the next step shall run twice; None if it runs once."""
+        """Returns the object that compares the gradients of two runs, if the next step shall run twice. Returns None if
+        the step runs once.
+        """
         return self.computed if (self._steps + 1) % self._config.every == 0 else None
 
     def refuse_own_loop(self) -> None:
-        """Raises if ``integrity.rerun`` is on, because only ``train_batch`` can run a step twice.
+        """Raises if the user's own loop of ``backward`` and ``step`` is used with ``integrity.rerun``, because only
+        ``train_batch`` can run a step twice.
 
         Raises:
             EngineError: ``integrity.rerun`` is on.
@@ -121,16 +137,17 @@ class Integrity(StepPart):
             )
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Computes the digests after a step. Calls ``check`` every ``integrity.every`` steps, and after a skipped step,
-        because a flipped bit may have caused it. Collective.
+        """Computes and stores the digests of weights and optimizer state after a step. Every ``integrity.every`` steps
+        it then runs ``check``. It also does so after a skipped step, because a flipped bit may have caused it. All
+        ranks must call it.
 
         Args:
-            step: state of the step; the traffic of the check is added to it.
+            step: state of the step; the traffic of the check does not count as its traffic.
             made: number of updates so far.
             skipped: True if the step was skipped.
 
         Raises:
-            CorruptionError: see ``check``.
+            CorruptionError: corruption was found and ``integrity.on_failure`` is "raise".
         """
         self._join_update()
         self._update, self._steps = made, self._steps + 1
@@ -145,8 +162,8 @@ class Integrity(StepPart):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Returns a context manager around a call that may write state: it compares digests before, and computes new
-        ones after.
+        """Returns a context manager around a call that may write weights or optimizer state. It compares their digests
+        before the call, so that earlier corruption is still found, and stores new ones after it.
         """
         self._at_rest.compare()
         try:
@@ -155,8 +172,10 @@ class Integrity(StepPart):
             self._at_rest.take(self._update)
 
     def restarted(self, made: int) -> None:
-        """Replaces all digests by new ones, after weights were loaded or built. ``made`` is the number of updates so
-        far.
+        """Forgets all digests and found corruption, and stores new digests, after weights were loaded or built.
+
+        Args:
+            made: number of updates that these weights have had.
         """
         self._at_rest.forget()
         self._failed = ""
@@ -165,10 +184,11 @@ class Integrity(StepPart):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Returns a context manager around a save, which raises before the save if state is corrupt. Collective.
+        """Returns a context manager around a save of weights. It first checks them and optimizer state, so that no
+        corruption is saved, and stores new digests after the save. All ranks must enter it.
 
         Raises:
-            CorruptionError: this or the last check found corruption.
+            CorruptionError: this check, or an earlier one, found corruption, and ``integrity.on_failure`` is "raise".
         """
         if self._failed:
             raise CorruptionError(self._failed)
@@ -182,11 +202,13 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ the check
 
     def check(self) -> None:
-        """Reads the results of earlier comparisons with digests, and compares replicas between ranks. Synchronizes;
-        collective over the world. With ``integrity.on_failure`` "warn", corruption is only logged.
+        """Reads the results of all comparisons since the last check, and compares weights and optimizer state that
+        several ranks must store equally. The host waits for the device. All ranks of the world must call it. If
+        ``integrity.on_failure`` is "warn", corruption is only logged.
 
         Raises:
-            CorruptionError: corruption was found and ``integrity.on_failure`` is "raise"; equal on all ranks.
+            CorruptionError: corruption was found and ``integrity.on_failure`` is "raise"; all ranks raise the same
+                error.
         """
         digests = self._at_rest.digests()
         bad = self._data.compare(self._at_rest.held, digests) | self._replica.compare(self._device)

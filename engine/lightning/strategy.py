@@ -38,18 +38,19 @@ _STATE, _HOST = "engine", "lightning.ckpt"
 class Strategy(DDPStrategy):  # type: ignore[misc]
     """Strategy of Lightning's Trainer that trains a submodule of the LightningModule on the engine.
 
-    Accumulation, clipping and precision come from Trainer; optimizer and schedule from the LightningModule; the grid,
-    ZeRO and other settings from ``engine_config``. A data loader yields the batches of one data rank.
+    Accumulation, clipping and precision come from Trainer; optimizer and schedule from the LightningModule. A data
+    loader yields the batches of one data rank.
 
     Args:
-        engine_config: the engine's configuration, a dict or the path of a file.
-        module: name of the submodule that the engine shards; None: the only child with trained parameters.
-        whole: names of tensors of a batch that have no rows (image patches), as in ``initialize``.
-        more: ``cluster_environment`` and ``checkpoint_io``, as in Lightning's strategies.
+        engine_config: grid of ranks, ZeRO and other settings, as a dict or the path of a file.
+        module: name of the submodule that the engine shards; None: the only child of the LightningModule with trained
+            parameters.
+        whole: names of the tensors in a batch that are not divided into rows, such as image patches.
+        more: ``cluster_environment`` and ``checkpoint_io``, as Lightning's strategies take them.
 
     Raises:
-        ConfigError: the configuration contradicts Trainer; optimization is manual; parameters outside the submodule are
-            trained.
+        ConfigError: the configuration contradicts Trainer; optimization is manual; or parameters outside of the
+            submodule are trained.
     """
 
     precision_plugin: Any
@@ -71,10 +72,10 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """Engine that trains the model.
+        """Engine that trains the submodule. It is made when Trainer sets up the strategy.
 
         Raises:
-            EngineError: Trainer has not begun.
+            EngineError: Trainer has not yet done so.
         """
         if self._hosted is None:
             raise EngineError("the engine was read before trainer.fit, which makes it; call trainer.fit first.")
@@ -82,14 +83,14 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def grid(self) -> Grid:
-        """Grid of ranks, with this rank's coordinates."""
+        """Grid of ranks of the configuration, with the position of this rank in it."""
         assert self._config is not None, "Lightning sets up the environment first"
         return self._config.grid(self.global_rank)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a distributed sampler: ``num_replicas``, the number of data ranks, and ``rank``, this rank's
-        index among them.
+        """Keyword arguments with which Trainer makes a distributed sampler. ``num_replicas`` is the number of data
+        ranks (ranks with different rows), and ``rank`` is this rank's index among them.
         """
         return {"num_replicas": self.grid.row_ranks, "rank": self.grid.row_rank}
 
@@ -137,8 +138,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             )
 
     def setup(self, trainer: Any) -> None:
-        """Makes the engine: shards the submodule, with the LightningModule's optimizer. Without ``fit`` the optimizer
-        is a placeholder. Collective.
+        """Makes the engine: shards the submodule in place, with the optimizer of the LightningModule. If Trainer does
+        not ``fit``, the optimizer is a placeholder that updates nothing. All ranks must call it.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -172,7 +173,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         """Does nothing, because the engine moves this rank's shards itself."""
 
     def teardown(self) -> None:
-        """Tears down like Lightning, but does not move the model, so that ``test`` may follow ``fit``."""
+        """Tears down the plugins of Trainer as Lightning does. Unlike Lightning, it does not move the model to the CPU,
+        so that ``test`` may follow ``fit``.
+        """
         assert self.accelerator is not None and self.cluster_environment is not None
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -183,8 +186,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Returns a context manager for backwards of a step before its last one, in which gradients are accumulated and
-        not reduced.
+        """Returns a context manager for the backwards of a step that are not its last one. In it, gradients are
+        accumulated, and the engine makes no update.
         """
         self._accumulating = True
         try:
@@ -193,8 +196,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             self._accumulating = False
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs the backward of a microbatch's loss on the engine, and returns the loss. The last microbatch of a step
-        carries the weight of the whole step.
+        """Runs the backward of a microbatch's 0-dim loss ``closure_loss`` on the engine, and returns this loss. Only
+        the last microbatch of a step has a loss weight, because Lightning has already divided each loss by their
+        number.
         """
         module, last = self.lightning_module, not self._accumulating
         loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -206,8 +210,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return done
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Calls ``closure``, which runs forward and backward of the last microbatch; then Lightning's hooks, and the
-        engine's update. Returns the loss.
+        """Makes one update: calls the callback ``closure``, which runs forward and backward of the last microbatch,
+        then Lightning's hooks before an update, then clips and updates by the engine. Returns the loss of ``closure``.
 
         Raises:
             EngineError: ``training_step`` has returned None.
@@ -242,8 +246,12 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     # ------------------------------------------------------------------ values of all data ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Returns ``tensor`` reduced as in Lightning; over the world a sum counts each data rank once, not every rank
-        of a replica.
+        """Returns ``tensor`` reduced over ``group`` as Lightning's DDP strategy does. A sum over the world is then
+        divided by the number of ranks that work on the same rows, so that each data rank counts once.
+
+        Args:
+            group: process group; None: the world.
+            reduce_op: "mean", "sum" or another reduction of Lightning.
         """
         reduced, copies = super().reduce(tensor, group, reduce_op), self.grid.size("replica")
         if not _is_world(group) or copies == 1 or not isinstance(tensor, Tensor) or not _is_sum(reduce_op):
@@ -251,13 +259,20 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return reduced / copies if reduced.is_floating_point() else reduced // copies
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Returns True if ``decision`` is True on all ranks of the world, or with ``all=False`` on any."""
+        """Returns True on all ranks if ``decision`` is True on every rank of the world. With ``all=False``, one rank
+        with True suffices. All-reduces over the world.
+        """
         count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
         return bool(count == self.world_size) if all else bool(count)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensors of all data ranks as in Lightning: [data ranks, ...] in the order of these ranks. A
-        ``group`` other than the world is passed to Lightning.
+        """Returns the tensors of all data ranks as [data ranks, ...], in the order of these ranks. It gathers over the
+        world, and uses only one of the ranks that work on the same rows.
+
+        Args:
+            group: process group; for a group other than the world, the result is Lightning's, with all ranks of the
+                group.
+            sync_grads: True: backward passes through the gather.
         """
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
         if not _is_world(group) or self.grid.size("replica") == 1:
@@ -268,27 +283,30 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True, because the engine loads checkpoints into the sharded model."""
+        """True: Trainer loads a checkpoint after ``setup``, because the engine loads it into the sharded model."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False, because the engine's checkpoint has the optimizer state."""
+        """False: Trainer does not restore the optimizer state, because the engine's checkpoint has it."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns {}, because the weights are in the engine's checkpoint and are gathered only to write a file of
-        weights.
+        """Returns {} as the weights that Trainer puts into a checkpoint. The engine writes them in a checkpoint of its
+        own; ``save_checkpoint`` gathers them only to write a file with weights alone.
         """
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns {}, because the engine's checkpoint has the optimizer state."""
+        """Returns {} as the optimizer state that Trainer puts into a checkpoint, because the engine writes it in a
+        checkpoint of its own.
+        """
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint folder to resume from, with Lightning's state and the engine's. If ``checkpoint`` has no
-        optimizer states, writes one file with the full weights instead. Collective.
+        """Writes a checkpoint to resume from: the folder ``filepath`` with Lightning's state, ``checkpoint``, and the
+        engine's weights and optimizer state. If ``checkpoint`` has no optimizer states (``save_weights_only``), writes
+        one file with the full weights instead. All ranks must call it.
         """
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint | {"state_dict": self._whole_state()}, filepath, storage_options)
@@ -309,8 +327,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return others | {f"{self._name}.{key}": value for key, value in self.engine.full_state_dict().items()}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Returns Lightning's own state from a checkpoint folder; Trainer then calls ``load_model_state_dict``, which
-        loads the engine's.
+        """Returns Lightning's own state from a checkpoint folder that this strategy has written. It loads no weights:
+        Trainer then calls ``load_model_state_dict``, which loads the engine's part of the folder.
 
         Raises:
             CheckpointError: the path is not a checkpoint folder of this strategy.
@@ -326,8 +344,13 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return {**host, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the engine's state from the folder of the last ``load_checkpoint``: all of it in ``fit``, otherwise
-        weights and buffers only. Collective.
+        """Loads the engine's state from the folder that was last passed to ``load_checkpoint``. In ``fit`` this is
+        weights, buffers and optimizer state; otherwise only weights and buffers. All ranks must call it.
+
+        Args:
+            checkpoint: not read.
+            strict: False: parameters and buffers that the checkpoint lacks keep their values. True: it must have all of
+                them.
         """
         module: Any = self.lightning_module
         assert self._restored is not None, "load_checkpoint comes first"
@@ -335,7 +358,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         self.engine.load_checkpoint(self._restored / _STATE, load_module_only=alone, strict=strict)
 
     def on_train_start(self) -> None:
-        """Sets the optimizer's learning rates from the schedules, if Trainer has restored these from a checkpoint."""
+        """Sets the learning rates of the optimizer's groups as the restored schedules say, if Trainer has loaded a
+        checkpoint. Does nothing otherwise.
+        """
         for each in self.lr_scheduler_configs if self._restored is not None else ():
             schedule: Any = each.scheduler
             for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):

@@ -54,18 +54,17 @@ class DecoderConfig:
 
     @property
     def residual_std(self) -> float:
-        """Initial standard deviation of the projections that write to the residual stream, two in each layer.
-
-        It keeps the growth of the stream independent of depth.
+        """Initial standard deviation of the weights of the two projections in each layer that add to the residual
+        stream. It falls with the number of layers, so that the sum over all layers has a variance independent of depth.
         """
         return INIT_STD / math.sqrt(2 * self.layers)
 
 
 class Projection(nn.Linear):
-    """Linear layer with its own initialization: weights normal(0, ``std``), bias zero.
+    """Linear layer with an initialization of its own: weights from normal(0, ``std``), bias zero.
 
-    Each layer stores its standard deviation, so that every module can be initialized alone, in any order, also after
-    materialization from the meta device.
+    Each layer stores ``std``, so that ``reset_parameters`` of each module works alone, in any order, also after a move
+    from the meta device to memory.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, std: float = INIT_STD) -> None:
@@ -86,7 +85,9 @@ class Embedding(nn.Embedding):
 
 
 class LayerCache:
-    """Cached keys and values of one decoder layer, [B, H, L, K] each; None before the first position."""
+    """Cached keys and values of one decoder layer, [B, H, L, K] each: B sequences, H heads, L positions, K values a
+    head. Both are None before the first position.
+    """
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -97,7 +98,9 @@ class LayerCache:
         return 0 if self.keys is None else self.keys.shape[-2]
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new keys and values, [B, H, L, K] each; returns the keys and values of all cached positions."""
+        """Appends ``keys`` and ``values`` of new positions to the cache, [B, H, L, K] each: B sequences, H heads, L new
+        positions, K values a head. Returns the keys and values of all cached positions, the new ones included.
+        """
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
         self.keys, self.values = keys, values
@@ -105,21 +108,23 @@ class LayerCache:
 
 
 class DecoderCache:
-    """Cached keys and values of all layers of a :class:`Decoder`; its forward extends them in place."""
+    """Key-value cache of a :class:`Decoder`, with an entry for each layer. The decoder's forward appends to it in
+    place.
+    """
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerCache() for _ in range(layers)]
 
     def get_seq_length(self) -> int:
-        """Returns the number of cached positions."""
+        """Returns the number of cached positions, which is equal in all layers."""
         return self.layers[0].get_seq_length()
 
 
 class Attention(nn.Module):
-    """Causal self-attention, [B, L, D] -> [B, L, D].
+    """Causal self-attention, [B, L, D] -> [B, L, D]: B sequences, L positions, D features.
 
     The forward derives the number of heads from the width of the projections. A tensor rank with only some of the heads
-    therefore runs the same code.
+    therefore runs the same code as one with all.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -149,7 +154,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block, [B, L, D] -> [B, L, D]: attention, then an MLP of four times the width."""
+    """Transformer block, [B, L, D] -> [B, L, D] for B sequences of L positions with D features: attention, then an MLP
+    with 4 D hidden features, each after a LayerNorm and added to its input.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -169,10 +176,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """GPT-2 style decoder from token ids [B, L] to logits [B, L, V].
+    """GPT-2 style decoder from token ids [B, L] to logits [B, L, V]: B sequences of L tokens, V entries in the
+    vocabulary.
 
-    It may be built on the meta device: after ``to_empty``, every module's ``reset_parameters`` fills it, in any order.
-    With ``tied``, ``to_empty`` separates the weights of head and token embedding, as in any torch model; tie them
+    It may be built on the meta device: after ``to_empty``, ``reset_parameters`` of each module fills it, in any order.
+    With ``tied``, ``to_empty`` gives head and token embedding two separate weights, as in any torch model; tie them
     again.
     """
 
@@ -200,13 +208,14 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: DecoderCache | None = None,
     ) -> Tensor:
-        """Returns the logits [B, L, V] of the token after each of ``input_ids``, int64 [B, L].
+        """Returns logits [B, L, V]. They predict, at each of the L positions of B sequences, the next token among V.
 
         Args:
+            input_ids: token ids, int64 [B, L].
             labels: ignored; accepted so that ``model(**batch)`` works with a separate loss.
-            attention_mask: int64 [B, S], 0 for padding; no other token sees padding, and it counts no position. S
-                counts cached positions too.
-            past_key_values: cache of the positions before ``input_ids``, which this call extends.
+            attention_mask: int64 [B, S], 0 for padding and 1 for tokens; S is L plus the number of cached positions.
+                Tokens do not attend to padding, and positions are counted without it.
+            past_key_values: cache of the positions before ``input_ids``, to which this call appends; None: no cache.
 
         Raises:
             ValueError: a position is not below ``config.context``.

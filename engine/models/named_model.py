@@ -14,11 +14,11 @@ _REMEDY = "pass one that builds, or a module:function that builds a small one"
 
 
 def find_function(name: str) -> Callable[[], Any]:
-    """Imports and returns the function that ``name``, in the form ``module:function``, denotes. Import and function do
-    not see the command-line arguments of this process.
+    """Imports and returns the function that ``name``, in the form ``module:function``, denotes. During the import, and
+    later calls of the function, ``sys.argv`` has only the name of the module.
 
     Raises:
-        PlanError: the module does not exist, lacks the attribute, or exits or raises on import.
+        PlanError: the module does not exist, lacks the function, or exits or raises on import.
     """
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
@@ -50,16 +50,17 @@ def _command_line(*words: str) -> Iterator[None]:
 
 
 def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: str = _REMEDY) -> Any:
-    """Returns ``build()``, and converts its exceptions to PlanError.
+    """Calls ``build``, a function that builds a model, and returns its result. Exceptions become PlanErrors with a
+    message for the command line.
 
     Args:
         name: name of the model on the command line.
         build: function that builds the model.
-        where: words for the error, such as " on the meta device".
-        remedy: last clause of the error, which states the remedy.
+        where: words for the message, such as " on the meta device".
+        remedy: last clause of the message: a suggestion for the user.
 
     Raises:
-        PlanError: ``build`` raises any exception except EngineError.
+        PlanError: ``build`` raises any exception, or exits the process; an EngineError is passed on unchanged.
     """
     try:
         return build()
@@ -72,11 +73,15 @@ def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: st
 
 
 def model_and_rows(name: str, made: object) -> tuple[nn.Module, Any, Any]:
-    """Returns (model, rows, loss_fn) from ``made``, the result of a function that builds a model: an nn.Module, or a
-    tuple of these parts. Absent parts become None.
+    """Returns a tuple (model, rows, loss_fn) from ``made``, the result of a user's function that builds a model.
+    ``made`` is an nn.Module, (module, rows) or (module, rows, loss_fn), where rows are a batch for the model. Absent
+    parts become None.
+
+    Args:
+        name: name of the model on the command line, for the error.
 
     Raises:
-        PlanError: the result has no model, or more than three parts.
+        PlanError: ``made`` has no module, or more than three parts.
     """
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
@@ -108,10 +113,15 @@ def import_transformers() -> Any:
 
 
 def huggingface_class(config: Any) -> Any:
-    """Returns the transformers class of the model that ``config`` describes: the one that it names as architecture,
-    else one with a language-model head, else one without a head.
+    """Returns the transformers class of the model that ``config``, a Hugging Face configuration, describes. It is the
+    first class in ``config.architectures`` that exists, else a class with a language-model head, else one without a
+    head.
 
-    If several heads exist, the masked one is used, unless ``config.is_decoder`` is set.
+    If there are several classes with heads, a masked-language-model head comes first, unless ``config.is_decoder`` is
+    set.
+
+    Raises:
+        PlanError: transformers is not installed.
     """
     transformers = import_transformers()
     for name in config.architectures or ():
@@ -121,7 +131,9 @@ def huggingface_class(config: Any) -> Any:
 
 
 def has_language_model_head(kind: Any, config: Any) -> bool:
-    """Returns True if ``kind``, a transformers class for ``config``, computes a loss from token ids and labels."""
+    """Returns True if ``kind`` is a transformers class with a language-model head for the Hugging Face configuration
+    ``config``, so that it computes a loss from token ids and labels.
+    """
     return any(kind is known for known in _language_models(config))
 
 

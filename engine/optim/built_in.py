@@ -35,7 +35,7 @@ from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Size and form of the optimizer state of one parameter group."""
+    """Optimizer state of one parameter group: number of values for each element of a parameter, and their form."""
 
     values: int = 0
     """Number of state values per element, in the dtype of moments."""
@@ -51,21 +51,28 @@ class GroupState:
     """Rule for matrices that are updated as a whole (Muon, SOAP, Shampoo); it defines their state."""
 
     def bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of optimizer state for ``elements`` elements of parameters; a moment value has ``itemsize``
-        bytes.
+        """Returns the bytes of element-wise optimizer state in memory.
+
+        Args:
+            elements: number of parameter elements.
+            itemsize: bytes of a moment value that is not stored in 8 bits.
         """
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
     def stored_bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of optimizer state in a checkpoint for ``elements`` elements of parameters. 8-bit values
-        are stored decoded, so every value has ``itemsize`` bytes.
+        """Returns the bytes of element-wise optimizer state in a checkpoint. A checkpoint stores 8-bit values in the
+        dtype of other moments, so every value counts ``itemsize`` bytes.
+
+        Args:
+            elements: number of parameter elements.
         """
         return (self.values + self.codes) * elements * itemsize
 
 
 def built_in_optimizer(config: OptimizerConfig) -> OptimizerFactory:
-    """Returns a function that makes the configured optimizer from parameter groups over flat buckets. If the
-    configuration lists several optimizers, each group is updated by its own.
+    """Returns a function that makes the configured optimizer. Its argument is a list of parameter groups over flat
+    buckets, 1-D tensors that each have many parameters. If the configuration lists several optimizers, each group is
+    updated by the one it is assigned to.
     """
     if not config.before:
         return _flat(config)
@@ -94,8 +101,11 @@ def _flat(config: OptimizerConfig) -> OptimizerFactory:
 
 
 def plain_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Returns an optimizer for one process with the configured rule, over ``groups`` of ordinary parameters: torch's
-    own if it has one, else the engine's.
+    """Returns an optimizer with the configured update rule for training in one process without the engine. It is
+    torch's class where torch has this rule, else the engine's.
+
+    Args:
+        groups: parameter groups of ordinary parameters, as torch optimizers take them.
     """
     if not config.before:
         return _plain(config, groups)
@@ -128,22 +138,27 @@ def _plain(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
 
 
 def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
-    """Sets the step count of torch's Adam so high that its bias correction has no effect."""
+    """Sets the state of torch's optimizer ``adam`` to zero moments and a step count of 1e9, so that its bias correction
+    has no effect. It must not have made a step before.
+    """
     for weight in [weight for group in adam.param_groups for weight in group["params"]]:
         averages = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
         adam.state[weight] = {"step": torch.tensor(1e9), **averages}
 
 
 def kept_state(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -> tuple[GroupState, ...] | None:
-    """Returns the size and form of optimizer state for each of ``groups``; None if no optimizer is configured."""
+    """Returns for each parameter group of ``groups`` the number and form of the optimizer's state values. Returns None
+    if the configuration has no optimizer.
+    """
     if config is None:
         return None
     return tuple(_kept(config.entries[group.entry or 0]) for group in groups)
 
 
 def block_of_codes(config: OptimizerConfig | None) -> int:
-    """Returns the number of elements to which parameters in buckets are aligned, so that no block of 8-bit optimizer
-    state contains values of two parameters. Returns 1 without 8-bit state.
+    """Returns the number of elements to which the begin of each parameter is aligned in a bucket (1-D tensor of many
+    parameters). It is the block size of 8-bit optimizer state, so that no block has values of two parameters. Returns 1
+    without 8-bit state.
     """
     entries = config.entries if config is not None else ()
     return max((entry.params["block_size"] for entry in entries if entry.type == "AdamW8bit"), default=1)
@@ -173,14 +188,15 @@ def _kept(config: OptimizerConfig) -> GroupState:
 
 
 def refuse_experts(rows: Iterable[ShardRow], rules: Mapping[int, MatrixRule]) -> None:
-    """Raises if a matrix optimizer (Muon, SOAP, Shampoo) would update experts that are divided among data ranks.
+    """Raises if an optimizer that updates whole matrices (Muon, SOAP, Shampoo) would update experts that are divided
+    among data ranks.
 
     Args:
-        rows: shard table, one row for each parameter.
-        rules: update rules of the matrix optimizers, by index of the parameter group.
+        rows: one row for each parameter, with its name, optimizer group and sharding.
+        rules: update rules of whole matrices, by index of the parameter group; other groups are absent.
 
     Raises:
-        PlanError: a rule updates a parameter of experts that data ranks share.
+        PlanError: a group of ``rules`` has a parameter of such experts.
     """
     name = next((row.name for row in rows if row.trainable and row.experts and row.group in rules), None)
     if name is not None:
@@ -196,9 +212,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class MatrixOwners:
-    """Assignment of whole-matrix updates (Muon, SOAP, Shampoo) to ranks. Each matrix has one owner among the data ranks
-    that share it, which gets its gradient and updates it; the owners' costs are balanced at each pipeline coordinate.
-    Matrices that tensor ranks shard also have one owner among these.
+    """Assignment of matrices to the ranks that update them as a whole (Muon, SOAP, Shampoo). One of the data ranks that
+    share the shards of a matrix is its owner: it gets the gradient and makes the update. The costs of the owners are
+    balanced at each pipeline coordinate. If tensor ranks also shard the matrix, one of them is its owner among these.
     """
 
     config: Config
@@ -217,15 +233,15 @@ class MatrixOwners:
 
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks that exchange matrices with each other, as indices on the axis over which gradients are
-        summed.
+        """Groups of data ranks that share shards, and therefore exchange matrices with each other. A rank is given by
+        its index on the axis over which gradients are summed.
         """
         count, grid = self._shares, self.config.grid(0)
         return tuple(tuple(range(first, first + count)) for first in range(0, grid.size(grid.sums), count))
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
-        """Returns the exchanges of matrices in which the rank at ``coord`` takes part; None if its pipeline rank has no
-        matrix.
+        """Returns the exchanges of gradients and updates with the owners of matrices, in which the rank at ``coord``
+        takes part. Returns None if no parameter of its pipeline rank is updated as a whole matrix.
         """
         rows = {row.name: row for row in self.rows if row.trainable and row.group in self.rules}
         rows = {name: row for name, row in rows.items() if coord.pp in row.owners}
@@ -255,7 +271,9 @@ class MatrixOwners:
         )
 
     def traffic(self, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the traffic that the rank at ``coord`` sends in a step to exchange matrices with their owners."""
+        """Returns the bytes and calls that the rank at ``coord`` sends in each training step to exchange matrices with
+        the ranks that update them, one entry for each axis and label.
+        """
         routes = self.routes(coord)
         if routes is None:
             return ()
@@ -266,13 +284,15 @@ class MatrixOwners:
         return (*data, *tensor)
 
     def state_bytes(self, coord: Coord) -> int:
-        """Returns the bytes of optimizer state for the matrices that the rank at ``coord`` owns."""
+        """Returns the bytes of optimizer state on the rank at ``coord``: state of the matrices that it updates as a
+        whole.
+        """
         routes = self.routes(coord)
         made = routes.made if routes is not None else ()
         return sum(self._state(row) for row in self.rows if row.name in made)
 
     def stored_bytes(self) -> int:
-        """Returns the bytes of optimizer state of all matrices of the model, each counted once."""
+        """Returns the bytes of optimizer state in a checkpoint for all parameters updated as whole matrices."""
         return sum(self._state(row) for row in self.rows if row.trainable and row.group in self.rules)
 
     def _state(self, row: ShardRow) -> int:
@@ -297,11 +317,11 @@ class MatrixOwners:
 
 
 def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> FactorRoutes | None:
-    """Returns the all-reduces of row and column statistics for the parameters that Adafactor updates on a pipeline
-    rank; None if there are none.
+    """Returns the all-reduces of row and column means in the update of Adafactor, for the parameters of a pipeline
+    rank. Returns None if Adafactor updates none of them.
 
     Args:
-        rows: rows of the shard table for the parameters of the pipeline rank.
+        rows: one row for each parameter of the pipeline rank, with its optimizer group and sharding.
         groups: indices of the parameter groups with Adafactor.
     """
     own = tuple(row for row in rows if row.trainable and row.group in groups)
@@ -309,11 +329,11 @@ def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Conf
 
 
 def layer_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> LayerRoutes | None:
-    """Returns the all-reduces of norms for the parameters that LAMB and LARS update on a pipeline rank; None if there
-    are none.
+    """Returns the all-reduces of parameter and update norms in the updates of LAMB and LARS, for the parameters of a
+    pipeline rank. Returns None if these optimizers update none of them.
 
     Args:
-        rows: rows of the shard table for the parameters of the pipeline rank.
+        rows: one row for each parameter of the pipeline rank, with its optimizer group and sharding.
         groups: indices of the parameter groups with LAMB or LARS.
     """
     own = tuple(row for row in rows if row.trainable and row.group in groups)

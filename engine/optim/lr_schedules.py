@@ -35,8 +35,12 @@ SchedulerArgument = Callable[[Any], Any] | LRScheduler
 
 
 def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's LRRangeTest: it rises without end,
-    to find the largest stable rate (Smith 2017). ``p`` are the schedule's params; ``base`` has no effect.
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's LRRangeTest. It rises without end,
+    in steps with ``lr_range_test_staircase``, so that a user finds the largest stable rate (Smith 2017).
+
+    Args:
+        base: no effect.
+        p: params of the schedule, by DeepSpeed's names.
     """
     interval = update / p["lr_range_test_step_size"]
     interval = math.floor(interval) if p["lr_range_test_staircase"] else interval
@@ -44,9 +48,12 @@ def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupLR. It rises from
-    ``warmup_min_lr`` to ``warmup_max_lr`` of the params ``p``, and is then constant; if ``warmup_max_lr`` is None, it
-    rises to ``base``.
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupLR. It rises over
+    ``warmup_num_steps`` updates from ``warmup_min_lr`` to ``warmup_max_lr``, and is then constant.
+
+    Args:
+        base: learning rate of the parameter group, used if ``warmup_max_lr`` is None.
+        p: params of the schedule, by DeepSpeed's names.
     """
     high = base if p["warmup_max_lr"] is None else p["warmup_max_lr"]
     gamma = _warmup_progress(update - 1, p) if update else 0.0
@@ -54,9 +61,13 @@ def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupDecayLR. It rises as in
-    :func:`warmup`, and then falls linearly to ``warmup_min_lr`` at ``total_num_steps``. ``p`` are the schedule's
-    params.
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupDecayLR. It rises over
+    ``warmup_num_steps`` updates from ``warmup_min_lr`` to ``warmup_max_lr``, and then falls linearly back to
+    ``warmup_min_lr`` at ``total_num_steps``.
+
+    Args:
+        base: learning rate of the parameter group, used if ``warmup_max_lr`` is None.
+        p: params of the schedule, by DeepSpeed's names.
     """
     last, rise, total = update - 1, _warmup_steps(p), p["total_num_steps"]
     if last < rise:
@@ -69,7 +80,11 @@ def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
 def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
     """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupCosineLR. It is 0 for the
     first update, rises from ``warmup_min_ratio`` x ``base`` to ``base``, and then falls along a cosine to
-    ``cos_min_ratio`` x ``base``. ``p`` are the schedule's params.
+    ``cos_min_ratio`` x ``base`` at ``total_num_steps``.
+
+    Args:
+        base: learning rate of the parameter group.
+        p: params of the schedule, by DeepSpeed's names.
     """
     if update == 0:
         return 0.0
@@ -82,9 +97,13 @@ def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's OneCycle. It rises from
-    ``cycle_min_lr`` to ``cycle_max_lr`` and falls back, and then decays (Smith 2018). ``p`` are the schedule's params;
-    ``base`` has no effect.
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's OneCycle (Smith 2018). It rises
+    from ``cycle_min_lr`` to ``cycle_max_lr``, falls back to ``cycle_min_lr``, and then decays if ``decay_lr_rate`` and
+    ``decay_step_size`` are set.
+
+    Args:
+        base: no effect.
+        p: params of the schedule, by DeepSpeed's names.
     """
     low, high = p["cycle_min_lr"], p["cycle_max_lr"]
     after = update - _cycle_length(p)
@@ -96,8 +115,11 @@ def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle_momentum(update: int, p: Mapping[str, Any]) -> float:
-    """Returns the momentum of update number ``update``, from 0, in DeepSpeed's OneCycle; it moves opposite to the
-    learning rate. ``p`` are the schedule's params.
+    """Returns the momentum (beta1) of update number ``update``, from 0, in DeepSpeed's OneCycle. While the learning
+    rate rises, it falls from ``cycle_max_mom`` to ``cycle_min_mom``; then it rises back.
+
+    Args:
+        p: params of the schedule, by DeepSpeed's names.
     """
     low, high = p["cycle_min_mom"], p["cycle_max_mom"]
     after = update - _cycle_length(p)
@@ -146,8 +168,9 @@ _SCHEDULES: Mapping[str, Callable[..., float]] = {
 
 
 class GuardedSteps:
-    """Guard of a torch scheduler that the script has passed: only the engine steps the scheduler, after each update.
-    Calls of its ``step`` by the script have no effect until ``lift``; the first one is logged as a warning.
+    """Guard of a torch scheduler that the user has passed to the engine, which steps it after each update. While the
+    guard exists, calls of the scheduler's ``step`` by the user's code have no effect; the first one is logged as a
+    warning. ``lift`` ends the guard.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
@@ -156,11 +179,11 @@ class GuardedSteps:
         scheduler.__class__ = type(self._kind.__name__, (self._kind,), {"step": lambda *_, **__: self._leave_out()})
 
     def make(self) -> None:
-        """Steps the scheduler; the engine calls it after each update."""
+        """Makes one step of the guarded scheduler; only the engine calls it, after each update."""
         self._kind.step(self.scheduler)
 
     def lift(self) -> None:
-        """Ends the guard: calls of the scheduler's ``step`` by the script take effect again."""
+        """Ends the guard: calls of the scheduler's ``step`` by the user's code take effect again."""
         self.scheduler.__class__ = self._kind
 
     def _leave_out(self) -> None:
@@ -175,8 +198,8 @@ class GuardedSteps:
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """Schedule of learning rates and momenta, which sets them in the optimizer's groups before each update. Use
-    :func:`make_learning_rate` to make one.
+    """Learning rates and momenta of an optimizer over the course of training. It sets them in the parameter groups of
+    the optimizer before each update. Use :func:`make_learning_rate` to make one.
     """
 
     optimizer: torch.optim.Optimizer
@@ -199,21 +222,21 @@ class LearningRate:
 
     @property
     def governs(self) -> frozenset[str]:
-        """Names of the group options that a schedule sets: "lr", "betas", both or none."""
+        """Names of the parameter-group options that a schedule sets: "lr", "betas" (momenta), both or none."""
         rates = {"lr"} if self.schedules or self.scheduler is not None else set[str]()
         return frozenset(rates | ({"betas"} if self.momenta else set()))
 
     def at(self, update: int) -> float:
         """Returns the learning rate of the first parameter group for update number ``update``, from 0. If a torch
-        scheduler or the user sets the rates, returns the current one.
+        scheduler or the user sets the rates, it returns the rate that the group has now, for any ``update``.
         """
         if not self.schedules:
             return float(self.optimizer.param_groups[0]["lr"])
         return self.schedules[0](update, self.base[0])
 
     def prepare(self, update: int) -> None:
-        """Sets the learning rates and momenta of all groups for update number ``update``, from 0. Rates of a torch
-        scheduler or of the user stay.
+        """Sets the learning rates and momenta of all parameter groups for update number ``update``, from 0. Rates stay
+        unchanged if no schedule is configured, or if a torch scheduler sets them.
         """
         self._tell_end(update)
         for index, (group, base) in enumerate(zip(self.optimizer.param_groups, self.base, strict=True)):
@@ -225,8 +248,8 @@ class LearningRate:
                 group["betas"] = (self.momenta[index](update), 0.99)
 
     def begin_at(self, update: int) -> None:
-        """Moves a torch scheduler from the configuration to update number ``update``, as if it had made all steps
-        before.
+        """Moves the configured torch scheduler to update number ``update``, from 0, for a resumed run. The scheduler
+        and the learning rates become as after ``update`` steps from the begin of training.
         """
         assert self.remake is not None and self.scheduler is not None
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
@@ -266,8 +289,8 @@ class LearningRate:
             self._told.add(_END)
 
     def done(self) -> None:
-        """Steps the torch scheduler, if there is one, after an update. A scheduler that has made all of its steps stays
-        at its last rate.
+        """Steps the torch scheduler once; the engine calls it after each update. Does nothing without a torch
+        scheduler, or if it has made all of its steps: the last rate then stays.
         """
         if self._ended:
             return
@@ -280,12 +303,15 @@ class LearningRate:
 def make_learning_rate(
     optimizer: torch.optim.Optimizer, config: SchedulerConfig | None, given: SchedulerArgument | None
 ) -> LearningRate:
-    """Returns the schedule that the script passed (``given``), or the configured one, or a constant rate.
+    """Returns the learning rates of ``optimizer``: by the user's schedule ``given``, else by the configured schedule
+    ``config``, else constant.
 
-    A ``given`` LRScheduler is over the user's optimizer, which already exposes the groups of ``optimizer``.
+    Args:
+        given: function from update number to factor of the rate, function from optimizer to LRScheduler, or an
+            LRScheduler over the user's optimizer, which already has the parameter groups of ``optimizer``.
 
     Raises:
-        ConfigError: ``given`` is neither update -> factor nor optimizer -> LRScheduler.
+        ConfigError: ``given`` returns neither a number nor an LRScheduler, or torch refuses the configured params.
     """
     base = tuple(float(group["lr"]) for group in optimizer.param_groups)
     if isinstance(given, LRScheduler):
@@ -324,11 +350,11 @@ def _lists(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str, Any]]:
-    """Returns the params of a schedule for each of ``groups`` optimizer groups. A list in ``params`` has one number for
-    each group; any other value applies to all groups.
+    """Returns a dict for each of ``groups`` parameter groups, with the params of its schedule. A list in ``params`` has
+    one number for each parameter group; any other value applies to all of them.
 
     Raises:
-        ConfigError: a list does not have one entry per group.
+        ConfigError: a list in ``params`` has another length than ``groups``.
     """
     for key, value in params.items():
         if isinstance(value, list | tuple) and len(value) != groups:
@@ -341,11 +367,11 @@ def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str,
 
 
 def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> None:
-    """Raises if the engine cannot use ``scheduler``, which the script has passed together with ``optimizer``.
+    """Raises if the engine cannot use ``scheduler``, which the user has passed to the engine together with
+    ``optimizer``.
 
     Raises:
-        ConfigError: the scheduler changes the rates of another optimizer, or its steps need a metric
-            (ReduceLROnPlateau).
+        ConfigError: ``scheduler`` was made over another optimizer, or its steps need a metric (ReduceLROnPlateau).
     """
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(f"lr_scheduler is {_METRIC}")
@@ -387,13 +413,13 @@ def _from_callable(
 
 
 class UpdateScheduler(LRScheduler):
-    """Base class of torch schedulers that compute rates from the number of the update alone. Its constructor already
-    sets the rates of the first update.
+    """Base class of torch schedulers with learning rates that depend only on the number of the update, from 0. Its
+    constructor already sets the rates of the first update in ``optimizer``.
 
     Args:
         optimizer: optimizer with the parameter groups that receive the rates.
-        last_batch_iteration: number of the last update that was made, from 0. Above -1, the groups keep their rates
-            until the next ``step``.
+        last_batch_iteration: number of the last update that was made before; -1: none. For other values, the rates in
+            the groups stay until the next ``step``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
@@ -406,34 +432,43 @@ class UpdateScheduler(LRScheduler):
 
     @abstractmethod
     def rates(self, update: int) -> list[float]:
-        """Returns the learning rate of each group for update number ``update``, from 0."""
+        """Returns a list with the learning rate of each parameter group for update number ``update``, from 0.
+        Subclasses define it.
+        """
 
     @property
     def last_batch_iteration(self) -> int:
-        """Number of the last update, from 0; -1 before the first."""
+        """Number of the last update that was made, from 0; -1 before the first update."""
         return self.last_epoch - 1
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Returns the learning rate of each group for the next update."""
+        """Returns a list with the learning rate of each parameter group for the next update."""
         return list(self.rates(self.last_epoch))
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Returns the learning rate of each group that was set last, which the next update uses."""
+        """Returns a list with the learning rate of each parameter group as the last ``step`` or the constructor has set
+        it.
+        """
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Sets the learning rates of the next update, after one more update was made or, if given, after update number
-        ``last_batch_iteration``.
+        """Sets the learning rates of the next update in the optimizer's parameter groups; call it after each update.
+
+        Args:
+            last_batch_iteration: number of the update that was just made, from 0; None: one more than at the last call.
         """
         self._place(1 + (self.last_epoch if last_batch_iteration is None else last_batch_iteration))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of the last update as the only state, because rates follow from it and the options."""
+        """Returns ``{"last_batch_iteration": N}`` with the number N of the last update. Rates follow from it and from
+        the options of the constructor.
+        """
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the number of the last update and sets the rates of the next one. A torch scheduler's state with
-        ``last_epoch`` works too.
+        """Restores the number of the last update from ``state_dict``, and sets the rates of the next update in the
+        optimizer's parameter groups. The state of a torch scheduler, with ``last_epoch`` (the number of updates), works
+        too.
         """
         # an engine that makes the steps has replaced ``step``
         self._place(state_dict.get("last_epoch", state_dict.get("last_batch_iteration", -1) + 1))

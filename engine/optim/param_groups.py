@@ -27,8 +27,8 @@ _OF_TORCH = ("params", "param_names")
 
 @dataclass(frozen=True, slots=True)
 class GivenOptimizer:
-    """Optimizer that the script has passed, with a factory that rebuilds it over flat buckets, and the group of each
-    parameter.
+    """Optimizer that the user has passed to the engine, with the parameter group of each parameter. ``factory`` makes
+    an optimizer of the same class and options over the engine's flat buckets, 1-D tensors of many parameters.
     """
 
     optimizer: torch.optim.Optimizer
@@ -41,12 +41,12 @@ class GivenOptimizer:
 def read_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimizerConfig | None
 ) -> GivenOptimizer:
-    """Reads the class, groups and options of the script's optimizer over the parameters of ``model``, so that the
-    engine can rebuild it over flat buckets.
+    """Returns the class, parameter groups and options of the user's ``optimizer`` over the parameters of ``model``.
+    From them the engine makes an equal optimizer over flat buckets, 1-D tensors that each have many parameters.
 
     Raises:
-        ConfigError: the optimizer has parameters outside the model, has made steps or cannot be rebuilt; or the
-            configuration has groups too.
+        ConfigError: the optimizer has parameters outside of ``model``, has made steps, or cannot be made again from its
+            defaults; or ``config`` has parameter groups too.
     """
     kind = type(optimizer).__name__
     if config is not None and (config.groups or config.no_weight_decay):
@@ -66,10 +66,13 @@ def read_optimizer(
 
 
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
-    """Returns the configuration with ``notes``, and a note for each section that an optimizer or scheduler from the
-    script replaces. If the script passes ``lr_scheduler``, the scheduler's section is removed.
+    """Returns ``config`` with ``notes``, messages for the user, and one more note for each section that an object from
+    the user's code replaces. If ``lr_scheduler`` is given, the section ``scheduler`` is removed. If ``optimizer`` is
+    given, type and params of the section ``optimizer`` have no effect; its other keys apply.
 
-    Groups and other keys of the optimizer's section apply to the passed optimizer too.
+    Args:
+        optimizer: optimizer from the user's code; None: the configured one is used.
+        lr_scheduler: schedule from the user's code; None: the configured one is used.
     """
     notes, own = [*notes], config.optimizer
     if optimizer is not None and own is not None:
@@ -89,11 +92,13 @@ def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, 
 
 
 def show_inner(given: torch.optim.Optimizer, inner: torch.optim.Optimizer, scheduled: bool) -> Callable[[], None]:
-    """Gives the script's optimizer ``given`` the ``param_groups`` and ``state`` of the engine's optimizer ``inner``,
-    until the returned function is called. Meanwhile ``given.step()`` raises EngineError.
+    """Replaces ``param_groups`` and ``state`` of the user's optimizer ``given`` by these of the engine's optimizer
+    ``inner``, so that the user's code and schedulers see the trained ones. Returns a function that restores the former
+    ones. Until then ``given.step()`` raises EngineError.
 
     Args:
-        scheduled: True if a schedule sets the engine's rates. If False, each group starts with the rate in ``given``.
+        scheduled: True if the engine's schedule sets the learning rates. If False, each group of ``inner`` first gets
+            the learning rate of its group in ``given``.
     """
     before = given.param_groups, given.state
     for group, old in zip(inner.param_groups, given.param_groups, strict=True):
@@ -173,16 +178,17 @@ def _required(parameters: list[inspect.Parameter]) -> Iterator[str]:
 def assign_groups(
     model: nn.Module, config: OptimizerConfig | None
 ) -> tuple[Mapping[str, int], tuple[GroupOptions, ...]]:
-    """Returns the group index of every trainable parameter, by its first name, and the options of each group.
+    """Returns a tuple: the index of the parameter group of every trainable parameter, by its first name, and the
+    options of each group. Groups are numbered in the order of their first parameters.
 
     If the configuration lists several optimizers, a parameter belongs to the first one with a ``match`` for its name,
-    else to the last; optimizers of matrices skip parameters that are not 2-D. Of the ``groups`` of this optimizer, the
-    first that matches applies; ``no_weight_decay`` then removes the decay. A pattern may match any alias of a tied
-    parameter. Groups are numbered in the order of their first parameters.
+    else to the last; optimizers of matrices skip parameters that are not 2-D. The first entry in ``groups`` of this
+    optimizer that matches sets the options; ``no_weight_decay`` then removes the decay. A pattern may match any name of
+    a tied parameter.
 
     Raises:
-        ConfigError: a pattern matches no trainable parameter, or a matrix optimizer is last and a remaining parameter
-            is not a matrix.
+        ConfigError: a pattern matches no trainable parameter, or the last optimizer is one of matrices and a parameter
+            without a match is not a matrix.
     """
     config = config or OptimizerConfig()
     names, entries = _names(model), config.entries
@@ -200,7 +206,8 @@ def assign_groups(
 
 
 def included_frozen(model: nn.Module, config: OptimizerConfig | None) -> tuple[str, ...]:
-    """Returns the names of the frozen parameters that ``optimizer.include_frozen`` matches, aliases included.
+    """Returns the names of the frozen parameters (without ``requires_grad``) that a pattern of
+    ``optimizer.include_frozen`` matches. A tied parameter may have several names; each one that matches is returned.
 
     Raises:
         ConfigError: a pattern matches no frozen parameter.
@@ -214,10 +221,11 @@ def included_frozen(model: nn.Module, config: OptimizerConfig | None) -> tuple[s
 
 @contextmanager
 def as_trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Returns a context manager in which the parameters ``names`` have ``requires_grad``, so that they are planned as
-    trained.
+    """Returns a context manager in which the parameters ``names`` of ``model`` have ``requires_grad``, so that the
+    engine plans gradients and optimizer state for them.
 
-    Afterwards the frozen ones among them are frozen again. Updates skip these until the user sets ``requires_grad``.
+    Afterwards, parameters that were frozen before are frozen again. Updates skip them until the user sets
+    ``requires_grad``.
     """
     before = dict(model.named_parameters(remove_duplicate=False)) if names else {}
     frozen = [name for name in names if not before[name].requires_grad]

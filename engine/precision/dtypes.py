@@ -36,7 +36,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Widths(NamedTuple):
-    """Dtypes of weights, gradient sums, masters and moments, for all parameters with one dtype in forward."""
+    """Dtypes of a group of parameters, which have one dtype in forward: of the parameters, of accumulated gradients, of
+    masters (fp32 copies that the optimizer updates) and of optimizer moments.
+    """
 
     compute: torch.dtype
     sums: torch.dtype
@@ -48,7 +50,9 @@ class Widths(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of a run: parameters, gradients, masters, moments, inputs, buffers."""
+    """Dtypes of a run: of parameters in forward, gradients, masters (fp32 copies that the optimizer updates), optimizer
+    moments, inputs and buffers.
+    """
 
     compute: torch.dtype | None
     """Dtype of parameters in forward; None leaves them unchanged."""
@@ -70,18 +74,22 @@ class Precision:
     """Casts of operands in the model's own code; None: no casts."""
 
     def forward(self, device: torch.device, whole: bool = True) -> AbstractContextManager[Any]:
-        """Returns a context manager for a forward on ``device``: autocast, or casts of operands in the model's own
-        code, as configured. ``whole`` is True for a forward of the full model, False for that of a pipeline stage.
+        """Returns a context manager for a forward on ``device``. In it, torch.autocast is on, or operands in the
+        model's own code are cast to one dtype, or neither, as configured.
+
+        Args:
+            whole: True for a forward of the full model; False for the forward of a pipeline stage.
         """
         if self.operands is not None:
             return self.operands.forward(whole)
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     def parameter(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype in forward of the trained parameter ``name``, which the user passed in dtype ``given``.
+        """Returns the dtype that the trained parameter ``name`` has in forward. ``given`` is its dtype in the user's
+        model.
 
         Raises:
-            PlanError: this run cannot train a parameter of this dtype.
+            PlanError: this run cannot train a parameter of dtype ``given``.
         """
         if not given.is_floating_point:
             raise PlanError(
@@ -103,24 +111,27 @@ class Precision:
         return given
 
     def frozen(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype in forward of the frozen parameter ``name``, which the user passed in dtype ``given``; a
-        non-floating dtype stays unchanged.
+        """Returns the dtype that the frozen parameter ``name`` has in forward. ``given`` is its dtype in the user's
+        model; integer, bool and complex dtypes stay.
         """
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.compute
 
     def buffer(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype in forward of the buffer ``name``, which the user passed in dtype ``given``; a non-floating
-        dtype stays unchanged.
+        """Returns the dtype that the buffer ``name`` has in forward. ``given`` is its dtype in the user's model;
+        integer, bool and complex dtypes stay.
         """
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.buffers or given
 
     def widths(self, dtype_name: str) -> Widths:
-        """Returns the dtypes of gradient sums, masters and moments for parameters that have the dtype ``dtype_name``,
-        such as "bfloat16", in forward.
+        """Returns the dtypes of accumulated gradients, masters (fp32 copies that the optimizer updates) and optimizer
+        moments, for parameters of one dtype.
+
+        Args:
+            dtype_name: dtype of the parameters in forward, such as "bfloat16".
         """
         narrow: torch.dtype = getattr(torch, dtype_name)
         wide = torch.promote_types(narrow, torch.float32)
@@ -132,7 +143,9 @@ class Precision:
 
 
 def half_note(model: nn.Module, precision: Precision) -> str | None:
-    """Returns a note for the banner about trained 16-bit parameters in an fp32 run; None if there are none."""
+    """Returns a note for the log at the engine's start, if ``model`` has trained bf16 or fp16 parameters although
+    neither ``bf16`` nor ``fp16`` is enabled. Returns None otherwise.
+    """
     if precision.compute is not None:
         return None
     found = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _HALF}
@@ -148,10 +161,12 @@ def half_note(model: nn.Module, precision: Precision) -> str | None:
 
 
 def make_precision(config: Config, model: nn.Module) -> Precision:
-    """Returns the dtypes of a run, as the configuration and fp32 marks of the model determine them.
+    """Returns the dtypes of a run. They follow from the configuration, and from modules and parameters of ``model``
+    that stay in fp32.
 
     Raises:
-        ConfigError: a pattern of ``keep_fp32`` matches no module, or splits a shared tensor.
+        ConfigError: a pattern of ``keep_fp32`` matches no module, or matches only one of two modules that share a
+            tensor.
     """
     wire = NAMED_DTYPES[config.communication_data_type]
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16
@@ -181,11 +196,12 @@ def place_rest(
     absent: Collection[str] = (),
     placed: Collection[str] = (),
 ) -> None:
-    """Moves buffers, and frozen parameters that are not in flat buckets, to ``device`` and their dtype in forward.
+    """Moves all buffers of ``model``, and frozen parameters that are not in flat buckets (1-D tensors of many
+    parameters), to ``device``. Casts them to the dtype that they have in forward.
 
     Args:
-        absent: parameters of other pipeline stages, which become placeholders without memory.
-        placed: parameters in flat buckets, which stay unchanged.
+        absent: names of parameters of other pipeline stages, which become placeholders without memory.
+        placed: names of parameters in flat buckets, which stay unchanged.
     """
     for name, parameter in model.named_parameters():
         narrow = precision.frozen(name, parameter.dtype)

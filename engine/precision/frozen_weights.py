@@ -25,11 +25,11 @@ _ADAPTERS = ("*.lora_*", "*.modules_to_save.*", "*.original_module.*")
 
 
 def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
-    """Returns the format of each frozen weight that ``quantize_frozen`` quantizes, by the first name of the weight; {}
-    if it is off.
+    """Returns the frozen weights that the setting ``quantize_frozen`` stores in few bits: their format (such as nf4) by
+    the first name of each weight. Returns {} if it is off.
 
     Raises:
-        ConfigError: a pattern of ``skip`` matches no frozen parameter, or checkpoints would store frozen ones.
+        ConfigError: a pattern of its ``skip`` matches no frozen parameter, or ``checkpoint.frozen`` is on.
         PlanError: no weight can be quantized.
     """
     settings = config.quantize_frozen
@@ -60,11 +60,14 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
 
 
 def refuse_outside_reads(table: ShardTable) -> None:
-    """Raises if code outside of a layer reads the layer's quantized weight, because only the layer itself dequantizes
-    it.
+    """Raises if code outside of a layer reads a weight of the layer that ``quantize_frozen`` stores in few bits. Only
+    the layer itself dequantizes it.
+
+    Args:
+        table: one row for each parameter, with its format and use.
 
     Raises:
-        PlanError: the first such weight is named.
+        PlanError: there is such a weight; the message names the first.
     """
     for row in table:
         if row.quantized is not None and row.in_glue:
@@ -75,8 +78,8 @@ def refuse_outside_reads(table: ShardTable) -> None:
 
 
 def round_frozen(model: nn.Module, config: Config) -> None:
-    """Rounds the frozen weights that ``quantize_frozen`` quantizes, in an unsharded model, to the values that their
-    codes represent.
+    """Rounds, in place, the frozen weights of an unsharded ``model`` that ``quantize_frozen`` would store in few bits.
+    A weight gets the values that it has after quantization and dequantization, in its own dtype.
     """
     parameters = dict(model.named_parameters())
     for name, weight_format in find_quantized(model, config).items():
@@ -86,8 +89,11 @@ def round_frozen(model: nn.Module, config: Config) -> None:
 
 
 def quantized_note(model: nn.Module, found: Mapping[str, WeightFormat], precision: Precision) -> list[str]:
-    """Returns a list with one line for the banner about the quantized weights ``found``, with their bytes before and
-    after; [] if there are none.
+    """Returns a list with one line for the log at the engine's start, about weights that are stored quantized: their
+    number, format, and bytes before and after. Returns [] if ``found`` is empty.
+
+    Args:
+        found: format of each quantized weight, by name.
     """
     if not found:
         return []
@@ -144,11 +150,12 @@ class _Held(NamedTuple):
 
 
 def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
-    """Raises for settings that would shard, cast or save weights that bitsandbytes has quantized.
+    """Raises if ``model`` has weights that bitsandbytes has quantized, and the configuration shards or gathers them,
+    quantizes others, or stores frozen weights in checkpoints. Does nothing for a model without such weights.
 
     Raises:
-        ConfigError: the configuration shards, gathers, quantizes or stores such weights.
-        PlanError: such weights have a floating dtype.
+        ConfigError: a setting does not work with such weights.
+        PlanError: such weights have a floating dtype, so that codes look like values.
     """
     weight = next(_found(model), None)
     if weight is None:

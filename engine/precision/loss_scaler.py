@@ -12,8 +12,8 @@ from engine.config.sections import Fp16Config
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Loss scale of one training step with the counters of dynamic scaling; ``after`` returns the scale of the next
-    step.
+    """Factor by which the loss is multiplied before backward in one training step of an fp16 run, with the counters by
+    which a dynamic scale changes. The object is immutable; ``after`` returns the one of the next step.
     """
 
     value: float = 1.0
@@ -30,11 +30,16 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """True if the scale is dynamic and above its minimum."""
+        """True if an overflow may lower the scale: it is dynamic and above its minimum."""
         return self.dynamic and self.value > self.smallest
 
     def after(self, overflow: bool) -> "LossScale":
-        """Returns the loss scale of the next step. ``overflow`` is True if this step had non-finite gradients."""
+        """Returns the loss scale of the next step. A dynamic scale halves after ``hysteresis`` steps with overflow, and
+        doubles after ``window`` steps without; a fixed one stays.
+
+        Args:
+            overflow: True if this step had non-finite gradients.
+        """
         if not self.dynamic:
             return self
         if overflow:
@@ -48,7 +53,7 @@ class LossScale:
 
 
 def make_loss_scale(config: Fp16Config) -> LossScale:
-    """Returns the loss scale of the first step; 1 without fp16."""
+    """Returns the loss scale of the first step by the section ``fp16``; without fp16 it is 1 and never changes."""
     if not config.enabled:
         return LossScale()
     if config.loss_scale:

@@ -37,14 +37,16 @@ from engine.precision.loss_scaler import make_loss_scale
 
 
 def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None) -> str:
-    """Returns the text that the engine logs at its start, one line for each topic: grid, parameters, batch, precision,
-    bytes of state and traffic of rank 0, and the options that are on.
+    """Returns the text that the engine logs when it starts: one line for each topic, such as grid of ranks, parameters,
+    batch, precision, and the options that are on. The lines with the bytes of state and the bytes sent in a step count
+    rank 0.
 
     Args:
-        plan: plan of the run; its notes become the last lines.
+        plan: plan of the run: its configuration, grid, parameters and expected traffic. Its notes become the last
+            lines.
         device: device of the parameters, such as "cuda:0".
-        measured: matrix products for which fused communication kernels were measured to be faster on this device; None:
-            nothing was measured.
+        measured: matrix products for which fused communication kernels were measured to be faster on ``device`` than
+            separate ones; None: nothing was measured.
     """
     config, rank = plan.config, plan.rank(0)
     clip, weight = config.gradient_clipping, "as its rows" if config.uneven_microbatches else "1"
@@ -108,12 +110,14 @@ def _copies_line(plan: Plan) -> dict[str, str]:
 
 
 def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
-    """Returns a text table of planned and measured bytes and calls of ``rank`` per training step. Each row is a
-    communication axis with a label, such as "dp" and "gradients". Returns "" if nothing was planned and nothing sent,
-    as for a job of one rank.
+    """Returns a text table that compares the traffic of ``rank`` per training step as planned and as measured: bytes
+    sent and number of calls. Each row is a communication axis, such as "dp" (data parallel), with a label, such as
+    "gradients". Returns "" if nothing was planned and nothing sent, as for a job of one rank.
 
     Args:
-        measured: traffic of this rank, summed over ``steps`` steps.
+        plan: plan of the run, with the planned traffic of each rank per step.
+        measured: traffic that ``rank`` has sent, summed over ``steps`` training steps.
+        rank: global rank.
     """
     planned = {(row.axis, row.label): row for row in plan.rank(rank).traffic}
     lines = list[str]()
@@ -303,8 +307,9 @@ def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> d
 
 
 def reasons_table(reasons: Sequence[Reason]) -> str:
-    """Returns a text table of the decisions of a tensor-parallel plan. Each row has a group of layers with its sharding
-    style, the strategy, the reason, and the bytes of weights that stay replicated.
+    """Returns a text table that explains a tensor-parallel plan. The first line counts the groups of layers for each
+    strategy. Each further line is a group: the name pattern of its layers and their sharding style, the strategy (such
+    as "local" or "replicate"), the reason, and the MB of shardable weights that stay replicated.
     """
     hows = [reason.how for reason in reasons]
     counts = ", ".join(f"{hows.count(how)} {how}" for how in dict.fromkeys(hows))
@@ -427,8 +432,9 @@ logger = logging.getLogger("trine")
 
 @contextmanager
 def say_what_compiles(device: torch.device, rank: int) -> Iterator[None]:
-    """Returns a context manager that logs on rank 0 which Triton kernels were compiled in its block, and in how many
-    seconds. It logs nothing if none was compiled.
+    """Returns a context manager that logs the Triton kernels that its block compiles: their names and number, the total
+    seconds, and the number found in Triton's cache. It logs nothing on other ranks than 0, and nothing if no kernel was
+    compiled.
     """
     knobs = _compilation_knobs() if rank == 0 and compiles_triton(device) else None
     if knobs is None:

@@ -20,10 +20,11 @@ SLOW_SECONDS = 2.0
 
 
 def open_console(rank: int) -> Callable[[], None]:
-    """Shows lines of the logger "trine" on stderr if ``rank`` is 0, until the returned function is called. All engines
-    of a process share one handler.
+    """Shows the log lines of the logger "trine" on stderr if ``rank`` is 0. Returns a function that ends this; a second
+    call of it does nothing.
 
-    On other ranks it adds nothing: Python itself writes warnings to stderr if logging is not configured.
+    All engines of a process share one handler: it is removed when every one of them has called its function. On other
+    ranks nothing is added, and the returned function does nothing.
     """
     if rank:
         return lambda: None
@@ -59,8 +60,8 @@ class Console(logging.Handler):
             print(self.format(record), file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """Ends the use of this handler by one engine. After the last engine, the handler is removed and the previous
-        log level restored.
+        """Ends the use of this handler by one engine. If no other engine uses it, the handler is removed from the
+        logger "trine", and the logger gets back the level from before the handler was added.
         """
         self.engines -= 1
         if not self.engines:
@@ -84,7 +85,9 @@ def _configured() -> bool:
 
 @contextmanager
 def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
-    """Returns a context manager that calls ``call`` in a separate thread if its block takes longer than ``seconds``."""
+    """Returns a context manager that calls ``call`` once, in a separate thread, if its block takes longer than
+    ``seconds``. The block itself is not interrupted.
+    """
     timer = Timer(seconds, call)
     timer.daemon = True
     timer.start()
@@ -95,15 +98,18 @@ def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a line of text for each row of cells; every column is as wide as its longest cell."""
+    """Returns one line of text for each row of cells. Cells are padded so that columns align, with two spaces between
+    columns. All rows have the same number of cells.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 @contextmanager
 def say_if_slow(what: str, rank: int, seconds: float = SLOW_SECONDS) -> Iterator[None]:
-    """Returns a context manager that reports a slow phase of the engine's start; ``what`` names the phase. If its block
-    takes longer than ``seconds``, rank 0 logs that the phase is under way, and at the end its total seconds.
+    """Returns a context manager around a phase of the engine's start, which ``what`` names. If the phase takes longer
+    than ``seconds``, rank 0 logs at that moment that it is under way, and logs its total seconds at its end. Other
+    ranks log nothing.
     """
     if rank:
         yield

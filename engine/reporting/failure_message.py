@@ -60,8 +60,8 @@ class FailureMessage:
         _tell_torchrun(sentence)
 
     def close(self) -> None:
-        """Restores the previous ``sys.excepthook``. If an EngineError is being raised, this happens only when the error
-        is freed. A second call does nothing.
+        """Restores the previous ``sys.excepthook``. If an EngineError is being raised, this happens only when the
+        object of this error is freed, so that the hook can still print it. A second call does nothing.
         """
         raised = sys.exc_info()[1]
         if isinstance(raised, EngineError):
@@ -112,10 +112,11 @@ def is_consequence(words: str) -> bool:
 
 
 def torchrun_error(sentence: str) -> str:
-    """Returns the JSON text for the error file of a rank, from which torchrun prints ``sentence``.
+    """Returns the JSON text of an error file, in which a rank reports its failure to torchrun. torchrun prints
+    ``sentence`` from it.
 
-    torchrun reports the file with the earliest time, in whole seconds, as root cause. An error that another rank has
-    caused therefore gets a time two seconds later.
+    torchrun takes the file with the earliest time, in whole seconds, as root cause. The time is now; if ``sentence``
+    states that another rank had failed first, it is two seconds later.
     """
     late = _AFTER_SECONDS if is_consequence(sentence) else 0
     told = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}

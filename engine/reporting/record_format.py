@@ -21,7 +21,9 @@ def trace_file(rank: int) -> str:
 
 
 def schedule_facts(schedule: Schedule) -> dict[str, Any]:
-    """Returns a pipeline schedule as a dict that JSON can express."""
+    """Returns a pipeline schedule as a dict that JSON can express: its name, the numbers of stages and microbatches,
+    and the actions and stages of each pipeline rank. ``schedule_of`` reverses it.
+    """
     return {
         "name": schedule.name,
         "stages": schedule.stages,
@@ -32,10 +34,10 @@ def schedule_facts(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(facts: Mapping[str, Any]) -> Schedule:
-    """Returns the pipeline schedule that ``schedule_facts`` has turned into the dict ``facts``.
+    """Returns the pipeline schedule that the dict ``facts`` describes; the reverse of ``schedule_facts``.
 
     Raises:
-        ScheduleError, KeyError, TypeError, ValueError: ``facts`` describes no schedule.
+        ScheduleError, KeyError, TypeError, ValueError: ``facts`` describes no valid schedule.
     """
     return Schedule(
         name=str(facts["name"]),

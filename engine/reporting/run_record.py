@@ -38,12 +38,12 @@ logger = logging.getLogger("trine")
 
 
 class RunRecord:
-    """Writer of the files that the command ``trine report`` reads: ``rank-N.json`` of this rank N and, on rank 0,
-    ``steps.jsonl``.
+    """Writer of the files that the command ``trine report`` reads: ``rank-N.json`` with plan and measurements of this
+    global rank N, and on rank 0 also ``steps.jsonl`` with a line for each logged step.
 
     Args:
-        folder: created if it is missing; each host may have its own.
-        runtime: plan, communication and executor of this rank.
+        folder: folder of the files, created if it is missing; each host may have its own.
+        runtime: objects that run steps on this rank, with the plan of the run and the communication.
         device: device of the parameters.
     """
 
@@ -58,13 +58,14 @@ class RunRecord:
         self._in_steps, self._attempts, self._stopped = 0.0, 0, False
 
     def take(self, report: StepReport, sent: Tally, due: bool) -> None:
-        """Adds the seconds of a training step to the total of this rank. If the step is ``due``, it also replaces
-        ``rank-N.json``, and rank 0 appends a line to ``steps.jsonl``.
+        """Counts a training step and its seconds. If ``due``, it also replaces ``rank-N.json``, the file of this global
+        rank N, and rank 0 appends a line to ``steps.jsonl``. If a file cannot be written, it warns and records nothing
+        more.
 
         Args:
             report: the report of the step.
-            sent: the traffic of this rank in the step.
-            due: True if the step is logged.
+            sent: the bytes and calls that this rank has sent in the step.
+            due: True if the files are written after this step.
         """
         self._in_steps += report.seconds
         self._attempts += 1
@@ -216,7 +217,9 @@ class StepProfile:
         self._clock = time.monotonic_ns() - time.perf_counter_ns()
 
     def take(self, step: int) -> None:
-        """Reads the flight recorder after training step ``step``, and writes the trace if the step is profiled.
+        """Reads the flight recorder, a file with the newest events of this rank, after training step ``step``. If
+        ``step`` is one of the profiled steps, it replaces the trace file of this rank. If that file cannot be written,
+        it warns.
 
         All ranks call it after every training step, because the first profiled step all-reduces 4 bytes over the world.
         """
@@ -236,7 +239,7 @@ class StepProfile:
         self._entered = time.monotonic_ns()
 
     def close(self) -> None:
-        """Closes the flight recorder's file, from which this profile reads."""
+        """Closes the flight recorder's file, from which this profile reads; the written trace stays."""
         if self._file is not None:
             self._file.close()
             self._file = None

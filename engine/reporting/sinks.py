@@ -26,7 +26,7 @@ from engine.step.update import UpdateOutcome
 
 
 class Sink(Protocol):
-    """Destination of step reports; only rank 0 has sinks."""
+    """Destination of step reports, such as a log file or an experiment tracker. Only rank 0 has sinks."""
 
     def write(self, report: StepReport) -> None:
         """Writes one step report."""
@@ -51,13 +51,19 @@ class JsonLines(AppendedFile):
     """Sink that appends each step report to a file as one line of JSON."""
 
     def write(self, report: StepReport) -> None:
-        """Appends a step report as one line of JSON."""
+        """Appends a step report as one line of JSON, and flushes the file."""
         self._file.write(json.dumps(report.as_dict()) + "\n")
         self._file.flush()
 
 
 class CommaSeparated(AppendedFile):
-    """Sink that appends each step report to a CSV file; the first line names the columns."""
+    """Sink that appends each step report to a CSV file as one line. The first line of the file names the columns. A
+    column is a number or text of the report, a metric (``metrics/NAME``) or the expert imbalance; nested values are
+    left out.
+
+    Raises:
+        ConfigError: the file exists with other columns.
+    """
 
     def __init__(self, path: str, metrics: Sequence[str], experts: bool = False) -> None:
         super().__init__(path)
@@ -77,7 +83,7 @@ class CommaSeparated(AppendedFile):
             self._writer.writeheader()
 
     def write(self, report: StepReport) -> None:
-        """Appends a step report as one CSV line."""
+        """Appends a step report as one CSV line, and flushes the file."""
         self._writer.writerow(report.flat())
         self._file.flush()
 
@@ -91,7 +97,9 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(folder)
 
     def write(self, report: StepReport) -> None:
-        """Writes every finite number of a step report as a scalar, at the report's step."""
+        """Writes every finite number of ``report`` as a TensorBoard scalar, with the step number of ``report`` as x
+        coordinate.
+        """
         for name, value in report.numbers().items():
             self._writer.add_scalar(name, value, report.step)
 
@@ -101,7 +109,10 @@ class TensorBoard:
 
 
 def make_sinks(config: Config) -> Sequence[Sink]:
-    """Returns the sinks that the ``monitor`` section of the configuration enables."""
+    """Returns the destinations of step reports that the ``monitor`` section of the configuration enables: JSON lines,
+    CSV, TensorBoard, Weights & Biases, MLflow and the progress line on stdout. The result is empty if none is enabled.
+    Optional packages are imported and files are opened here.
+    """
     asked, sinks = config.monitor, list[Sink]()
     if asked.jsonl:
         sinks.append(JsonLines(asked.jsonl))
@@ -143,11 +154,11 @@ class StepReporter:
         """Returns this rank's report of a training or evaluation step, without writing it.
 
         Args:
-            step: seconds and figures of the step, and the traffic before it.
-            outcome: sums of losses and tokens over the data ranks, gradient norm, learning rate and loss scale of the
-                step; if it was skipped, the cause.
+            step: state of the step on this rank: its seconds, figures, and the count of sent bytes at its begin.
+            outcome: result of the step, equal on every rank: sums of losses and tokens over the data ranks, gradient
+                norm, learning rate and loss scale; for a skipped step also the cause.
             plan: plan of the run; it names the layers with experts.
-            made: number of optimizer updates so far.
+            made: number of optimizer updates so far, the report's ``step``.
         """
         totals, world = outcome.totals, self._comm.grid.world_size
         self._elements = self._elements or plan.table.elements
@@ -176,11 +187,15 @@ class StepReporter:
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
-        """Returns this rank's report of a training step, and passes it to the run record, the step profile and the
-        callbacks. Writes it to the sinks if its update number is a multiple of ``monitor.every``, so a resumed run
-        writes the same updates.
+        """Returns this rank's report of a training step, after passing it to the run record, the step profile and the
+        registered callbacks. It also writes the report to the sinks if ``made`` is a multiple of ``monitor.every``, if
+        the step was skipped, or if it is the first of this reporter.
 
-        Skipped steps and the first step of a run are always written. The arguments are as in ``make``.
+        Args:
+            step: state of the step on this rank: its seconds, figures, and the count of sent bytes at its begin.
+            outcome: result of the step, equal on every rank.
+            plan: plan of the run.
+            made: number of optimizer updates so far; it counts on when a run is resumed.
         """
         report = self.make(step, outcome, plan, made)
         self.attempts += 1
@@ -199,8 +214,11 @@ class StepReporter:
         return report
 
     def built(self, runtime: RankRuntime) -> None:
-        """Starts the run record for ``trine report`` and the step profile, if ``monitor.report`` and
-        ``monitor.profile`` are set. ``runtime`` has the plan, communication and executor of this rank.
+        """Receives the parts of the engine that exist only after it is built. If ``monitor.report`` is set, it starts
+        the record for the command ``trine report``; if ``monitor.profile`` is set too, also the profile of some steps.
+
+        Args:
+            runtime: objects that run steps on this rank, with the plan of the run and the communication.
         """
         if self._monitor.report is None:
             return
@@ -215,7 +233,7 @@ class StepReporter:
         self._callbacks.append(callback)
 
     def close(self) -> None:
-        """Closes all sinks and the step profile."""
+        """Closes all sinks (log files and connections) and the step profile."""
         for sink in self._sinks:
             sink.close()
         self._sinks = ()
@@ -232,7 +250,7 @@ class WeightsAndBiases:
         self._run: Any = wandb.init(project=project, config=config, resume="allow")
 
     def write(self, report: StepReport) -> None:
-        """Logs every finite number of a step report, at the report's step."""
+        """Logs every finite number of ``report`` to the run, with the step number of ``report`` as its step."""
         self._run.log(report.numbers(), step=report.step)
 
     def close(self) -> None:

@@ -76,8 +76,8 @@ class StepReport:
 
     @property
     def expert_imbalance(self) -> float | None:
-        """Tokens of a layer's busiest expert divided by the mean over the layer's experts; the maximum over all layers.
-        None without ``expert_load``.
+        """Tokens of a layer's busiest expert divided by the mean over all experts of that layer; the maximum over all
+        layers. None if ``expert_load``, the token counts of the experts, is empty.
         """
         return max(_imbalances(self.expert_load).values(), default=None)
 
@@ -87,8 +87,9 @@ class StepReport:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields and the derived numbers as a dict for JSON. NaN and infinity become None, because JSON
-        cannot express them.
+        """Returns a dict for JSON with all fields, ``tokens_per_second`` and, if expert tokens are counted,
+        ``expert_imbalance``. ``figures`` are its direct entries; ``metrics`` and ``expert_load`` are nested dicts, left
+        out if empty. NaN and infinity become None, because JSON cannot express them.
         """
         values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
         metrics = {name: _finite(value) for name, value in values.pop("metrics").items()}
@@ -100,8 +101,9 @@ class StepReport:
         return {name: _finite(value) for name, value in values.items()} | further
 
     def numbers(self) -> dict[str, float]:
-        """Returns the finite numbers of the report by their names in charts: a field as ``train/loss``, a metric as
-        ``metrics/NAME``, and the expert imbalance of a layer as ``experts/LAYER``.
+        """Returns the finite numbers of the report except ``step``, by their names in charts: ``train/NAME`` for a
+        field such as the loss, ``metrics/NAME`` for a metric of ``loss_fn``, and ``experts/LAYER`` for the expert
+        imbalance of a layer.
         """
         found = {
             name: value for name, value in self.flat().items() if isinstance(value, int | float) and name != "step"
@@ -109,8 +111,9 @@ class StepReport:
         return {name if "/" in name else f"train/{name}": value for name, value in found.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Returns :meth:`as_dict` without nested dicts: metrics as ``metrics/NAME``, expert imbalance as
-        ``experts/LAYER``.
+        """Returns the report as a dict without nested dicts. A metric of ``loss_fn`` is under ``metrics/NAME``. Token
+        counts of experts are replaced by the imbalance of each layer, under ``experts/LAYER``: tokens of its busiest
+        expert over the mean. NaN and infinity become None.
         """
         values = self.as_dict()
         metrics = {metric_key(name): value for name, value in values.pop("metrics", {}).items()}
@@ -151,11 +154,15 @@ def peak_tflops(device: torch.device) -> float | None:
 def utilisation(
     parameter_tokens: float | None, seconds: float, device: torch.device
 ) -> tuple[float | None, float | None]:
-    """Returns the TFLOP/s of this rank, and its model FLOPs utilization: TFLOP/s over the dense bf16 peak of
-    ``device``.
+    """Returns a tuple: the TFLOP/s of this rank, and its model FLOPs utilization, the TFLOP/s divided by the dense bf16
+    peak of ``device``.
 
-    ``parameter_tokens`` is parameters x tokens computed in ``seconds``; each counts as six operations. If it is None,
-    both results are None. If the peak is unknown, the second is None.
+    Both are None if ``parameter_tokens`` is None. The second is None if the peak of ``device`` is unknown, as for a
+    CPU.
+
+    Args:
+        parameter_tokens: number of parameters x number of tokens computed in ``seconds``; each counts as six
+            operations.
     """
     if parameter_tokens is None:
         return None, None
@@ -164,8 +171,9 @@ def utilisation(
 
 
 def line_parts(report: StepReport) -> list[str]:
-    """Returns the parts of a step's progress line that follow its number and loss: learning rate, gradient norm,
-    metrics, busiest expert, tokens/s, MFU, memory and loss scale.
+    """Returns the texts of a step's progress line after step number and loss, such as "lr 1.9e-03": learning rate,
+    gradient norm, metrics, busiest expert, tokens/s, model FLOPs utilization, peak memory and loss scale. Values that
+    are unknown or not in use are left out.
     """
     parts = [
         f"lr {report.lr:.1e}",
@@ -180,8 +188,8 @@ def line_parts(report: StepReport) -> list[str]:
 
 
 def trouble(report: StepReport) -> str:
-    """Returns the text for the progress line of a skipped step: the value that was not finite, and its ranks. Returns
-    "" for any other step.
+    """Returns a text for the progress line of a skipped step: "SKIPPED", the value that was not finite and, if they are
+    known, the ranks with this value. Returns "" for any other step.
     """
     where = f" on rank {', '.join(map(str, report.nonfinite_ranks))}" if report.nonfinite_ranks else ""
     return f"SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else ""

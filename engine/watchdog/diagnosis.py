@@ -45,14 +45,15 @@ class SilentHost:
 def diagnose(
     views: Mapping[int, RankView], size: int, timeout: float, silent: Sequence[SilentHost] = ()
 ) -> Blame | None:
-    """Returns the ranks that cause a hang or have failed, with a sentence about them. Returns None if no rank has
-    failed and none waits longer than ``timeout``.
+    """Returns the ranks that cause a hang or have ended with an error, with a sentence about them for the user. Returns
+    None if no rank has ended with an error and none has waited longer than ``timeout`` for another rank.
 
     Args:
         views: last known state of each rank, by global rank.
         size: number of ranks of the job.
-        timeout: seconds that a rank may wait for another; a host may be silent for half of them.
-        silent: hosts without messages for some seconds.
+        timeout: seconds that a rank may wait for another rank.
+        silent: hosts from which no message arrives, with the seconds since the last one. If a rank waits too long, a
+            host that is silent for more than half of ``timeout`` is the cause.
     """
     waiting = {view.rank: view for view in views.values() if view.waiting is not None and view.runs}
     overdue = [view for view in waiting.values() if view.waiting is not None and view.waiting.seconds > timeout]

@@ -24,8 +24,8 @@ _RECONNECT_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Line:
-    """TCP connection between the watchdog monitors of two hosts; a message is a dict, sent as a line of JSON. No call
-    blocks.
+    """TCP connection between the watchdog processes (monitors) of two hosts. A message is a dict, sent as a line of
+    JSON. No method blocks.
     """
 
     link: socket.socket
@@ -38,8 +38,8 @@ class Line:
     _outward: bytes = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends as much of a message as the kernel accepts without blocking; ``flush`` sends the rest. Closes the
-        connection if more than 4 MiB are unsent.
+        """Queues ``message``, and sends as much of the queued bytes as the kernel accepts without blocking; a later
+        ``flush`` sends the rest. Closes the connection if more than 4 MiB stay unsent.
         """
         self._outward += json.dumps(message).encode() + b"\n"
         self.flush()
@@ -47,7 +47,9 @@ class Line:
             self.close()
 
     def flush(self) -> None:
-        """Sends as much of the unsent messages as the kernel accepts without blocking."""
+        """Sends as much of the queued messages as the kernel accepts without blocking. Closes the connection if the
+        network reports an error.
+        """
         try:
             while self.open and self._outward:
                 self._outward = self._outward[self.link.send(self._outward) :]
@@ -58,12 +60,12 @@ class Line:
 
     @property
     def all_sent(self) -> bool:
-        """True if the kernel has accepted all messages."""
+        """True if the kernel has accepted all messages of this end; the other end may not have received them yet."""
         return not self._outward
 
     def receive(self) -> Iterator[Message]:
-        """Yields the complete messages that have arrived, without blocking. Closes the connection if the other end has
-        closed it or has sent text that is not JSON.
+        """Yields the complete messages that have arrived, without waiting for further ones. Closes the connection if
+        the other end has closed it, if the network reports an error, or if text arrives that is not JSON.
         """
         try:
             while self.open:
@@ -87,7 +89,7 @@ class Line:
                 yield message
 
     def close(self) -> None:
-        """Closes the TCP connection."""
+        """Closes the TCP connection; unsent messages are lost."""
         self.open = False
         self.link.close()
 
@@ -117,8 +119,12 @@ class Hub:
         return int(self.listener.getsockname()[1])
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[tuple[Line, Message]]:
-        """Returns the messages of other hosts that have arrived, each with its connection. Waits at most ``seconds``,
-        or until a connection or a file descriptor of ``also`` is readable.
+        """Returns the messages of other hosts that have arrived, each with the connection it came from. Accepts new
+        connections and sends queued messages.
+
+        Args:
+            seconds: longest wait. The wait ends earlier if a connection or a file descriptor of ``also`` is readable.
+            also: further file descriptors to wait for; nothing is read from them.
         """
         links = [self.listener.fileno(), *(line.link.fileno() for line in self.lines if line.open)]
         select.select([*links, *also], [], [], seconds)
@@ -143,7 +149,7 @@ class Hub:
         return found
 
     def broadcast(self, message: Message) -> None:
-        """Sends a message to all connected hosts."""
+        """Sends a message to all connected hosts without blocking; the rest follows in later calls of ``poll``."""
         for line in self.lines:
             if line.open:
                 line.send(message)
@@ -156,11 +162,12 @@ class Hub:
 
 
 class Spoke:
-    """TCP client in the watchdog monitor of every host except the first. It connects to the hub, the first host's
-    monitor, and reconnects when the connection breaks.
+    """TCP client in the watchdog process (monitor) of every host except the first. It connects to the hub, the monitor
+    of the first host. If the connection breaks, ``poll`` connects again.
 
     Args:
-        hello: first message of each connection.
+        address, port: host name or IP address and TCP port of the hub.
+        hello: message that is sent first on each new connection, to identify this host.
     """
 
     def __init__(self, address: str, port: int, hello: Message) -> None:
@@ -173,8 +180,12 @@ class Spoke:
         """Time of the last contact with the hub."""
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[Message]:
-        """Returns the messages of the hub that have arrived; connects if there is no connection. Waits at most
-        ``seconds``, or until the connection or a file descriptor of ``also`` is readable.
+        """Returns the messages of the hub that have arrived. Begins a connection if there is none, at most once a
+        second, and sends queued messages.
+
+        Args:
+            seconds: longest wait. The wait ends earlier if the connection or a file descriptor of ``also`` is readable.
+            also: further file descriptors to wait for; nothing is read from them.
         """
         if (self._line is None or self._opening or not self._line.open) and self._due():
             self._connect()
@@ -190,7 +201,9 @@ class Spoke:
         return found
 
     def send(self, message: Message) -> None:
-        """Sends a message to the hub; drops it if the hub is not connected."""
+        """Sends a message to the hub without blocking; ``poll`` sends the rest. Drops the message if the hub is not
+        connected.
+        """
         if self._line is not None and self._line.open and not self._opening:
             self._line.send(message)
 

@@ -40,8 +40,11 @@ class TimedEvent(NamedTuple):
 
 
 def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
-    """Returns the 200 newest events of a rank with times in nanoseconds since 1970. ``wall_offset`` is the number of
-    nanoseconds between 1970 and the zero of the events' monotonic clock.
+    """Returns the 200 newest of ``events``, recorded by one rank, with times in nanoseconds since 1970.
+
+    Args:
+        events: communication and computation of the rank, oldest first, with times of its monotonic clock.
+        wall_offset: nanoseconds to add to a time of the monotonic clock to get the time since 1970.
     """
     return [
         TimedEvent(event.begun + wall_offset, event.ended and event.ended + wall_offset, str(event), event.axis)
@@ -51,7 +54,7 @@ def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
 
 def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
     """Returns a text with a line for each event of all ranks, ordered by begin. A line has the begin in seconds
-    relative to ``now``, the rank, the event and its duration.
+    relative to ``now``, the rank, the event and its duration, or "not ended".
 
     Args:
         ranks: events of each rank, by global rank.
@@ -66,12 +69,12 @@ def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
 
 
 def perfetto_trace(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """Returns the JSON of a Perfetto trace. Each rank is a process with a thread for each axis of communication and one
-    for computation.
+    """Returns the text of a JSON file that the trace viewer Perfetto opens. Each rank is shown as a process, with a
+    thread for each axis of communication (such as "dp") and one for computation.
 
     Args:
         ranks: events of each rank, by global rank.
-        now: time in nanoseconds since 1970, until which unfinished events last.
+        now: time in nanoseconds since 1970; events that have not ended are drawn until it.
     """
     found = [
         {
@@ -107,15 +110,17 @@ class _Local:
 
 @dataclass(slots=True)
 class LocalRanks:
-    """Ranks of this host, found by their flight files in ``folder``. In its flight file a rank records its
-    communication and computation.
+    """Ranks of this host, as the host's watchdog process (monitor) sees them. Each rank writes a flight file into
+    ``folder``, in which it records its communication and computation.
     """
 
     folder: Path
     ranks: dict[int, _Local] = field(default_factory=dict)
 
     def refresh(self) -> list[int]:
-        """Finds new flight files and ended processes; returns the global ranks that have ended since the last call."""
+        """Looks for ranks with a new flight file (the file in which a rank records its calls) and for ended processes.
+        Returns the global ranks that have ended since the previous call of this method.
+        """
         ended = []
         for path in self.folder.glob(f"*{SUFFIX}"):
             number = path.stem.removeprefix("rank")
@@ -158,8 +163,9 @@ class LocalRanks:
         return sorted(rank for rank, local in self.ranks.items() if local.state)
 
     def views(self, detailed: bool) -> list[RankView]:
-        """Returns the states of all ranks of this host, including ended ones; call ``refresh`` before. With
-        ``detailed``, a state also has the rank's recent events.
+        """Returns the current state of each known rank of this host, including ended ones. New ranks and ended
+        processes are known as of the last ``refresh``. With ``detailed``, a state also has the rank's recent
+        collectives and messages.
         """
         found = []
         for local in self.ranks.values():
@@ -168,8 +174,9 @@ class LocalRanks:
         return found
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Returns the Python stacks of running ranks as text, by global rank. It signals each rank, which then writes
-        its stacks to a file, and waits at most ``seconds`` for these files.
+        """Returns the Python stacks of the running ranks of this host as text, by global rank. It signals each rank,
+        which then writes its stacks to a file, and waits at most ``seconds`` for all files. Ranks without a file are
+        left out.
         """
         asked = [(rank, local) for rank, local in self.ranks.items() if local.state]
         paths = {rank: local.file.path.with_suffix(STACK_SUFFIX) for rank, local in asked}
@@ -186,8 +193,8 @@ class LocalRanks:
         return {rank: timed(local.file.events(), local.file.read().wall_offset) for rank, local in self.ranks.items()}
 
     def tell_launcher(self, rank: int, sentence: str) -> None:
-        """Writes ``sentence`` as cause into the file from which torchrun reads the error of a rank, unless this file
-        exists.
+        """Writes ``sentence`` as cause of failure into the error file of ``rank``, which its launcher torchrun reads.
+        Does nothing if the file exists already, or if torchrun did not start the rank.
         """
         name = self.ranks[rank].file.read().identity.get(ERROR_VARIABLE, "")
         if not name or Path(name).exists():
@@ -200,8 +207,8 @@ class LocalRanks:
             temporary.unlink(missing_ok=True)
 
     def end(self, sentence: str) -> None:
-        """Kills all running ranks of this host, also stopped ones. Before, it writes ``sentence`` as cause into their
-        error files for torchrun.
+        """Kills all ranks of this host that still run, with SIGKILL, which also ends stopped processes. Before that, it
+        writes ``sentence`` as cause into the error files of these ranks, which torchrun reads.
         """
         for rank, local in self.ranks.items():
             if local.state:
@@ -209,7 +216,9 @@ class LocalRanks:
                 self._signal(local, signal.SIGKILL)
 
     def close(self, remove: bool) -> None:
-        """Closes all flight files; with ``remove``, also deletes their folder."""
+        """Closes the flight files and process descriptors of all ranks; the processes continue. With ``remove``, also
+        deletes the folder of the flight files.
+        """
         for local in self.ranks.values():
             local.file.close()
             if local.process is not None:
@@ -258,7 +267,9 @@ def flight_folder() -> Path:
 
 
 def remove_old(folder: Path) -> None:
-    """Deletes from ``folder`` all subfolders that are more than a day old: flight files that earlier jobs have left."""
+    """Deletes all subfolders of ``folder`` that were last changed more than a day ago. They have flight files that
+    earlier jobs have left. Errors are ignored.
+    """
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:

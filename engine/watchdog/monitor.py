@@ -76,8 +76,9 @@ class Orders:
 
 @dataclass(slots=True)
 class Monitor:
-    """Process that watches the ranks of one host by their flight files. The monitor of the first host, the hub, also
-    collects the states of all ranks and finds the cause of a hang. Every monitor then kills the ranks of its host.
+    """Watchdog of one host, which runs in a process of its own. It reads the flight files in which the ranks of the
+    host record their calls. The monitor of the first host, the hub, also collects the states of all ranks and finds the
+    cause of a hang. Every monitor then kills the ranks of its own host.
     """
 
     orders: Orders
@@ -108,8 +109,8 @@ class Monitor:
             self.hub = Hub(orders.job, orders.hub.address)
 
     def run(self) -> None:
-        """Watches the ranks of this host until all have ended or closed their engines, or until the time set after a
-        reported hang. After a hang, kills the ranks that still run.
+        """Watches the ranks of this host. Returns when all of them have ended or closed their engines. After a reported
+        hang, it returns at a set time at the latest, and kills the ranks that still run.
         """
         poll = min(_MOST_POLL_SECONDS, self.orders.timeout / 20)
         try:
@@ -307,11 +308,12 @@ def _writing_into(folder: Path) -> Iterator[None]:
 
 
 def watch() -> None:
-    """Starts a monitor in a background process. Its settings (``Orders``) are a line of JSON on stdin. The calling
-    process prints the hub's TCP port, 0 if this host is not the hub, and exits.
+    """Starts a monitor, the watchdog of one host, in a background process. Its settings (``Orders``) are a line of JSON
+    on stdin. The hub is the monitor of the first host, to which the others connect. The calling process prints the
+    hub's TCP port, or 0 if this monitor is not the hub, and exits.
 
-    The function returns only in the background process, after the monitor's end, or if stdin ends early because the
-    rank that started it has ended.
+    The function returns in the background process at the monitor's end. It returns at once, and starts nothing, if
+    stdin ends before the line is complete, because the rank that started it has ended.
     """
     given = sys.stdin.readline()
     if not given.endswith("\n"):

@@ -30,8 +30,8 @@ _SHARE_OF_STEP = 0.1
 
 
 class StreamGroup(NamedTuple):
-    """Link between ranks: the global ranks that exchange data over an axis in one stream. A stream is the collectives
-    of a group, or the messages from one rank to another.
+    """Link between ranks: global ranks that exchange data, with the axis (such as "dp") and the name of the stream. A
+    stream is the sequence of collectives of a group, or of messages from one rank to another.
     """
 
     axis: str
@@ -41,7 +41,9 @@ class StreamGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Times of all ranks between two samples of their states, in seconds per training step."""
+    """Times that all ranks have spent on computing and waiting between two samples of their states, in seconds per
+    training step.
+    """
 
     views: Mapping[int, RankView]
     """Views of all ranks at the end."""
@@ -54,7 +56,9 @@ class Window:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds per step of the slowest rank: its computation and the transfers of its links."""
+        """Longest time of a rank per training step, in seconds: the time that it computes plus the transfer times of
+        all of its links.
+        """
         waits = {rank: 0.0 for rank in self.computed}
         for link, seconds in self.waited.items():
             for rank in link.ranks:
@@ -63,13 +67,15 @@ class Window:
 
 
 def transfers(began: Mapping[int, RankView], now: Mapping[int, RankView]) -> dict[StreamGroup, float]:
-    """Returns the seconds per training step that each link spends on transfers between two samples. A link's time is
-    the shortest wait of its ranks, because the rank that arrives last waits only for the network. Links are left out
-    until all of their ranks have measured waits; for messages only the receiver measures.
+    """Returns the seconds per training step that each link spends on transfers between two samples. A link is a group
+    of ranks with collectives, or a pair of sender and receiver.
+
+    In a group, the time is the shortest wait of a rank, because the rank that arrives last waits only for the network.
+    A group is left out if not all of its ranks have measured waits. For a pair, it is the wait of the receiver.
 
     Args:
         began: state of each rank at the first sample, by global rank.
-        now: the same at the second sample.
+        now: state of each rank at the second sample, by global rank, at least one step later.
     """
     told: dict[StreamGroup, dict[int, float]] = {}
     wanted: dict[StreamGroup, int] = {}
@@ -90,8 +96,9 @@ def _is_message(stream: str) -> bool:
 
 
 class SlowLinks:
-    """Detector of slow links between ranks. A link is slow if its transfers take more than ``factor`` times as long as
-    on similar links, or as in its own fastest window. Each link is reported once.
+    """Detector of slow links; a link is a group of ranks with collectives, or a pair of sender and receiver. A link is
+    slow if its transfers take more than ``factor`` times as long as the median of links with equal calls, or as the
+    same link in its fastest earlier window. Each link is reported once.
     """
 
     def __init__(self, factor: float) -> None:
@@ -101,8 +108,9 @@ class SlowLinks:
         """Window with the least time of each link."""
 
     def look(self, window: Window) -> list[str]:
-        """Returns a sentence for each axis with links that ``window`` shows to be slow and that were not reported
-        before. If the ranks of a slow link contain all ranks of a smaller one, only the smaller link is named.
+        """Returns sentences about links that ``window``, the times of all ranks over some steps, shows to be slow: one
+        for each axis with such links. Links that an earlier call has reported are left out. If the ranks of a slow link
+        include all ranks of a smaller slow link, only the smaller one is named.
         """
         found: dict[StreamGroup, str] = {}
         for link, seconds in window.waited.items():
@@ -185,8 +193,9 @@ _WORTH_A_NAME = 1e-3
 
 @dataclass(slots=True)
 class Stragglers:
-    """Detector of slow ranks and links. A rank is slow if it computes more than ``factor`` times as long as others of
-    its pipeline stage over at least ``steps`` steps. Each rank and link is reported once.
+    """Detector of slow ranks and slow links between ranks. It compares over windows of at least ``steps`` training
+    steps. A rank is slow if it computes more than ``factor`` times as long as the median of the other ranks of its
+    pipeline stage. Each rank and link is reported once.
     """
 
     factor: float
@@ -201,8 +210,9 @@ class Stragglers:
         self.links = SlowLinks(self.factor)
 
     def look(self, views: Mapping[int, RankView], size: int) -> list[str]:
-        """Returns a sentence for each rank newly found slow, and for each axis with newly slow links. The list is empty
-        until ``steps`` steps have passed since the last measurement, and if a rank is missing or has ended.
+        """Returns a sentence for each slow rank that was not reported before, and for each communication axis with slow
+        links that were not. The list is empty until every rank has made ``steps`` training steps since the last
+        comparison. It is also empty if a rank is missing, has ended, or has closed its engine.
 
         Args:
             views: current state of each rank, by global rank.

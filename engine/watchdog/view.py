@@ -17,8 +17,8 @@ RECENT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallView:
-    """Collective, message or pipeline computation of a rank. ``seconds`` counts from its begin, or from its end if it
-    is the last finished one.
+    """Collective, message or pipeline computation of a rank, as the watchdog sees it. For an unfinished call,
+    ``seconds`` is the time since its begin; for the rank's last finished call, the time since its end.
     """
 
     text: str
@@ -32,12 +32,12 @@ class CallView:
 
     @classmethod
     def of(cls, event: Event, flight: Flight, since: int, now: int) -> Self:
-        """Returns the view of an event from a rank's flight file.
+        """Returns the view of ``event``.
 
         Args:
             event: collective, message or computation of the rank.
-            flight: snapshot of the rank's flight file.
-            since, now: times of the monotonic clock in nanoseconds; their difference becomes ``seconds``.
+            flight: snapshot of the flight file in which the rank has recorded ``event``.
+            since, now: two times of the monotonic clock in nanoseconds; ``seconds`` of the view is ``now`` - ``since``.
         """
         return cls(
             text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,
@@ -59,8 +59,8 @@ def _peers(stream: str, axis: str, peer: int, flight: Flight) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitView:
-    """Total time that a rank has waited in one stream since its start. A stream is the collectives of one group, or the
-    messages between two ranks.
+    """Total time that a rank has waited in one stream since it started. A stream is the sequence of collectives of one
+    group, or of messages from one rank to another.
     """
 
     axis: str
@@ -74,13 +74,15 @@ class WaitView:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the stream, ascending."""
+        """Global ranks that exchange data in the stream, ascending, including this rank."""
         return ranks_of(self.runs)
 
     @classmethod
     def of(cls, waits: StreamWaits, flight: Flight) -> Self:
-        """Returns the view of ``waits``, the total wait in one stream, from ``flight``, a snapshot of the rank's flight
-        file.
+        """Returns the view of ``waits``, the total wait of a rank in one stream of calls.
+
+        Args:
+            flight: snapshot of the flight file in which the rank records its calls.
         """
         return cls(
             axis=waits.axis,
@@ -94,7 +96,9 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """State of one rank at one moment; durations are in seconds."""
+    """State of one rank at one moment, as the watchdog sees it: its process, its step, and the calls in which it
+    computes or waits. Durations are in seconds.
+    """
 
     rank: int
     host: str
@@ -128,7 +132,7 @@ class RankView:
 
     @property
     def runs(self) -> bool:
-        """True if the rank's process exists and is no zombie."""
+        """True if the rank's process exists, also if it is stopped; False if it has ended, also as a zombie."""
         return bool(self.process) and self.process not in "ZX"
 
     @property
@@ -137,19 +141,21 @@ class RankView:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def begun(self, call: CallView) -> bool | None:
-        """Returns True if this rank has begun ``call``, in which another rank waits, or a later call of the same
-        stream. Returns False also if no recent call of the stream is known.
+        """Returns True if this rank has begun ``call``, in which another rank waits, or a later call of the same group
+        or pair of ranks. Returns False otherwise, also if no recent call of that group or pair is known.
         """
         mine = [each.count for each in self.recent if each.stream == call.stream]
         return bool(mine) and max(mine) >= call.count
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the view as a dict for JSON."""
+        """Returns the view as a dict with only values that JSON can express; ``from_json`` reverses it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Returns the view from ``data``, a dict that ``to_json`` has made and that JSON has transferred."""
+        """Returns the view from ``data``, a dict of ``to_json`` after it was written and read as JSON, so that tuples
+        are lists.
+        """
         calls = {name: _call(data[name]) for name in ("waiting", "action", "last")}
         streams = tuple(WaitView(**{**each, "runs": tuple(map(tuple, each["runs"]))}) for each in data["streams"])
         return cls(**{**data, **calls, "recent": tuple(_call(each) for each in data["recent"]), "streams": streams})
@@ -163,10 +169,11 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
     """Returns the current state of a rank of this host.
 
     Args:
-        flight: snapshot of the rank's flight file.
-        events: recent events of the file, oldest first; empty for a state without recent calls.
+        flight: snapshot of the flight file, in which the rank records its calls.
+        events: recent events of the file, oldest first. If it is empty, the state has no recent calls.
         now: time by ``time.monotonic_ns``.
-        process, ended: see :class:`RankView`.
+        process: state letter of the rank's process in /proc; "" if it has ended.
+        ended: exit status in words; "" if the process runs, or if the status is unknown.
     """
     streams: dict[str, list[Event]] = {}
     for event in events:
@@ -199,8 +206,8 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """Returns the state letter of a process in /proc, and its exit status as from ``os.wait``. Returns "" and 0 if the
-    process does not exist.
+    """Returns a tuple: the state letter of the process ``pid`` in /proc, such as "R", and its exit status, encoded as
+    ``os.wait`` does. Returns ("", 0) if the process does not exist.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -211,11 +218,12 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 def started_after(pid: int, written: int) -> bool:
-    """Returns True if the process ``pid`` started more than a second after ``written``, so that it is another process
-    that has got this pid.
+    """Returns True if the running process ``pid`` started more than a second after the time ``written``. It is then
+    another process than the one that wrote at that time, which has ended, and the system has given its pid away again.
+    Returns False if no process has this pid.
 
-    ``written`` is a time in nanoseconds of the monotonic clock. That clock pauses while the machine is suspended, so
-    after a suspension the result may be False by mistake.
+    ``written`` is in nanoseconds of the monotonic clock. That clock pauses while the machine is suspended, so after a
+    suspension the result may be False by mistake.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -227,8 +235,11 @@ def started_after(pid: int, written: int) -> bool:
 
 
 def exit_of(process: int) -> int | None:
-    """Returns the exit status, as from ``os.wait``, of an ended process. ``process`` is its pidfd. Returns None if the
-    kernel does not report it, as before Linux 6.15.
+    """Returns the exit status of an ended process, encoded as ``os.wait`` does. Returns None if the kernel does not
+    report it, as before Linux 6.15.
+
+    Args:
+        process: pidfd, the Linux file descriptor of the process.
     """
     told = bytearray(_INFO_BYTES)
     struct.pack_into("Q", told, 0, _WANTS_EXIT)
@@ -247,7 +258,7 @@ _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 
 
 def ending(status: int) -> str:
-    """Returns an exit status of ``os.wait`` in words: "exit status 1" or "signal 9 (SIGKILL)"."""
+    """Returns an exit status, as ``os.wait`` encodes it, in words: "exit status 1" or "signal 9 (SIGKILL)"."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit status {code}"

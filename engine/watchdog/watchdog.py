@@ -47,15 +47,17 @@ MONITOR_COMMAND = ("-I", "-S", "-c", _START, str(_ROOT))
 
 
 class Watchdog:
-    """Watchdog of an engine on this rank. It records the rank's communication and computation in a flight file, and
-    starts the monitor process of this host. The monitors of all hosts find the cause of a hang and end the job.
+    """Watchdog of an engine on this rank. It records the rank's communication and computation in a flight file. One
+    rank of each host also starts a monitor, a process that reads the flight files of its host. The monitors of all
+    hosts find the cause of a hang and end the job.
 
     Args:
-        store: key-value store of the job, with a prefix of this rendezvous.
+        store: key-value store of the job; with several ranks, its keys have a prefix that only this start of the job
+            uses.
         job: secret of this job, equal on all ranks.
         config: section ``watchdog`` of the configuration.
-        seconds: seconds that a rank may wait for another one.
-        report: folder of the report; None: the report is only printed.
+        seconds: seconds that a rank may wait for another rank.
+        report: folder for the report about a hang; None: the report is only printed.
     """
 
     def __init__(
@@ -87,11 +89,11 @@ class Watchdog:
             remove_old(self._folder.parent)
 
     def close(self) -> None:
-        """Ends the recording of this rank. The last rank of a host that closes deletes all flight files of the host. A
-        second call does nothing.
+        """Ends the recording of this rank, in its flight file. The last rank of a host that closes deletes the flight
+        files of all ranks of the host. A second call does nothing.
 
-        If an exception is being raised, which usually ends the process, the flight file stays with its message for the
-        monitor.
+        If it is called while an exception is being raised, which usually ends the process, the file stays, with the
+        message of the exception for the monitor.
         """
         if self._closed or os.getpid() != self._process:  # a forked child must not close its parent's files
             return
@@ -192,11 +194,13 @@ def _closed_well(path: Path) -> bool:
 
 
 def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:
-    """Returns the watchdog of this rank; None if the configuration turns it off, or if its flight file cannot be
-    created.
+    """Returns the watchdog of this rank. Returns None if the configuration turns it off. If its flight file, in which
+    it records the rank's calls, cannot be created, it logs a warning and returns None.
 
     Args:
-        store: key-value store of the job, with a prefix of this rendezvous.
+        grid: grid of ranks, with the position of this rank.
+        store: key-value store of the job; with several ranks, its keys have a prefix that only this start of the job
+            uses.
         job: secret of this job, equal on all ranks.
     """
     if not config.watchdog.enabled:
