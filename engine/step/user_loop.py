@@ -234,10 +234,9 @@ class UserLoop:
         return self._step.microbatches if self._step else 0
 
     def reduce_gradients(self) -> float:
-        """Reduces the accumulated gradients over dp; returns the number that divides their sums to give the average.
-        Collective.
+        """Reduces the accumulated gradients over dp; returns the divisor that turns their sums into averages. Collective.
 
-        Inside an accumulation, the number counts all of its microbatches, including later ones.
+        Inside an accumulation, the divisor counts all of its microbatches, including later ones.
 
         Raises:
             EngineError: under fp16, a loss was not scaled.
