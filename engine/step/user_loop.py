@@ -234,7 +234,7 @@ class UserLoop:
         return self._step.microbatches if self._step else 0
 
     def reduce_gradients(self) -> float:
-        """Reduces the accumulated gradients over dp; returns the divisor that turns their sums into averages. Collective.
+        """Reduces the accumulated gradients over dp; returns the divisor of the average. Collective.
 
         Inside an accumulation, the divisor counts all of its microbatches, including later ones.
 
