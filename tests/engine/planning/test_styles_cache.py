@@ -209,6 +209,7 @@ def test_code_without_a_file_is_not_kept() -> None:
         del sys.modules["a_cell"]
 
 
+@pytest.mark.long
 def test_two_ranks_search_once_and_the_next_job_not_at_all(searches: list[FoundStyles]) -> None:
     config, batches = settings("tp2", (1, "1f1b", "none")), models.batches_for("llama", 16, 1)
     for _ in range(2):

@@ -74,7 +74,6 @@ def differentiate_plainly(_: engine.Engine, loss: Tensor, retain_graph: bool) ->
 
 LOOPS: dict[str, Loop] = {
     "one": one, "two losses": two_losses, "two forwards": two_forwards, "crossed": crossed, "summed": summed,
-    "two entropies": two_entropies,
 }  # fmt: skip
 WAYS: dict[str, Way] = {
     "eng.backward": lambda eng, loss, retain: eng.backward(loss, retain_graph=retain),
