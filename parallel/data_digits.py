@@ -53,6 +53,8 @@ class DataParts(NamedTuple):
 
 _DATA_DIGITS = ("dp_outer", "dp_middle", "dp_inner")
 _CONTEXT_DIGITS = ("cp_outer", "cp_inner")
+_MOST_RANKS = 2**16
+"""Bound of the numbers of expert ranks that are tried: a mistyped number of ranks must not take minutes to refuse."""
 
 
 def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
@@ -76,10 +78,12 @@ def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> st
     ``experts`` must divide the ``dp`` data x ``cp`` context ranks, and fit ZeRO shard groups of ``shard_size`` data
     ranks (None: one group of all).
     """
+    if experts == 1:
+        return None
     named = f"{dp} data x {cp} context ranks" if cp > 1 else f"{dp} data ranks"
     sizes = expert_sizes(dp, cp, shard_size)
     given = ", ".join(map(str, sizes))
-    if experts > 1 and dp * cp == 1:
+    if dp * cp == 1:
         return "is laid over data ranks, and there is one; give more of them, or one expert rank"
     if experts not in expert_sizes(dp, cp, None):
         return f"does not divide the {named}, over which experts are laid; give one of {given}"
@@ -97,7 +101,7 @@ def expert_sizes(dp: int, cp: int, shard_size: int | None) -> list[int]:
 
     ``shard_size``: number of data ranks in a ZeRO shard group, None for all.
     """
-    shards = shard_size or dp
-    inside = [size for size in range(1, cp) if cp % size == 0]
-    outside = [size for size in range(1, dp + 1) if dp % size == 0 and max(shards, size) % min(shards, size) == 0]
+    shards, most = shard_size or dp, range(1, _MOST_RANKS)
+    inside = [size for size in most[: cp - 1] if cp % size == 0]
+    outside = [size for size in most[:dp] if dp % size == 0 and max(shards, size) % min(shards, size) == 0]
     return [*inside, *(cp * size for size in outside)]

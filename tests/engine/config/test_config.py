@@ -385,3 +385,11 @@ def test_bare_import_needs_no_torch() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("parallel", [{}, {"expert": 2}, {"expert": 10**15}, {"expert": 10**12 + 1}], ids=str)
+@pytest.mark.parametrize("axis", ["data", "context", "tensor"])
+def test_a_mistyped_number_of_ranks_is_answered_at_once(axis: str, parallel: dict[str, int]) -> None:
+    """Divisors of such a number would take hours to list."""
+    with pytest.raises(ConfigError, match=r"parallel\."):
+        load_config({"train_batch_size": 8, "parallel": {axis: 10**15} | parallel}, 8)
