@@ -210,7 +210,7 @@ def _equal(given: Any, value: Any) -> bool:
 
 
 def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:
-    """Returns, without raising it, the error that the value ``given`` of ``key`` in the configuration contradicts
+    """Returns, without raising it, the error for the configuration key ``key``: its value ``given`` contradicts
     ``value``.
 
     ``value`` is the setting ``name`` of ``owner``.

@@ -13,9 +13,9 @@ from engine.parallel.tensor.logits.sharded_logits import gather_logits
 class HostedModel(nn.Module):
     """Module that another library's training loop calls in place of the model; its forward is the engine's forward.
 
-    The loop uses it as it uses DistributedDataParallel, and attributes that it lacks come from the model. With pipeline
-    parallelism, forward runs all stages and returns the output on every rank. If the loop trains by ``train_batch``,
-    forward only predicts.
+    The loop uses this module like DistributedDataParallel. Attributes that the module lacks come from the model. With
+    pipeline parallelism, forward runs all stages and returns the output on every rank. If the loop trains by
+    ``train_batch``, forward only predicts.
     """
 
     def __init__(self, trained: Engine, rows: int | None = None, whole_steps: bool = False) -> None:
@@ -64,7 +64,7 @@ _NO_LABEL = -100
 
 
 def with_share(batch: Any, rows: int, micro: int) -> Any:
-    """Returns a copy of ``batch`` in which the number "num_items_in_batch" is divided among the rows, a tensor [rows].
+    """Returns a copy of ``batch`` in which a tensor [rows] replaces the number "num_items_in_batch": each row's share.
 
     The batch can then be split into microbatches. Returns ``batch`` itself if it lacks this entry.
 
@@ -79,9 +79,9 @@ def with_share(batch: Any, rows: int, micro: int) -> Any:
 
 
 def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
-    """Replaces "loss" in ``output``, which has one loss for each microbatch, by one loss of the whole batch, in place.
+    """Replaces in place the losses of the microbatches, "loss" in ``output``, by one loss of the whole batch.
 
-    Returns ``output``, unchanged if it has no such losses. The new loss is the mean of the microbatches' losses,
+    Returns ``output``, unchanged if there are no such losses. The new loss is the mean of the microbatches' losses,
     weighted by labels or by rows. It is exact for means over labels or rows, and for sums divided by the microbatch's
     share of items.
 

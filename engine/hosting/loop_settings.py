@@ -172,12 +172,12 @@ def of_lightning(trainer: Any) -> LoopSettings:
 def trained_child(module: nn.Module, name: str | None) -> str:
     """Returns the name of the submodule of ``module`` that the engine shards.
 
-    It is ``name`` or, if ``name`` is None, the only child with trained parameters. If no child has any, it is the only
-    child with parameters.
+    It is ``name`` or, if ``name`` is None, the only child with trainable parameters. If no child has any, it is the
+    only child with parameters.
 
     Raises:
         ConfigError: there is not exactly one such child, ``module`` has no submodule ``name``, or parameters outside
-            the submodule are trained.
+            the submodule are trainable.
     """
     kind = type(module).__name__
     if name is None:

@@ -67,7 +67,7 @@ class DeltaCodec(Protocol):
 
     @property
     def lossless(self) -> bool:
-        """True if encoded fp64 values are equal, bit for bit, to the values that ``decode`` returns."""
+        """True if ``decode`` returns the encoded fp64 values unchanged, bit for bit."""
 
     def message_bytes(self, n: int) -> int:
         """Returns the exact size in bytes of a message of ``n`` values."""
@@ -79,7 +79,7 @@ class DeltaCodec(Protocol):
         """
 
     def decode(self, message_m: Tensor, n: int) -> Tensor:
-        """Returns the ``n`` values of the message ``message_m``, fp64 [n], since the store sums pushes in fp64.
+        """Returns the ``n`` values of the message ``message_m``, fp64 [n], the dtype in which the store sums pushes.
 
         Raises:
             ValueError: the message does not have ``message_bytes(n)`` bytes, or a top-k index is out of range or out of
@@ -94,7 +94,7 @@ def make_delta_codec(name: str, *, density: float = 0.03, bits: int = 32, chunk:
         density: share of the elements of each chunk that top-k sends, above 0 and up to 1.
         bits: bits of each value that top-k sends: 32 for fp32, or 2 for a sign and one of the two magnitudes of a
             chunk.
-        chunk: elements of a chunk, in which top-k chooses the largest magnitudes.
+        chunk: number of elements of a chunk; top-k sends the largest magnitudes of each chunk.
 
     Raises:
         ValueError: no codec has this name, or an argument is out of its range.

@@ -76,7 +76,7 @@ class PushFlight:
 class StoreExchange:
     """Requests of one rank of a training site to the outer stores, which merge the weights of several sites.
 
-    It belongs to one life: one run of the site's processes, as the stores count them.
+    It belongs to one life: one run of the site's processes.
 
     Args:
         link: connection to the stores.
@@ -114,7 +114,7 @@ class StoreExchange:
 
         Raises:
             EngineError: a store has refused a request of any rank; all ranks raise.
-            Exception: the error of a request of this rank that has failed otherwise.
+            Exception: a request of this rank has failed for another reason; this rank raises the request's own error.
         """
         problem: BaseException | None = None
         rows = torch.zeros(len(flights) + 1, _FIELDS + 1, dtype=torch.float64)
@@ -156,7 +156,7 @@ class StoreExchange:
 
         Raises:
             EngineError: the store has refused the request of a rank, or the request of another rank has failed.
-            Exception: the error of this rank's request that has failed otherwise.
+            Exception: this rank's request has failed for another reason; this rank raises the request's own error.
         """
         problem: BaseException | None = None
         try:

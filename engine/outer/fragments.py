@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from math import prod
 
 Rows = Sequence[tuple[str, tuple[int, ...]]]
-"""Name and shape of each trained tensor, in the order of the model."""
+"""Name and shape of each trainable tensor, in the order of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
     """Group of whole tensors that training sites push and merge together.
 
-    If several stores divide the tensors of a group, each object is the part of the group on one store, ``store``.
+    If several stores divide the tensors of a group, each object has the tensors of the group that are on store number
+    ``store``.
     """
 
     index: int
@@ -35,13 +36,13 @@ class Fragment:
 
 
 def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
-    """Divides the trained tensors of a model into ``fragments`` groups, and each group over ``stores`` stores.
+    """Divides the trainable tensors of a model into ``fragments`` groups, and each group over ``stores`` stores.
 
     Returns the parts, ordered by group and then by store; each tensor is in one part. A group with fewer tensors than
     stores has no part on some stores.
 
     Args:
-        rows: (name, shape) of each trained tensor, in the order of the model.
+        rows: (name, shape) of each trainable tensor, in the order of the model.
         fragments: number of groups.
         stores: number of stores.
 

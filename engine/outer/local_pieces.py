@@ -140,7 +140,7 @@ def find_pieces(
     Args:
         plan: plan with the tensors and the parallel layout of this engine.
         coord: coordinate of the rank.
-        buckets: flat buckets of the rank's trained parameters.
+        buckets: flat buckets of the rank's trainable parameters.
         fragments: number of fragments into which the model is divided.
         stores: number of stores over which each fragment is divided.
     """
@@ -164,8 +164,8 @@ class UntrainedState:
     """Frozen parameters and persistent buffers of one rank, for a check that all sites start with equal values.
 
     Sites never exchange these tensors. The digest of a tensor does not depend on the grid: it is the sum, modulo 2^64,
-    of its elements' bits as integers, each times an odd factor from its position in the full tensor. Quantized weights
-    have no digest, since their codes depend on the grid.
+    of the elements' bits as integers, each multiplied by an odd factor for the element's position in the full tensor.
+    Quantized weights have no digest, since their codes depend on the grid.
     """
 
     plan: Plan

@@ -44,7 +44,7 @@ class NamedPiece:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Elements that one rank of a training site pushes and pulls. The payloads of its messages have their order."""
+    """Elements that one rank of a training site pushes and pulls, in the order in which its messages have them."""
 
     pushed: tuple[NamedPiece, ...]
     """Elements that this rank sends; over all ranks of a site each element of every tensor is sent once."""
@@ -90,8 +90,8 @@ class JoinReply:
 class PushKey:
     """Identity of a push, in which a training site sends gradients or weight differences to the store.
 
-    It has the site's life (run), the fragment (group of tensors), and ``seq``, which numbers the pushes of one life and
-    fragment from 0. Sending a push with the same key again has no effect.
+    It has the site's life (run), the fragment (group of tensors), and ``seq``, the number of the push in this life and
+    fragment, from 0. A second push with an equal key has no effect.
     """
 
     life: int
@@ -139,7 +139,7 @@ class PushShare:
 class Offer:
     """Newest version of a fragment (group of tensors) that a training site may take over.
 
-    It also has facts about the merge that made the version.
+    The offer also has facts about the merge that made this version.
     """
 
     version: int
@@ -168,7 +168,9 @@ class PushState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """State of a store for displays, such as ``trine watch``; ``received_bytes`` and ``sent_bytes`` count bodies."""
+    """State of a store for displays, such as ``trine watch``; ``received_bytes`` and ``sent_bytes`` count bytes of
+    bodies.
+    """
 
     versions: tuple[int, ...]
     """Version of each fragment."""
@@ -200,9 +202,9 @@ class StoreRefusedError(Exception):
 class StoreLink(Protocol):
     """Interface through which one rank of a training site reaches the outer store, which merges the sites' weights.
 
-    Implementations are a store in this process, and a connection to one or more stores. ``life`` numbers one run of the
-    site's processes, and ``fragment`` a group of tensors by its position in the result of ``divide``. No method waits
-    for a merge. Every method with the argument ``life`` renews the lease of that life.
+    Implementations are a store in this process, and a connection to one or more stores. ``life`` is the number of one
+    run of the site's processes, and ``fragment`` the position of a group of tensors in the result of ``divide``. No
+    method waits for a merge. Every method with the argument ``life`` renews this life's lease.
     """
 
     @property
@@ -226,7 +228,7 @@ class StoreLink(Protocol):
         """
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Stores the part of a push that ``rank`` sends, and returns the state of the push. On return it survives a
+        """Stores the part of a push that ``rank`` sends, and returns the push's state. On return, the part survives a
         crash.
 
         Args:

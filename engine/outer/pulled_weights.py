@@ -13,7 +13,7 @@ from engine.zero.optim.optimizer_tensors import OptimizerTensor
 class PulledWeights(FlatOptimizer):
     """Optimizer of a training site for which the store computes the updates.
 
-    Its ``step`` copies the weights that ``give`` has stored over its parameters, and computes nothing. A parameter
+    Its ``step`` computes nothing: it overwrites parameters with the weights that ``give`` has stored. A parameter
     without such weights does not change.
     """
 

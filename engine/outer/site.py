@@ -190,11 +190,11 @@ class OuterLoop(StepPart):
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
         """Counts ``step``. If sites push weight differences, pushes the groups of tensors that are due at this step.
 
-        Then takes over weights that the stores have merged since. Adds values such as "outer/clock" to
-        ``step.figures``. All ranks of the site call it.
+        Then takes over newly merged weights from the stores. Adds values such as "outer/clock" to ``step.figures``. All
+        ranks of the site call it.
 
         Args:
-            made: updates of the engine so far, including this step's.
+            made: number of optimizer updates so far, including this step's.
         """
         self._steps, self._made = self._steps + 1, made
         self._rows = (self._rows or 0) + (self._plan.config.train_batch_size or 0)

@@ -79,9 +79,9 @@ class Anchors:
         return {place.parameter: {kind: self._view(place, kind) for kind in kinds} for place in self._places}
 
     def forget(self) -> None:
-        """Does nothing, since weights that the user replaces need no change of their anchors.
+        """Does nothing: if the user replaces weights, their anchors do not change.
 
-        Their difference from the anchors counts as progress of this site.
+        The difference between new weights and anchors counts as progress of this site.
         """
 
     def _view(self, place: OptimizerTensor, kind: str) -> Tensor:

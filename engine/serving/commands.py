@@ -84,9 +84,7 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class CreateModel:
-    """Command that creates a model of a client: a LoRA adapter over the frozen base model, or a full copy that is
-    trained.
-    """
+    """Command that creates a client's model: a LoRA adapter over the frozen base model, or a trainable full copy."""
 
     model: str
     base: str
@@ -96,8 +94,8 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """Command that computes the loss of each datum and, unless ``forward_only``, adds its gradient to the model's
-    gradient.
+    """Command that computes the loss of each datum and, unless ``forward_only``, adds the loss's gradient to the
+    model's gradient.
     """
 
     model: str
@@ -135,7 +133,7 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class DropWeights:
-    """Command that removes saved weights; it succeeds if there are none of this name."""
+    """Command that removes saved weights; it also succeeds if no saved weights have this name."""
 
     name: str
 

@@ -90,7 +90,7 @@ class CommandExecutor:
         folder: folder of saved weights, shared by all ranks.
         functions: functions that clients call by name, each from tensors by name to tensors by name.
         staleness: maximum number of weight updates between a forward and its backward.
-        vllm: address of the vLLM server that samples from models with all parameters trained; None: the ranks sample.
+        vllm: address of the vLLM server that samples from full-parameter models; None: the ranks sample.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class CommandExecutor:
         return self._pool.base.grid
 
     def retained_bytes(self) -> int:
-        """Returns the bytes of autograd graphs that this rank stores for later backwards, with the weights that they
-        need.
+        """Returns the bytes of autograd graphs that this rank stores for later backwards, and of weights that the
+        graphs need.
         """
         return self._tensors.retained_bytes
 
     def adopt(self, model: str, engine: Engine) -> None:
-        """Adds ``engine``, which the caller has made, as the model with id ``model``, with all parameters trained."""
+        """Adds the caller's ``engine`` as the model with id ``model``, in which all parameters are trainable."""
         self._trainers[model], self._adapters[model] = TenantTrainer(engine, self._graphs), None
 
     def run(self, command: Command) -> Result:

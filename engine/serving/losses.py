@@ -29,11 +29,11 @@ TARGETS = "target_tokens"
 
 
 class ServedError(EngineError):
-    """Error in a client's request; the client receives its text as the failed result of the request."""
+    """Error in a client's request; the client receives the error's text as the request's result."""
 
 
 class GoneError(ServedError):
-    """Error of a request for a forward that the service has dropped, or never retained, for a backward."""
+    """Error of a request for the backward of a forward that the service has dropped or never retained."""
 
 
 def _cross_entropy(p: Tensor, inputs: Inputs, options: Options) -> Tensor:

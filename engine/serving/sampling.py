@@ -15,7 +15,7 @@ ABSENT = (0, -99999.0)
 
 
 def sample(engine: Engine, command: SampleTokens) -> SampledOutput:
-    """Samples the sequences that ``command`` requests with the engine's weights; all ranks get the same result.
+    """Samples, with the engine's weights, the sequences that ``command`` requests; all ranks get the same result.
 
     All ranks of the engine call it. It communicates tokens as ``Engine.generate_requests`` does.
 

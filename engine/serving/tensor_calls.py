@@ -143,7 +143,7 @@ class TensorCalls:
     def update(self, trainer: TenantTrainer, command: OptimStep) -> PlainOutput:
         """Updates the weights of the model of ``trainer`` by AdamW, with the accumulated gradient.
 
-        First drops retained forwards that would be more than ``staleness`` updates old. All ranks of the grid call it.
+        First drops retained forwards that are then more than ``staleness`` updates old. All ranks of the grid call it.
         """
         trainer.complete_gradient()  # before forwards are dropped: it may refuse the update
         self._drop_early(command.model, trainer.version + 1)
@@ -199,7 +199,8 @@ class TensorCalls:
             self._ended.popitem(last=False)
 
     def call(self, command: CallFunction) -> TensorOutput:
-        """Calls the function ``command.name`` with the command's tensors, and returns its tensors; every rank calls it.
+        """Calls the function ``command.name`` with the command's tensors; returns its result tensors. All ranks call
+        this.
 
         Raises:
             ServedError: there is no function of this name.

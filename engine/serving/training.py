@@ -138,8 +138,8 @@ class TenantTrainer:
         """Computes the losses of the data in ``command`` and, unless ``forward_only``, accumulates their gradients.
 
         Returns the log-probabilities of the targets, and metrics. All ranks of the grid call it. It communicates as the
-        engine's forwards and backwards, all-reduces the log-probabilities over the data-parallel ranks, and gathers the
-        metrics from all ranks.
+        engine's forwards and backwards do, all-reduces the log-probabilities over the data-parallel ranks, and gathers
+        the metrics from all ranks.
 
         Raises:
             ServedError: the data do not fit the loss; raised on all ranks, before any forward.
@@ -191,8 +191,7 @@ class TenantTrainer:
     def complete_gradient(self) -> None:
         """If no gradient was accumulated since the last update, accumulates a zero gradient.
 
-        An update without data is then an AdamW update, which moves weights by its moments. All ranks of the grid call
-        it.
+        An update without data then still moves the weights by AdamW's moments. All ranks of the grid call it.
 
         Raises:
             ServedError: the model takes no token ids, from which a zero gradient is computed.
@@ -222,8 +221,9 @@ class TenantTrainer:
         """Loads weights and, with ``optimizer``, the optimizer state; drops accumulated gradients. All ranks of the
         grid call it.
 
-        Without ``optimizer``, the optimizer state does not change, so the caller passes a trainer without updates.
-        ``version`` grows by 1, or becomes the saved version if that is higher, so that versions never decrease.
+        Without ``optimizer``, the optimizer state does not change, so the caller passes a trainer that has made no
+        updates. ``version`` grows by 1, or becomes the saved version if that is higher, so that versions never
+        decrease.
         """
         if self._seen:
             self.engine.zero_grad()

@@ -162,8 +162,8 @@ class SweepTrial:
     def save_folder(self, folder: Path) -> Path:
         """Returns the folder in which a checkpoint for ``folder`` is saved, always inside the trial's folder.
 
-        It is ``folder`` if that is inside, else the folder of the same name inside the trial's folder. Thus trials do
-        not overwrite each other's checkpoints.
+        It is ``folder`` itself if this is inside, else the folder of the same name inside the trial's folder. Thus
+        trials do not overwrite each other's checkpoints.
         """
         return folder if folder.is_relative_to(self.folder) else self.folder / folder.name
 

@@ -78,11 +78,11 @@ def run_until_signal(hosted: HostedApplication, ready: Callable[[], None]) -> No
 
 @contextmanager
 def run_in_thread(hosted: HostedApplication, name: str) -> Iterator[None]:
-    """Returns a context that runs the server ``hosted`` in a thread called ``name``, and stops it at the end of its
-    block.
+    """Returns a context that runs the server ``hosted`` in a thread called ``name``, and stops the server at the end of
+    the context.
 
     Raises:
-        Exception: the error that has ended the server, at the end of the block.
+        Exception: an error has ended the server; it is raised at the end of the context.
     """
     loop = asyncio.new_event_loop()
     failures: list[BaseException] = []

@@ -101,9 +101,7 @@ class RemoteModel:
         return self.line.ask("/v1/statistics", method="GET")
 
     def close(self) -> None:
-        """Closes the connection. The server drops the autograd graphs that it retains for this session after a time
-        limit.
-        """
+        """Closes the connection. After a time limit, the server drops the autograd graphs of this session."""
         self.line.close()
 
     def _outputs(self, names: list[str], values: list[Tensor], version: int) -> Any:
@@ -170,5 +168,5 @@ class _Remote(torch.autograd.Function):
 
 
 def remote(url: str, model: str = "shared", **options: Any) -> RemoteModel:
-    """Returns a :class:`RemoteModel` for ``model`` of the service at ``url``; ``options`` are its other arguments."""
+    """Returns a :class:`RemoteModel` for ``model`` of the service at ``url``; ``options`` are further arguments."""
     return RemoteModel(url, model, **options)

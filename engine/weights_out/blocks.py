@@ -40,9 +40,7 @@ class WeightConsumer(Protocol):
         """
 
     def hold(self) -> None:
-        """Ends the use of the current version, for example by a pause of generation, after all consumers have
-        prepared.
-        """
+        """Ends the use of the current version, such as by pausing generation, once all consumers have prepared."""
 
     def commit(self, blocks: "WeightBlocks") -> None:
         """Makes the prepared version, to which ``blocks`` gives access, the current one."""
@@ -147,7 +145,7 @@ class WeightBlocks:
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:
         """Reads all blocks (256 KiB of a tensor) that differ from the current values of the destination ``into``.
 
-        Returns the hashes of all blocks: for the number of each serving rank, a list with one array for each piece.
+        Returns the hashes of all blocks, by number of the serving rank: a list with one array for each piece.
 
         Args:
             known: result of an earlier call for the current values of ``into``; None: their hashes are computed.

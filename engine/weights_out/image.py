@@ -42,14 +42,14 @@ class BlockReply:
 
 
 class WeightImage:
-    """Host memory with the elements of one version that a rank, or a receiver, serves to receivers. Threads may share
+    """Host memory from which a rank or a receiver serves one version of its elements to receivers. Threads may share
     it.
 
     Args:
         owned: elements of each tensor that are served (a piece), by key.
         tensors: descriptions of all tensors, by key.
-        filled: True if the image allocates memory, which ``put`` fills; False if it serves a receiver's tensors without
-            a copy, which ``share`` adds.
+        filled: True if the image allocates memory, and ``put`` fills it; False if ``share`` adds a receiver's tensors,
+            which are served without a copy.
     """
 
     def __init__(self, owned: Mapping[str, Piece], tensors: Mapping[str, PublishedTensor], filled: bool = True) -> None:
@@ -89,10 +89,10 @@ class WeightImage:
             self._ready = set(self.owned)
 
     def put(self, key: str, values: Tensor, held: Piece) -> None:
-        """Copies the elements of tensor ``key`` that this image serves from ``values`` into the image.
+        """Overwrites the image's elements of tensor ``key`` with their new values, which are in ``values``.
 
         Args:
-            values: elements of a piece of the tensor that contains the served elements, on any device.
+            values: elements of a larger or equal piece of the tensor, on any device.
             held: this piece.
         """
         copy_shared(values, held, self._values[key], self.owned[key])
@@ -110,7 +110,7 @@ class WeightImage:
             self._ready.add(key)
 
     def lacks(self, key: str) -> bool:
-        """Returns True if the elements of tensor ``key`` were never written into this image, by any version."""
+        """Returns True if no version so far has written tensor ``key`` into this image."""
         return key not in self._written
 
     def hashes(self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True) -> tuple[str, list[Hashes]]:
@@ -178,8 +178,8 @@ class WeightImage:
             limit: maximum bytes of all blocks.
 
         Raises:
-            StoreRefusedError: the version is not served any more, also while the reply is sent, or the blocks do not
-                exist.
+            StoreRefusedError: the blocks do not exist, or the image no longer serves the version, also if this ends
+                during the reply.
         """
         with self._lock:
             known = self._layouts.get(layout)

@@ -70,7 +70,7 @@ class Flow:
     def places(self, block: int, side: Side) -> slice | Numbers:
         """Returns the positions of the elements of block ``block``, as a slice or an array of indices.
 
-        They count in the serving rank's piece if ``side`` is "source", and in the receiver's wanted piece if it is
+        They are positions in the serving rank's piece if ``side`` is "source", in the receiver's wanted piece if it is
         "target".
         """
         ends, starts = self._ends, self.runs.source if side == "source" else self.runs.target
@@ -172,7 +172,7 @@ def batches(flows: Sequence[Flow], lacked: Sequence[Numbers], limit: int) -> Ite
 
     Args:
         flows: elements that one rank serves, one flow for each wanted piece.
-        lacked: numbers of the blocks to request of each flow.
+        lacked: for each flow, the numbers of the blocks to request.
     """
     batch: list[tuple[int, int]] = []
     size = 0

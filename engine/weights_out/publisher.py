@@ -181,7 +181,7 @@ class WeightPublisher:
     def publish(self, waits: bool = True) -> PendingVersion | None:
         """Copies this rank's part of the weights to host memory, and offers it as the next version. All ranks call it.
 
-        Returns a handle, or None if ``waits`` is False and the last version is still read.
+        Returns a handle, or None if ``waits`` is False and a receiver still reads the last version.
 
         Args:
             waits: True to wait until receivers have read the last version, at most until its deadline; on return, the

@@ -41,8 +41,8 @@ class WeightReader:
     Args:
         url: address of rank 0 of the training.
         token: secret that the training and its receivers share; empty: none.
-        deadline: seconds for reading one version; the training drops a version after its own deadline, even if this is
-            longer.
+        deadline: seconds for reading one version; the training may drop the version earlier, after the training's own
+            deadline.
         connect: callback from (address, token) to a connection, which replaces the network in tests.
     """
 
@@ -144,7 +144,7 @@ class WeightReader:
     def fetch(self, version: WeightVersion, into: Shadows, known: Known | None, until: float) -> Known:
         """Reads all blocks (256 KiB of a tensor) of ``version`` that differ from the receiver's values, into ``into``.
 
-        Returns the hashes of all blocks: for the number of each owner (serving rank), one array for each piece it has.
+        Returns the hashes of all blocks, by number of the owner (serving rank): one array for each piece that it has.
 
         Args:
             into: destination, with the wanted pieces and the receiver's current values.

@@ -32,7 +32,7 @@ from engine.weights_out.version import Geometry, OwnerRank, WantedPiece, WeightV
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Tensor of a receiver that published values are copied into, with its position in the full tensor."""
+    """Destination of published values: a receiver's tensor, with its position in the full tensor."""
 
     piece: Piece
     """Elements of the full tensor that it contains."""
@@ -75,7 +75,7 @@ def empty_targets(
 
 
 class PeerServer:
-    """HTTP server of a receiver, from which later receivers read the parts of a version that it has received.
+    """HTTP server of a receiver, from which later receivers read the parts of a version that this one has received.
 
     Args:
         url: address of this server for other receivers.
@@ -112,7 +112,7 @@ class PeerServer:
         return made
 
     def begin(self, version: WeightVersion) -> None:
-        """Ends serving of the current version, and begins ``version``; each tensor is served once this receiver
+        """Ends serving of the current version, and begins ``version``; each tensor is served as soon as this receiver
         has it.
         """
         self.server.run = version.run
@@ -129,7 +129,7 @@ class WeightReceiver:
     Args:
         reader: connections to the training.
         targets: tensors to update, by key of the trained model's state dict; every published tensor must have one.
-        architecture: class name of the model, which must be that of the trained model; empty: not checked.
+        architecture: class name that the trained model must have; empty: not checked.
         group: receivers that take each version over together or not at all; None: this one alone.
 
     Raises:
@@ -154,7 +154,7 @@ class WeightReceiver:
         """Version in the live tensors; None before the first one."""
 
     def serve(self, peer: PeerServer) -> None:
-        """Makes ``peer`` serve the tensors that this receiver has received to later receivers, until ``close``."""
+        """Makes ``peer`` serve this receiver's tensors to later receivers, until ``close``."""
         self._peer = peer
 
     def close(self) -> None:
@@ -171,8 +171,8 @@ class WeightReceiver:
         reader's deadline.
 
         Raises:
-            EngineError: the version has not arrived in time or was damaged, or another receiver of the group lacks it.
-                The targets then have the old version.
+            EngineError: the version has not arrived in time or was damaged, or another receiver of the group lacks the
+                version. The targets then have the old version.
         """
         until = monotonic() + self._reader.deadline
         peer = self._peer.rank if self._peer is not None else None

@@ -231,7 +231,7 @@ def read_call(kind: type[T], data: bytes) -> T:
     """Returns the JSON request ``data`` as an instance of the message class ``kind``.
 
     Raises:
-        StoreRefusedError: the request has another form.
+        StoreRefusedError: the request has a wrong form.
     """
     try:
         return from_json(kind, parse_json(data), "request")

@@ -19,7 +19,7 @@ TOKEN_VARIABLE = "TRINE_WEIGHTS_TOKEN"
 class PublishedTensor:
     """Description of one tensor of the published model: dtype, shape and names.
 
-    Mappings have the tensor under its key in the model's ``state_dict()``.
+    Mappings of published tensors have the keys of the model's ``state_dict()``.
     """
 
     dtype: str
@@ -73,7 +73,7 @@ class WantedPiece:
 class OwnerRank:
     """Address of a rank or receiver that serves weights, with the elements of each tensor that it serves, by key.
 
-    In a geometry, the description of all serving ranks of a training, no element has two owners.
+    No two owners in a ``Geometry`` have an element in common.
     """
 
     url: str

@@ -31,9 +31,7 @@ BACKEND = "trine_http"
 
 @dataclass(frozen=True, slots=True)
 class BackendInit:
-    """Request that makes a vLLM server read the published weights of a training, at the address and of the run it
-    names.
-    """
+    """Request that makes a vLLM server read the weights that the run ``run`` of a training publishes."""
 
     url: str
     """Address of rank 0 of the training."""

@@ -41,9 +41,9 @@ class DamagedBodyError(StoreRefusedError):
 class BodyKey:
     """Identity of one body: the payload of a push or of initial weights, which one rank sends for one group of tensors.
 
-    ``life`` numbers a run of a training site, and ``fragment`` the group of tensors. ``seq`` is the number of the push,
-    or -1 for initial weights. A body with another ``seq`` replaces an unfinished body of the same life, rank and
-    fragment.
+    ``life`` is the number of a run of a training site, ``fragment`` of the group of tensors, and ``seq`` of the push;
+    ``seq`` is -1 for initial weights. A body with another ``seq`` replaces an unfinished body of the same life, rank
+    and fragment.
     """
 
     life: int
@@ -178,8 +178,7 @@ class Uploads:
     finished: dict[tuple[int, int, int], tuple[BodyKey, str, Arrived]] = field(default_factory=dict)
 
     def arrived(self, key: BodyKey, whole: str) -> Arrived:
-        """Returns the number of bytes of the body ``key`` that have arrived, and for a complete body the state of its
-        push.
+        """Returns the number of arrived bytes of the body ``key`` and, if the body is complete, the state of its push.
 
         Args:
             whole: hash of the whole body; if the store has begun a body with another hash, the number is 0.
@@ -193,9 +192,9 @@ class Uploads:
     def add(self, key: BodyKey, part: BodyRange, data: memoryview, now: float) -> bytearray | None:
         """Adds the range ``part`` with bytes ``data`` to the body ``key``.
 
-        Returns the whole body if it is now complete, else None. Ignores a range that has arrived already, and one that
-        does not follow the bytes that have arrived. A complete body stays here until ``finish`` or ``drop``, so that a
-        store with a full disk can store it later.
+        Returns the whole body if it is now complete, else None. Ignores a range that does not begin where the arrived
+        bytes end. A complete body stays here until ``finish`` or ``drop``, so that a store with a full disk can store
+        it later.
 
         Args:
             now: time in seconds, from which ``expire`` counts.
@@ -233,8 +232,8 @@ class Uploads:
         return upload.data
 
     def finish(self, key: BodyKey, whole: str, result: Arrived) -> None:
-        """Removes the complete body ``key`` with hash ``whole``, and stores ``result``, the reply to repeated requests
-        for it.
+        """Removes the complete body ``key`` with hash ``whole``, and stores ``result`` as the reply to repeated
+        requests for this body.
         """
         self.drop(key)
         self.finished[key.place] = key, whole, result
@@ -296,9 +295,7 @@ class Downloads:
         self.under_way[place] = _Download(version, *body, now)
 
     def drop(self, place: tuple[int, int, int]) -> None:
-        """Removes the body under way at ``place`` (life, rank, fragment); a later request for one of its ranges makes
-        it again.
-        """
+        """Removes the body under way at ``place`` (life, rank, fragment); a later request makes the body again."""
         self.under_way.pop(place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:

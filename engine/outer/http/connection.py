@@ -55,7 +55,7 @@ class BodyTraffic:
 
 
 class StoreConnection:
-    """HTTP connection to one store, which repeats requests until the store answers.
+    """HTTP connection to one store. It repeats each request until the store answers.
 
     Args:
         url: address of the store.
@@ -192,10 +192,10 @@ class StoreConnection:
 
         Args:
             head: callback from the position of a range to the JSON object that precedes its bytes in the request.
-            where: callback from the hash of the body to the request for the number of its bytes that have arrived.
+            where: callback from the hash of the body to the request that asks for the number of arrived bytes.
 
         Raises:
-            StoreRefusedError: the store refuses the body, or it has arrived damaged 4 times.
+            StoreRefusedError: the store refuses the body, or the body has arrived damaged 4 times.
         """
         data = bytes_of(body)
         whole, arrived, is_known, sent = digest(data), Arrived(0, None), True, 0
@@ -320,7 +320,7 @@ LONGEST_SECONDS = 60.0
 class BoundedConnection(StoreConnection):
     """Connection to a peer that may accept a request and never reply.
 
-    Its ``limit`` bounds both the repeats of a request, as that of ``StoreConnection`` does, and each single attempt.
+    Unlike the ``limit`` of ``StoreConnection``, its ``limit`` also bounds the duration of each attempt.
     """
 
     def limit(self, seconds: float) -> None:

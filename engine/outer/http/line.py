@@ -45,8 +45,8 @@ class HttpLink:
     ``push``, ``pull`` and ``seed`` wait until the store answers, however long that takes. While a store does not
     answer, ``offer`` returns None, ``renew`` raises an error at once, and ``outage`` describes the store.
 
-    A life, one run of the site's processes, has a number of its own on each store. With several stores, the ``life`` of
-    these methods packs the numbers into one integer, 20 bits for each store.
+    A life, one run of the site's processes, has a number of its own on each store. With several stores, the argument
+    ``life`` packs these numbers into one integer, 20 bits for each store.
 
     Args:
         urls: addresses of the stores, in the order of their numbers.
@@ -183,11 +183,11 @@ class HttpLink:
         return self._stores[number].receive(where)
 
     def renew(self, life: int) -> None:
-        """Renews the lease of ``life``, the site's run, on every store that answers; without it, a store counts the
-        site as lost.
+        """Renews the lease of ``life``, the site's run, on every store that answers; when a lease ends, the store
+        counts the site as lost.
 
         Raises:
-            GridError: a store does not answer this request or another one that is under way.
+            GridError: a store does not answer this request, or does not answer another request under way.
         """
         silent: GridError | None = None
         for number, store in enumerate(self._stores):
@@ -203,7 +203,7 @@ class HttpLink:
     def leave(self, life: int) -> None:
         """Ends the site's life on every store, so that merges do not wait for the site.
 
-        A store that does not answer in 2 seconds ends the life itself, when its lease has passed.
+        A store that does not answer in 2 seconds ends the life itself, when the lease has ended.
         """
         for number, store in enumerate(self._stores):
             try:

@@ -44,8 +44,8 @@ def read_secret(file: str | None, variable: str, key: str) -> str:
 def open_link(outer: OuterConfig, fragments: Sequence[Fragment]) -> StoreLink:
     """Returns this rank's connection to the configured stores, which merge the weights of several training sites.
 
-    With rule "hogwild", returns an object that updates shared memory of this host in place of a store. Sends nothing
-    yet.
+    With rule "hogwild", which needs no store, returns an object that updates weights in shared memory of this host.
+    Sends nothing yet.
 
     Args:
         fragments: groups of tensors that are merged together, as ``divide`` returns them.

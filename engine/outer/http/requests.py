@@ -110,7 +110,7 @@ class ArrivedCall:
 
 @dataclass(frozen=True, slots=True)
 class LifeCall:
-    """Request that renews the lease of a life, one run of a site (path /v1/renew), or ends the life (/v1/leave)."""
+    """Request to renew the lease of a life (run of a site) at path /v1/renew, or to end the life at /v1/leave."""
 
     life: int
 
@@ -119,8 +119,8 @@ class LifeCall:
 class OfferCall:
     """Request for the newest version of ``fragment`` that ``life``, one run of a training site, may take over.
 
-    ``asked`` numbers the requests of a life. A repeat with the same number receives the same offer. The store retains
-    the offered version for the downloads that follow.
+    ``asked`` is the number of the request within the life. A repeat with the same number receives the same offer. The
+    store retains the offered version for the downloads that follow.
     """
 
     life: int

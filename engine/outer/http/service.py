@@ -69,10 +69,10 @@ def serve_store(store: Store, token: str, listening: socket.socket, ready: Calla
 
 
 def serving(store: Store, token: str, listening: socket.socket) -> AbstractContextManager[None]:
-    """Returns a context that serves ``store`` on the socket ``listening``, in a thread of this process, until its end.
+    """Returns a context; until its end, a thread of this process serves ``store`` on the socket ``listening``.
 
     Raises:
-        Exception: the error that has stopped the store's periodic work, at the end of the block.
+        Exception: an error has stopped the store's periodic work; it is raised at the end of the context.
     """
     return run_in_thread(StoreService(store, token, listening), "trine-outer-store")
 

@@ -25,7 +25,7 @@ def from_json(kind: type[T], value: Any, at: str, least: int = 0) -> T:
         least: smallest integer that a field may have.
 
     Raises:
-        ValueError: a field is missing, unknown, or has another type or range.
+        ValueError: a field is missing, is unknown, has a wrong type, or is too small.
     """
     read: T = _read(kind, value, at, least)
     return read

@@ -48,7 +48,7 @@ class Contribution:
 class FragmentUpdate(Protocol):
     """Interface of an optimizer that the store runs for one fragment (group of tensors).
 
-    Every update changes its state, such as momentum.
+    Every update changes the optimizer's state, such as momentum.
     """
 
     def update(self, weights: Flats, gradient: Flats, rates: Sequence[float]) -> Flats:

@@ -16,7 +16,7 @@ from engine.outer.messages import RankLayout, StoreRefusedError
 class Progress:
     """Counters of one life (run of a training site) in one fragment (group of tensors).
 
-    It has the life's pushes, the merges that contain them, and the versions of the fragment that the life has.
+    They are about the life's pushes, the merges of these pushes, and the versions that the life has taken over.
     """
 
     clock: int = 0
@@ -26,7 +26,7 @@ class Progress:
     merged: int = -1
     """Highest ``seq`` in a merge; -1: none."""
     merged_in: int = -1
-    """Version that the merge made."""
+    """Version that the merge of push ``merged`` made."""
     staleness: int = 0
     """Versions that other sites made between the base of that push and its merge."""
     hashes: list[str] = field(default_factory=list)

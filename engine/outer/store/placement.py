@@ -209,7 +209,7 @@ def check_coverage(layouts: Mapping[int, RankLayout], shapes: Mapping[str, tuple
 
     Args:
         layouts: elements that each rank pushes and pulls, by rank.
-        shapes: shape of each trained tensor by name.
+        shapes: shape of each trainable tensor by name.
 
     Raises:
         StoreRefusedError: an element is pushed twice or never; the message names its tensor.

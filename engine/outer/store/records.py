@@ -149,7 +149,7 @@ def read_layout(event: Event, shapes: Shapes) -> RankLayout:
     """Returns the elements that one rank pushes and pulls from ``event``, a "layout" event of the store's journal.
 
     Args:
-        shapes: shape of each trained tensor by name.
+        shapes: shape of each trainable tensor by name.
     """
     return RankLayout(_read_pieces(event["pushed"], shapes), _read_pieces(event["pulled"], shapes))
 

@@ -49,7 +49,7 @@ class FragmentView:
     """Seconds between the first and the last push of each merge."""
 
     def oldest(self) -> dict[int, WaitingPush]:
-        """Returns the push of each training site that has waited longest for a merge, by number of the site."""
+        """Returns each training site's longest-waiting push, by number of the site."""
         found: dict[int, WaitingPush] = {}
         for push in self.waiting:
             found.setdefault(push.site, push)

@@ -237,7 +237,7 @@ class StoreState:
         fragment.spent_bodies += [push_name(key, rank) for rank in fragment.pushes.pop(key).bodies]
 
     def rows_of(self, site: int) -> int:
-        """Returns the number of data rows that training site ``site`` has trained, up to its last merged or complete
+        """Returns the number of data rows that training site ``site`` has processed up to its last merged or complete
         push.
 
         A new life (run) of the site continues after these rows.
@@ -295,7 +295,7 @@ class StoreState:
         each push that is True if one of its values is not finite.
 
         Raises:
-            DifferentMergeError: the event has a hash already, and the new weights have another one.
+            DifferentMergeError: the event already has a hash, and the new weights have a different hash.
         """
         fragment = self.fragments[event["fragment"]]
         chosen = [fragment.pushes[read_key(key)] for key in event["pushes"]]

@@ -109,7 +109,7 @@ class Store:
     # ------------------------------------------------------------------ members
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life (run) of a training site, and ends its earlier one; complete pushes of that one remain.
+        """Starts a new life (run) of a training site, and ends its earlier life; complete earlier pushes remain.
 
         Raises:
             StoreRefusedError: the site has other settings or another model than this training.
@@ -151,7 +151,7 @@ class Store:
             self._record(layout_record(life, rank, layout))
 
     def renew(self, life: int) -> None:
-        """Renews the lease of the life (run of a site), after which the store would count the site as lost."""
+        """Renews the lease of ``life``, one run of a site; when a lease ends, the store counts the site as lost."""
         with self._request():
             self._find(life)
 

@@ -93,8 +93,8 @@ class FutureEntry:
 def cost_of(command: Command) -> int:
     """Returns the cost of ``command`` in the fair queue, at least 1.
 
-    It is roughly the number of tokens: once for a forward or a sample, twice for a backward alone, and three times for
-    a forward with backward. Other commands cost 1.
+    It is roughly the number of tokens, times 1 for a forward or a sample, 2 for a backward alone, and 3 for a forward
+    with backward. Other commands cost 1.
     """
     match command:
         case ForwardBackward():

@@ -57,8 +57,8 @@ class CommandJournal:
 
     Args:
         folder: existing or new folder of the journal.
-        dead_bytes: number of bytes of replaced records from which the file is rewritten without these records, once
-            they are more than half of it.
+        dead_bytes: limit in bytes; the file is rewritten without its replaced records once they take more bytes than
+            this and more than half of the file.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.

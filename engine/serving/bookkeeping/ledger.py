@@ -193,7 +193,7 @@ class Ledger:
             )
 
     def append(self, *records: JournalRecord) -> "Future[None]":
-        """Writes records to the journal. The future is done once they are on disk; without a journal, at once."""
+        """Writes records to the journal, if there is one, and returns a future that is done once they are on disk."""
         if self.journal is None:
             stored: Future[None] = Future()
             stored.set_result(None)
@@ -249,7 +249,7 @@ class Ledger:
             return entry
 
     def watch(self, entry: FutureEntry, listener: Callable[[], None]) -> bool:
-        """Registers callback ``listener`` for the end of ``entry``; only returns False if the command is done."""
+        """Registers ``listener`` for the end of ``entry`` and returns True; after the end, only returns False."""
         with self._lock:
             if entry.state in (EntryState.DONE, EntryState.FORGOTTEN):
                 return False
@@ -263,7 +263,7 @@ class Ledger:
                 entry.listeners.remove(listener)
 
     def mark_fetched(self, entry: FutureEntry) -> None:
-        """Notes that a client has received the result of ``entry``, which may be removed when memory is short."""
+        """Notes that a client has received the result of ``entry``: this result may be removed when memory is short."""
         with self._lock:
             session = self.sessions.get(entry.session)
             if entry.is_fetched or session is None:
@@ -340,7 +340,7 @@ class Ledger:
     # ---------------------------------------------------------------- results, in the main thread
 
     def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
-        """Stores the result of a command that has run; ``retained``: largest bytes of retained forwards of a rank."""
+        """Stores the result of a command that has run; ``retained``: most bytes of retained forwards on one rank."""
         records = self.on_finish(entry, result)
         if records:
             try:

@@ -25,7 +25,7 @@ from engine.serving.commands import (
 
 @dataclass(eq=False, slots=True)
 class ModelLine:
-    """Sequence of one model's commands, which run in the order of their numbers, in any order of arrival."""
+    """Sequence of one model's commands. They run in the order of their numbers, not in the order of arrival."""
 
     model: str
     session: str

@@ -145,7 +145,7 @@ class FairQueue:
             return [entry for entry in self._samples if entry.session == session]
 
     def before(self, entry: FutureEntry) -> int:
-        """Returns an estimate of the number of queued commands that run before ``entry``, by time of arrival.
+        """Returns an estimate, from times of arrival, of the number of queued commands that run before ``entry``.
 
         For a training command, it counts earlier training commands; for a sampling command, all training commands and
         earlier sampling commands.

@@ -34,7 +34,7 @@ class _Waiting:
 
 
 class RetainedForwards:
-    """List of the retained forwards of all models, and choice of the ones that are dropped.
+    """List of the retained forwards of all models. It decides when each of them is dropped.
 
     A retained forward is an autograd graph that the ranks store until a client sends gradients for a backward.
 
@@ -102,8 +102,7 @@ class RetainedForwards:
                 )
 
     def late(self, now: float) -> Iterator[DropTicket]:
-        """Yields a command for each forward to drop: one that at time ``now`` (seconds) is retained for longer than the
-        limit.
+        """Yields a command to drop each forward that, at time ``now`` (seconds), is retained for longer than the limit.
 
         A forward with an accepted backward is not dropped.
         """

@@ -38,7 +38,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Numbers of LoRA adapters and of full copies in a pool of clients' models, with facts about them, on this rank."""
+    """Counts of LoRA adapters and of full copies in a pool of clients' models, with facts about both, on this rank."""
 
     adapters: int
     full: int

@@ -38,7 +38,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 def lender_of(base: Engine, model: nn.Module) -> Lender:
     """Returns the process groups and frozen tensors of ``base`` that an engine of the adapted ``model`` uses.
 
-    That engine makes no copies of them. The tensors have their names in ``model``.
+    The engine shares the tensors without copies. Each tensor has the name that it has in ``model``.
     """
     runtime = base._runtime
     placed, here = dict(base.module.named_parameters()), runtime.plan.table.held_by(runtime.comm.grid.holder())
@@ -88,8 +88,8 @@ def _with_heads(skeleton: nn.Module, name: str, style: Style) -> str:
 def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.Module) -> Config:
     """Returns a copy of ``config`` for an engine of the adapted ``model``.
 
-    It has the pipeline stages, tensor-parallel styles and quantized weights of ``base``, the engine of the base model
-    ``skeleton``, under the names in ``model``.
+    The copy has the pipeline stages, tensor-parallel styles and quantized weights of ``base``, the engine of the base
+    model ``skeleton``, under the names in ``model``.
     """
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}

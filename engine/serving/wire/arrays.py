@@ -19,7 +19,7 @@ EMPTY_TOKEN, EMPTY_LOGPROB = 0, -99999.0
 
 
 def array_from(message: Any, name: str) -> Array:
-    """Returns a tensor in protobuf as an fp32 or int64 array; a sparse tensor becomes dense.
+    """Returns the protobuf tensor ``message`` as an fp32 or int64 array; a sparse tensor becomes dense.
 
     ``name`` is the name of the tensor in errors.
 

@@ -211,7 +211,7 @@ class Directory:
             self.remove_weights(path)
 
     def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
-        """Returns the saves under a name that the training run ``run`` has made (None: all runs), newest first.
+        """Returns the named saves of the training run ``run`` (None: of all runs), newest first.
 
         Each is a mapping in the JSON form of the Tinker training API.
         """

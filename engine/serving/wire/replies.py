@@ -78,8 +78,8 @@ def sampled_bytes(result: SampledOutput, last: int | None) -> bytes:
     """Returns ``result`` as a serialized SampleResponse message.
 
     Args:
-        last: number of tokens at the end of the prompt with log-probabilities; the log-probabilities of earlier tokens
-            are sent as NaN. None: the log-probabilities of all prompt tokens are sent.
+        last: number of tokens at the end of the prompt for which log-probabilities are sent; earlier tokens get NaN.
+            None: log-probabilities are sent for all prompt tokens.
     """
     message = message_class("SampleResponse")()
     for one in result.sequences:

@@ -172,7 +172,7 @@ class RequestReader:
         """Returns the commands of a ``load_weights`` request.
 
         The request loads weights into the model ``model_id``. Without this field, a first command creates a new model
-        for them.
+        for the weights.
         """
         path, optimizer = body.text("path", most=1024), body.flag("optimizer")
         about = {"type": "load_weights", "path": path}

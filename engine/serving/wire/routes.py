@@ -202,7 +202,7 @@ class FutureRoutes:
             raise self.ended
 
     def end_waits(self) -> None:
-        """Answers all requests that wait for results, before the server stops; call it in the thread of its
+        """Answers all requests that wait for results, before the server stops; call it in the thread of the server's
         event loop.
         """
         self.is_stopping.set()

@@ -34,9 +34,7 @@ class ServiceStatistics:
         row[2] += status >= 400 and status != 408
 
     def record_result(self, entry: FutureEntry, result: Result) -> None:
-        """Counts ``result`` as a failure if it is one. From a ``forward_backward``, stores the loss per token of its
-        model.
-        """
+        """Counts ``result`` if it is a failure. After a ``forward_backward``, stores the model's loss per token."""
         self._failures += isinstance(result, Failure)
         command = entry.command
         if isinstance(result, TrainedOutput) and isinstance(command, ForwardBackward) and not command.forward_only:

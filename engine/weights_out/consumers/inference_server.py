@@ -96,7 +96,7 @@ def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
 def after_failure(server: S, step: Callable[[S], None]) -> None:
     """Calls ``step`` with ``server``, after setting the server's deadline to one second from now.
 
-    After a failure, the deadline of the version may be over, and ``step``, such as resuming, still needs time.
+    After a failure, the deadline of the version may have passed, but ``step``, such as resuming, still needs time.
     """
     server.limit(1.0)
     step(server)

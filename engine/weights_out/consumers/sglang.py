@@ -118,7 +118,7 @@ class SglangServer(InferenceServer):
         self.call("POST", "/update_weights_from_distributed", body, 0.0)
 
     def end(self) -> None:
-        """Ends the weight update, and empties the prefix cache, which the old weights have computed.
+        """Ends the weight update, and empties the prefix cache, which was computed with the old weights.
 
         With ``pause`` = "in_place", requests continue, and the cache remains.
         """

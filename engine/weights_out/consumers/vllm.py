@@ -104,7 +104,7 @@ class VllmServer(InferenceServer):
         self.call("POST", "/resume")
 
     def finish(self, number: int) -> None:
-        """Copies the version that ``prepare`` has read over the server's weights, and names it ``number``.
+        """Overwrites the server's weights with the version from ``prepare``, and names this version ``number``.
 
         Raises StoreRefusedError or GridError if the server fails.
         """
@@ -116,7 +116,7 @@ class VllmServer(InferenceServer):
                 raise
 
     def checksums(self) -> dict[str, str]:
-        """Returns the SHA-256 of each parameter by its name in vLLM; empty if several workers share parameters."""
+        """Returns the SHA-256 of each parameter by its name in vLLM; empty if several workers divide parameters."""
         found = self.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
         if any(":tp0:" not in key for key in found):
             return {}
