@@ -62,8 +62,8 @@ receives it too, forwards it to its own processes."""
 
 class StopSignal:
     """SIGTERM handler that records the first signal, so that the run saves and ends; a later signal ends the process.
-    At the first signal it also calls the user's earlier handler, and delays an exit in it until the run has saved.
-    Handlers of several engines call each other. One removed outside the main thread only passes signals on.
+    At the first signal it also calls the user's earlier handler; an exit in that handler waits until the run has saved.
+    Handlers of several engines call each other. A handler removed outside the main thread only passes signals on.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Loads the checkpoint passed to ``load`` before sharding, otherwise ``checkpoint.init_from``. Collective."""
+        """Loads the checkpoint given to ``load`` before sharding, or else ``checkpoint.init_from``. Collective."""
         self._run = RunState(
             model=self._model,
             config=self._config,
@@ -353,7 +353,7 @@ class CheckpointCoordinator:
         """Waits for the pending save, then calls ``release``.
 
         Raises:
-            CheckpointError: the last save failed, ``checkpoint.on_failure`` stops the run, and no step has raised it.
+            CheckpointError: the last save failed, no step has raised this, and ``checkpoint.on_failure`` stops the run.
         """
         if self._signal is not None:
             self._signal.remove()

@@ -77,7 +77,7 @@ class FullState:
         over the world.
 
         Args:
-            buckets: flat buckets (tensors that concatenate parameters) of trained and frozen parameters.
+            buckets: flat buckets (tensors that concatenate parameters) of trainable and frozen parameters.
             average: weight average to return in place of the trained parameters; None: the parameters.
             keys: keys of the state dict to return, the same on all ranks; None: all keys.
         """

@@ -35,7 +35,7 @@ class PretrainedFolder:
         parts: engine's name -> full shape, and the tensors that a published folder has in place of the full tensor.
 
     Raises:
-        CheckpointError: the folder has no safetensors, or a tensor that this model lacks.
+        CheckpointError: the folder has no safetensors file, or has a tensor that this model lacks.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class PretrainedFolder:
         self.kinds = {name: tensor.kind for name, tensor in self._tensors.items()}
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the pieces of tensors that ``wanted`` requests from the files into the target memory of each request.
-        Reads only the bytes of these pieces.
+        """Reads the piece of each request in ``wanted`` from the files into the request's target memory. Reads only the
+        bytes of these pieces.
         """
         read_spans(self._files, self._tensors, wanted)
 

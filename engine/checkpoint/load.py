@@ -53,7 +53,7 @@ class TensorSource(Protocol):
         """Folder of the tensors, or another description of the source, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the pieces of tensors that ``wanted`` requests from the source into each request's target memory."""
+        """Reads the piece of each request in ``wanted`` from the source into the request's target memory."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class Loader:
         return [name.partition("/")[2] for name in names]
 
     def check_moments(self, families: Families) -> None:
-        """Checks that ``source`` has every optimizer moment ("exp_avg") that this rank's parameters need, for the
-        moments in ``families``. Call it before the memory of the moments is allocated.
+        """Checks that ``source`` has every optimizer moment in ``families``, such as "exp_avg", that this rank's
+        parameters need. Call it before the memory of the moments is allocated.
 
         Parameters that the optimizer updates as one flat tensor need the same moments.
 
@@ -209,8 +209,8 @@ class Loader:
     @torch.no_grad()
     def read_moments(self, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Reads this rank's shards of optimizer moments into ``moments``: flat parameter of the optimizer -> moment
-        name -> tensor. Moments that the checkpoint was saved without (``left_out``), or lacks while ``strict`` is
-        False, are unchanged.
+        name -> tensor. Moments that were not saved (``left_out``), or are missing while ``strict`` is False, do not
+        change.
         """
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 

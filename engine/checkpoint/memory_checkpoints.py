@@ -59,8 +59,8 @@ SHARED = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class HostMap:
-    """Ranks of each host, in ascending order. The copies of one host's files are stored on the host after it in this
-    order, and the last host's copies on the first.
+    """Ranks of each host, in ascending order. Each host stores copies of the files of the host before it in ``hosts``;
+    the first host stores copies of the last host's files.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -70,7 +70,7 @@ class HostMap:
         return {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
 
     def is_first(self, rank: int) -> bool:
-        """Returns True if ``rank`` is the first rank of its host, which does the work that is needed once per host."""
+        """Returns True if ``rank`` is the first rank of its host. This rank does work that is needed once per host."""
         return self.hosts[self._host_of[rank]][0] == rank
 
     def keeper(self, rank: int) -> int | None:
@@ -82,9 +82,7 @@ class HostMap:
         return following[self.hosts[host].index(rank) % len(following)] if len(self.hosts) > 1 else None
 
     def kept(self, rank: int) -> list[int]:
-        """Returns the ranks on other hosts of which this host's rank ``rank`` stores the copies of their files,
-        ascending.
-        """
+        """Returns the ranks on other hosts for which ``rank`` stores copies of their files, in ascending order."""
         return [other for other in sorted(self._host_of) if self.keeper(other) == rank]
 
 
@@ -105,7 +103,7 @@ def find_hosts(host: HostGroup, identity: str) -> HostMap:
 
 def memory_identity(shared: Path) -> str:
     """Returns a text that is equal for two processes if they share the memory folder ``shared``. Containers on one
-    machine may not share it.
+    machine can have separate folders.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -157,8 +155,7 @@ class Mirror:
         """Copies the checkpoint in the folder ``step``, which rank 0 has committed, to the memory of other hosts, and
         commits it there. Collective over the host group.
 
-        Every rank receives the manifest and block hashes. Each rank sends the files that it has written to one rank of
-        another host.
+        Every rank receives the manifest and block hashes. Each rank sends its own files to one rank of another host.
 
         Raises:
             CheckpointError: a rank has failed, or does not answer; all ranks raise the same error.

@@ -109,8 +109,8 @@ class MemoryFolder:
 
 
 def run_token(files: Files, folder: Path) -> str:
-    """Returns the random token that identifies the run in ``folder``, from a file there that is created if absent. Rank
-    0 calls it.
+    """Returns the random token that identifies the run in ``folder``. The token's file in ``folder`` is created if it
+    is missing. Rank 0 calls the function.
 
     Raises:
         CheckpointError: the token file is damaged.
@@ -130,7 +130,7 @@ def run_token(files: Files, folder: Path) -> str:
 
 def memory_folder(shared: Path, folder: Path, token: str) -> MemoryFolder:
     """Returns the memory folder of the run that saves its checkpoints into ``folder`` on disk. ``shared``: tmpfs folder
-    that contains it; ``token``: random id of the run, from :func:`run_token`.
+    that contains the memory folder; ``token``: random id of the run, from :func:`run_token`.
     """
     place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     return MemoryFolder(shared / f"trine-memory-{os.getuid()}-{place}-{token}")

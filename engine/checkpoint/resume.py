@@ -52,8 +52,8 @@ class ClientState(dict[str, Any]):
     """Dict with the user's ``client_state`` that ``load_checkpoint`` returns. Iteration over it raises EngineError;
     ``items``, ``keys`` and ``values`` work as in any dict.
 
-    The reason is code for DeepSpeed, in which the result is a pair: ``path, state = eng.load_checkpoint(...)`` would
-    assign two keys of the dict without an error.
+    With DeepSpeed, the result is a pair: ``path, state = eng.load_checkpoint(...)``. Without the error, this code would
+    assign two keys of the dict.
     """
 
     def __iter__(self) -> Iterator[str]:

@@ -100,7 +100,7 @@ class RunState:
 
     @cached_property
     def trained(self) -> tuple[ModelTensor, ...]:
-        """Trained parameters and buffers: ``tensors`` without frozen parameters."""
+        """Trainable parameters, and buffers: ``tensors`` without frozen parameters."""
         return tuple(tensor for tensor in self.tensors if tensor.row is None or tensor.row.trainable)
 
     @property
@@ -182,7 +182,7 @@ class RunState:
         }
 
     def dtype(self) -> str:
-        """Returns the dtype, by its torch name such as "bfloat16", that most bytes of the model's tensors have."""
+        """Returns the torch name, such as "bfloat16", of the dtype that most bytes of the model's tensors have."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:
             sizes[tensor.kind.dtype] = sizes.get(tensor.kind.dtype, 0) + tensor.kind.bytes

@@ -112,7 +112,7 @@ def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
 
     Raises:
         CheckpointError: a rank has failed; the ranks used different folders, or have different states of a registered
-            object or optimizer scalar; an element of a tensor was not written exactly once.
+            object, or different optimizer scalars; an element of a tensor was not written exactly once.
     """
     merged, numbers = Report(), []
     kinds: dict[str, TensorKind] = {}
@@ -203,7 +203,7 @@ class Saver:
         return other
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies all state in ``ours`` and ``contents`` that training will change into host memory, and returns the
+        """Copies into host memory all state in ``ours`` and ``contents`` that training will change, and returns the
         copy. The next call reuses the memory, so that the earlier snapshot is then invalid.
         """
         return self._snapshots.take(ours, contents)

@@ -34,7 +34,7 @@ def copy_weights(source: RunState, target: RunState) -> None:
     If ``source`` has fp32 masters, their values are copied in place of the rounded weights.
 
     Raises:
-        EngineError: the models differ, or the engines run on different ranks; on all ranks, before communication.
+        EngineError: the models differ, or the engines run on different ranks. All ranks raise, before communication.
     """
     _check(source, target)
     for flat in source.runtime.buckets:
@@ -101,7 +101,7 @@ class Image:
     name: Path | str = "the other engine"
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the pieces of tensors that ``wanted`` requests from the buffer into each request's target memory."""
+        """Reads the piece of each request in ``wanted`` from the buffer into the request's target memory."""
         for request in wanted:
             _copy(request.piece, self.kinds[request.tensor].width, self.places[request.tensor], request.target, True)
 
@@ -167,8 +167,8 @@ def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
     Collective over the world.
 
     Raises:
-        CheckpointError: a tensor has the wrong shape or is not floating-point; with ``strict``, also for a key that is
-            unknown or missing. All ranks raise, before a weight is changed.
+        CheckpointError: a tensor has the wrong shape or is not floating-point; or, with ``strict``, a key is unknown or
+            missing. All ranks raise, before a weight is changed.
     """
     told = from_first(lambda: json.dumps(_described(run, state)).encode(), run.comm, run.device)
     kinds, keys = {}, {}

@@ -119,7 +119,7 @@ class CheckpointWriter:
 
         Args:
             keep: number of checkpoints that remain in the folder; None: all.
-            without_frozen: leave out frozen parameters.
+            without_frozen: True to leave out frozen parameters.
         """
         self.drain()
         self._warn_of_unsaved_state()

@@ -28,7 +28,7 @@ ROUND = "gather round"
 
 def round_bytes(buckets: int) -> int:
     """Returns the size in bytes of the message that one rank sends in a round of agreement on extra gathers
-    (:class:`GatherRounds`): flags, a digest of its module calls, and one bit for each of ``buckets`` buckets.
+    (:class:`GatherRounds`): flags, a digest of the rank's module calls, and one bit for each of ``buckets`` buckets.
     """
     return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
 
@@ -95,17 +95,13 @@ class PassCalls:
         """Data ranks have made different calls in one of the forwards."""
 
     def begin_forward(self) -> None:
-        """Starts the record of a forward. If a backward has started since the last forward, the earlier calls are
-        discarded.
-        """
+        """Starts the record of a forward. Discards earlier calls if a backward has started since the last forward."""
         if self._reached:
             self._positions.clear()
             self._reached = self.unequal = False
 
     def begin_backward(self) -> None:
-        """Records that a backward has started. The recorded calls remain until the next forward begins, which discards
-        them.
-        """
+        """Records that a backward has started. The recorded calls remain until the next forward begins."""
         self._reached = True
 
     def note(self, position: int) -> None:
@@ -128,8 +124,8 @@ class PassCalls:
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions that the backward, which goes through the calls from the last to the first, reaches more than once,
-        or reaches after an earlier position. Their parameters may have been freed by then.
+        """Positions that the backward, from the last call to the first, reaches more than once or after a lower
+        position. The parameters at these positions may have been freed by then.
         """
         again, lowest = set(), None
         for position in reversed(self._positions):

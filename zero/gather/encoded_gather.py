@@ -48,7 +48,7 @@ def encoded_gather(flat: FlatBucket, codec: BlockCodec, weights: Tensor, ranks: 
 
 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
-    """Starts the quantized all-gather of the fp32 masters of the bucket ``flat``, which writes its parameters. The
+    """Starts the quantized all-gather of the fp32 masters of the bucket ``flat`` into the bucket's parameters. The
     bucket must have ``rounds_in_gathers``: a codec for its weights, and masters. ``label``: label of the traffic.
     """
     assert flat.master is not None and flat.codec is not None
@@ -58,9 +58,8 @@ def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
 
 
 def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """Replaces the initial parameters by quantized and decoded ones: all-gathers each bucket that has masters and a
-    quantized all-gather of its weights (``rounds_in_gathers``). A first step then computes with the same weights as a
-    resumed one.
+    """Quantizes and decodes the initial parameters, so that a new run computes with the same weights as a resumed one.
+    All-gathers each bucket that has masters and a quantized all-gather of its weights (``rounds_in_gathers``).
     """
     for flat in buckets:
         if flat.rounds_in_gathers:
@@ -68,8 +67,8 @@ def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 
 def with_codecs(buckets: Sequence[FlatBucket], formats: WireFormats, kernels: Kernels) -> tuple[FlatBucket, ...]:
-    """Returns the buckets, in which each bucket that ``formats`` gathers quantized is replaced by a copy with the codec
-    for its weights. Other buckets are returned as they are.
+    """Returns the buckets. Each bucket that ``formats`` gathers quantized is replaced by a copy with the codec for its
+    weights; other buckets are returned as they are.
     """
     found = [(flat, formats.of_weights(flat.bucket)) for flat in buckets]
     return tuple(flat if wire is None else replace(flat, codec=BlockCodec(wire, kernels)) for flat, wire in found)

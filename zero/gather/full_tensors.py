@@ -49,8 +49,9 @@ class HeldPart:
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Stores the elements of ``written`` that differ from the elements that users see now (``values`` times
-        ``factor``), divided by ``factor``. Returns True if any element differs. Synchronizes the device.
+        """Compares ``written`` with the elements as users see them (``values`` times ``factor``). Stores each element
+        that differs, divided by ``factor``, in ``values``. Returns True if any element differs. Synchronizes the
+        device.
         """
         written = written.to(self.values.device)
         changed = written != self.given()
@@ -72,7 +73,7 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedShards:
-    """This rank's shards of one kind of tensor (master weights, gradients or a moment) of all trained parameters, for
+    """This rank's shards of one kind of tensor (master weights, gradients or a moment) of all trainable parameters, for
     access by parameter name.
     """
 
@@ -141,8 +142,8 @@ def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tenso
     0 elements if only other data ranks store the parameter. At the end of the context, elements that the user has
     written are stored.
 
-    If the tensors are master weights, data ranks then compare if any has written, and all-gather only the buckets with
-    written elements. Collective.
+    If the tensors are master weights, data ranks then agree on the buckets with written elements, and all-gather only
+    these buckets. Collective.
     """
     chosen = _matching(shards, pattern)
     parts: dict[str, tuple[HeldPart, Tensor]] = {}
@@ -268,8 +269,8 @@ class ShardedModel:
 
 @contextmanager
 def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, nn.Parameter]]:
-    """Implements :meth:`engine.Engine.full_parameters`: yields full parameters by name, which the caller may write. At
-    the end of the context, each rank stores its own shards of the written parameters.
+    """Implements :meth:`engine.Engine.full_parameters`: yields name -> full parameter; the caller may write to the
+    parameters. At the end of the context, each rank stores its own shards of the written parameters.
 
     Raises:
         EngineError: a forward or backward runs, no parameter matches ``pattern``, or ranks have written different

@@ -38,8 +38,8 @@ class GatherGroups:
 
 
 def find_gather_groups(model: nn.Module, calls: Sequence[str] = (), closed: Collection[str] = ()) -> GatherGroups:
-    """Divides the modules of ``model`` into gather groups, of which all parameters are gathered together: one group for
-    each block, and groups for the modules before the first block and after the last one.
+    """Divides the modules of ``model`` into gather groups: one group for each block, and groups for the modules before
+    the first block and after the last one. All parameters of a group are gathered together.
 
     Args:
         calls: names of modules in the order in which a forward calls them.

@@ -28,8 +28,8 @@ EVERYWHERE = Turn(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class GatherOrder:
-    """Order in which the forwards and backwards of one rank use its gather groups, modules of which the sharded
-    parameters (ZeRO 3) are gathered together. A bucket is identified by its index in ``buckets``.
+    """Order in which the forwards and backwards of one rank use its gather groups (ZeRO 3). A gather group is a set of
+    modules; its sharded parameters are gathered together. A bucket is identified by its index in ``buckets``.
     """
 
     buckets: tuple[Bucket, ...]
@@ -94,11 +94,11 @@ class Gathers:
 
 
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
-    """Returns the order in which a rank with the pipeline stages ``stages`` uses its gather groups, modules of which
-    the sharded parameters are gathered together.
+    """Returns the order in which a rank with the pipeline stages ``stages`` uses its gather groups, sets of modules
+    with parameters that are gathered together.
 
-    ``fed``: stages with inputs that depend on trained parameters, so that their backward goes through all groups. The
-    backward of another stage ends at the first group with a trained parameter.
+    ``fed``: stages with inputs that depend on trainable parameters, so that their backward goes through all groups. The
+    backward of any other stage ends at the first group with a trainable parameter.
     """
     buckets = (*layout.buckets, *layout.frozen)
     called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}

@@ -68,11 +68,11 @@ class ParameterGatherer:
     """Gatherer of sharded parameters (ZeRO 3): gathers them before their modules run, and frees them afterwards.
 
     Args:
-        buckets: trained buckets, then frozen ones, numbered as in ``order``.
+        buckets: trainable buckets, then frozen ones, with the indices in ``order``.
         order: order in which buckets are needed.
         pinned: buckets that stay gathered over all passes (forwards and backwards) of a step. None: all of them,
-            gathered when the first pass begins; passes then neither gather nor agree, and data ranks may run different
-            numbers of them.
+            gathered when the first pass begins; passes then gather nothing, and their number may differ between data
+            ranks.
         comm: all-gathers over dp, label "parameters", one batch for each group of modules in each pass.
         start: callback for a gradient that arrives outside a pass; it begins the backward of this gradient.
         within: buckets with secondary shards (ZeRO++ hpZ), gathered once over dp, then within nodes.
@@ -110,8 +110,8 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the passes of a step
 
     def start(self, passes: Sequence[Action]) -> None:
-        """Sets the forwards and backwards ``passes`` of a step. Buckets that the next pass needs first then stay
-        gathered.
+        """Sets the forwards and backwards ``passes`` of a step, so that buckets that the next pass needs first stay
+        gathered between passes.
 
         Secondary shards from earlier forwards are dropped, so that the step sends the planned traffic.
         """
@@ -154,7 +154,7 @@ class ParameterGatherer:
             yield
 
     def end(self) -> None:
-        """Frees all gathered buckets after a step or its failure, including memory that graph nodes refer to."""
+        """Frees all gathered buckets after a step or its failure, including memory that autograd nodes refer to."""
         self._to_come.clear()
         self._pass, self._differentiated = None, False
         self._whole.free(self._whole.live - self._opened)
@@ -439,7 +439,7 @@ class ParameterGatherer:
         return self._pass is not None
 
     def open(self, indices: Collection[int]) -> frozenset[int]:
-        """Gathers the buckets ``indices`` between steps; returns the ones not open before. Collective over dp."""
+        """Gathers the buckets ``indices`` between steps; returns the indices not open before. Collective over dp."""
         opened = frozenset(indices) - self._opened
         self._whole.free(opened & self._whole.encoded)  # what a pass has left is rounded, and this is written back
         self._whole.ask_alike(opened, exact=True)

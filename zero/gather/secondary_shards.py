@@ -24,8 +24,8 @@ WITHIN = "parameters within nodes"
 
 @dataclass(frozen=True, slots=True)
 class SecondaryLayout:
-    """Layout of secondary shards (ZeRO++ hpZ): the buckets that have them, and the number of neighbouring data ranks on
-    a node, over which each of these buckets is divided once more.
+    """Layout of secondary shards (ZeRO++ hpZ): the buckets with secondary shards, and the number of neighbouring data
+    ranks on a node that divide such a bucket once more.
     """
 
     ranks: int = 1

@@ -42,8 +42,8 @@ class ShardArrival:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """Returns a handle to wait for instead of ``gather``, the handle of the all-gathers. It is ``gather`` itself,
-        unless no collective runs because there is one data rank; then it waits for the copies.
+        """Returns the handle to wait for, given ``gather``, the handle of the all-gathers. With several data ranks it
+        is ``gather`` itself. With one data rank no collective runs, and the returned handle waits for the copies.
         """
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
@@ -62,11 +62,11 @@ class ShardSource:
         """After the newest copy that the host has not waited for."""
 
     def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
-        """Copies the shards of ``flats`` that are in host memory into the memory of the full parameters on the device,
-        which must be allocated. The caller starts the all-gathers inside the context.
+        """Copies the shards of ``flats`` that are in host memory into the allocated memory of the full parameters on
+        the device. The caller starts the all-gathers inside the context.
 
-        ``beside``: True to overlap copies and gathers with compute, on a side stream. It must be False for quantized
-        shards, because they are encoded on the compute stream.
+        ``beside``: True to overlap copies and gathers with compute, on a side stream. Quantized shards require False,
+        because they are encoded on the compute stream.
         """
         hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
         return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
@@ -110,8 +110,8 @@ class UnshardedBuckets:
     """Memory for the full parameters of this rank's buckets (ZeRO 3): allocated for a gather, and freed after use. A
     bucket is identified by its index.
 
-    ``read(index, name)``: callback when code reads the parameter ``name`` of bucket ``index`` while it is not gathered.
-    ``within``: layout of secondary shards, by default none.
+    ``read(index, name)``: callback when code reads the parameter ``name`` of bucket ``index`` while the bucket is not
+    gathered. ``within``: layout of secondary shards, by default none.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class UnshardedBuckets:
         return frozenset(index for index, flat in enumerate(self._buckets) if flat.codec is not None)
 
     def ask(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Starts all-gathers of the buckets ``indices``, except of buckets that are gathered already, and allocates
-        their memory. One batch of collectives for each sharding axis. ``exact``: True to gather without quantization.
+        """Allocates memory for the buckets ``indices`` and starts their all-gathers, in one batch for each sharding
+        axis. Skips buckets that are gathered already. ``exact``: True to gather without quantization.
 
         If not ``exact``, buckets with a valid secondary shard are gathered in a separate batch, within the node.
         """
@@ -215,8 +215,8 @@ class UnshardedBuckets:
         """Gathers the buckets ``indices``, even ones that this rank has gathered already, because another data rank
         needs them. All data ranks must pass the same ``indices``.
 
-        Afterwards, readable are the buckets in ``wanted``, and the buckets that were readable before the call. Other
-        buckets that the call has gathered are freed.
+        Afterwards, the buckets in ``wanted`` are readable, as are the buckets that were readable before. Other buckets
+        that the call has gathered are freed.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -275,9 +275,8 @@ class UnshardedBuckets:
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
         """Frees the memory of the full parameters of the buckets ``indices``; their parameters are then not readable.
 
-        ``leave``: True if memory that other tensors, such as a user's, share stays allocated for them; secondary shards
-        are not updated then. False: the memory is freed even if autograd refers to it, because the backward gathers it
-        again.
+        ``leave``: True to leave memory allocated if other tensors, such as a user's, share it, and not to update
+        secondary shards. False to free memory even if autograd refers to it, because the backward gathers it again.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()
@@ -293,7 +292,7 @@ class UnshardedBuckets:
             self._index_of[_memory(flat.params)] = self._index_of.pop(before)
 
     def settle(self) -> None:
-        """Waits until copies of shards from host memory, which all-gathers send, have ended. The host may then
+        """Waits until all copies of this rank's shards from host memory to the device have ended. The host may then
         overwrite the shards.
         """
         if self._hosted is not None:
@@ -324,8 +323,8 @@ class UnshardedBuckets:
                     )
 
     def bucket_of(self, tensor: Tensor) -> int | None:
-        """Returns the index of the bucket in which ``tensor`` shares the memory of the full parameters; None if there
-        is none.
+        """Returns the index of the bucket that shares the memory of its full parameters with ``tensor``; None if no
+        bucket does.
         """
         with torch._C.DisableTorchFunctionSubclass():
             return self._index_of.get(_memory(tensor)) if _has_memory(tensor) else None

@@ -272,14 +272,12 @@ class MomentBuffers:
 
     @property
     def spare(self) -> bool:
-        """True if ``take`` can return a page: one is free, or ``give_back`` has returned one, which is free after its
-        write.
-        """
+        """True if ``take`` can return a page: a free page, or a page from ``give_back`` after its write has ended."""
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:
-        """Returns a free page, uint8 [size]. If none is free, waits for the oldest write, and raises its error if it
-        has failed.
+        """Returns a free page, uint8 [size]. If none is free, waits for the oldest write; raises this write's error if
+        it has failed.
         """
         if not self._free:
             page, write = self._busy.popleft()

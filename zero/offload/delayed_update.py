@@ -29,7 +29,7 @@ class DelayedUpdate:
     An update is pending from its start until its weights are on the device.
 
     Args:
-        buckets: trained buckets, all updated by the host.
+        buckets: buckets of trainable parameters; the host updates all of them.
         give: copies updated masters to the device and gathers them over dp.
     """
 

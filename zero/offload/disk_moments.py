@@ -50,8 +50,8 @@ class DiskAgreement:
         return first_rank(own, self._comm, self._device, LABEL)
 
     def sentence(self, rank: int, own: str) -> str:
-        """Returns the error message of the rank ``rank`` on all ranks. ``own``: the message of the calling rank, which
-        matters only on ``rank``. Two all-reduces: of the message's length, then of its bytes.
+        """Returns the error message of the rank ``rank`` on all ranks. ``own``: the message of the calling rank; it is
+        used on ``rank`` only. Two all-reduces: of the message's length, then of its bytes.
         """
         if self._comm.grid.world_size == 1:
             return own
@@ -73,8 +73,8 @@ FoundMoment = tuple[Tensor, str, Tensor]
 
 
 class MomentPlace(NamedTuple):
-    """Byte position and dtype, in a file with all moments of one bucket (a slot), of the moment ``name`` of the
-    optimizer tensor ``weights``.
+    """Place of one moment in a slot, a file with all moments of one bucket: byte position and dtype. The moment is
+    ``name`` of the optimizer tensor ``weights``.
     """
 
     weights: Tensor
@@ -95,7 +95,7 @@ class BucketFiles:
     the next update writes the other slot, so that a failure leaves the valid one intact.
 
     Args:
-        found: the moments, for which each slot has space.
+        found: the moments that must fit into each slot.
 
     Raises:
         EngineError: the disk is full or fails.
@@ -143,7 +143,7 @@ class BucketFiles:
 
     def start_read(self, page: Tensor, threads: Executor) -> BlocksUnderWay:
         """Starts to read the valid slot (file) into ``page``, a buffer in host memory; returns a handle. Hashes are not
-        checked if code has written to the memory-mapped views of the slot, which changes the file.
+        checked if code has written to memory-mapped views of the slot, because such writes change the file.
         """
         assert self.valid is not None
         checked = self._version == self._mapped[self.valid]._version
@@ -157,8 +157,8 @@ class BucketFiles:
             state[place.weights][place.name] = place.of(page)
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
-        """Copies the moments in ``state`` to ``page``, a host buffer, and starts to write it to the slot (file) that is
-        not valid, on ``threads``. Returns a handle. The moments in ``state`` become memory-mapped views of this slot.
+        """Copies the moments in ``state`` to ``page``, a host buffer, and starts to write the page to the invalid slot
+        (file) on ``threads``. Returns a handle. The moments in ``state`` become memory-mapped views of this slot.
         """
         now = [state[place.weights][place.name] for place in self.places]
         there = [place.of(page) for place in self.places]
@@ -201,7 +201,7 @@ class DiskMoments:
 
     Args:
         sets: the optimizer tensors of each bucket; empty for a bucket that is not on disk.
-        state: state of the optimizer.
+        state: the optimizer's moments by tensor and name.
         buffers: host memory for moments that are read, updated or written.
         agreement: collectives by which all ranks agree on disk failures; each rank has an object of this class.
     """
@@ -268,14 +268,14 @@ class DiskMoments:
     def allows(self, number: int) -> bool:
         """Returns True if the set ``number`` may be updated, because no disk failure is known.
 
-        For sets after the last one on disk, all ranks first agree, by a collective, that no disk has failed.
+        For a set after the last set on disk, a collective first finds out if a disk of any rank has failed.
         """
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
         """Loads the moments of the set ``number`` (optimizer tensors of one bucket) into host memory for its update,
-        and starts to read the next set's. Returns False if a disk failure is known, or the moments differ from the last
-        write; the set must then not be updated.
+        and starts to read the moments of the next set. Returns False if a disk failure is known, or the moments differ
+        from the last write; the set must then not be updated.
         """
         if not self._sets[number] or not self._buffers.size:
             return True
@@ -306,8 +306,8 @@ class DiskMoments:
             self._failure = error
 
     def agree(self) -> int | None:
-        """Waits for all reads and writes of this update. Returns the lowest rank with a failed disk; None if there is
-        none. One collective over the world per update; later calls return the same result without one.
+        """Waits for all reads and writes of this update. Returns the lowest rank with a failed disk; None if no disk
+        has failed. The first call in an update is a collective over the world; later calls return its result.
         """
         if self._agreed is None:
             reads = [read for _, read in self._reads.values()]

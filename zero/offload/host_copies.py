@@ -22,8 +22,8 @@ from engine.zero.layout import FlatLayout
 
 
 def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
-    """Returns the indices of the first buckets, as many as are needed to contain the share ``ratio`` (0 to 1) of all
-    trained elements.
+    """Returns the indices of the first buckets, just enough to contain the share ``ratio`` (0 to 1) of all trainable
+    elements.
 
     Gradients of the first buckets are reduced first, so that their copies to the host overlap with most of the
     backward.
@@ -74,10 +74,9 @@ class HostCopies:
 
     def follow(self, flat: FlatBucket, reduction: Pending) -> None:
         """Starts the copy of the reduced gradients of the bucket ``flat`` to the host. The copy runs on a side stream,
-        after ``reduction``, the handle of the gradients' reduction. Does nothing for a bucket that the host does not
-        update.
+        after the reduction with the handle ``reduction``. Does nothing for a bucket that the host does not update.
 
-        On a CPU device, ``wait`` makes the copy instead, because it would delay the backward.
+        On a CPU device, ``wait`` makes the copy instead, so that the backward is not delayed.
         """
         if flat.host_sums is None or self.late or (is_host(self._device) and reduction.under_way):
             return
@@ -101,8 +100,8 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the device's current stream wait for the gradient reductions after which ``follow`` copies. The host
-        does not wait.
+        """Makes the device's current stream wait for the gradient reductions that precede the copies of ``follow``. The
+        host does not wait.
         """
         if self._reduced is not None:
             self._reduced.wait()

@@ -51,7 +51,7 @@ class _Away:
 
 
 class OffloadedStates:
-    """Training state of one engine on this rank that ``offload_states`` has moved to the host. Communicates nothing."""
+    """Training state of one engine on this rank, moved to the host by ``offload_states``. Communicates nothing."""
 
     def __init__(self, inventory: StateInventory, device: torch.device) -> None:
         self._inventory, self._device = inventory, device
@@ -104,8 +104,8 @@ class OffloadedStates:
 
     def offload(self, kinds: Collection[str], pinned: bool, blocking: bool) -> None:
         """Copies the state of the kinds ``kinds``, such as "optim_states", to host memory, and frees its device memory.
-        Kinds that are in host memory already are skipped. All host memory is allocated first, so that a failure moves
-        nothing.
+        Kinds that are in host memory already are skipped. All host memory is allocated first, so that a failed
+        allocation moves nothing.
 
         Args:
             pinned: True for page-locked host memory.

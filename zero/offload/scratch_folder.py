@@ -28,8 +28,8 @@ PREFIX = "trine-moments-"
 
 
 class ScratchFolder:
-    """Temporary folder in ``parent`` for files of the rank ``rank``, with a file lock until ``close``. Creates
-    ``parent`` if it is missing, and deletes folders in it that killed engines have left.
+    """Temporary folder in ``parent`` for files of the rank ``rank``, locked until ``close``. Creates ``parent`` if it
+    is missing, and deletes folders in ``parent`` that killed engines have left.
 
     Raises:
         EngineError: the folder cannot be created.

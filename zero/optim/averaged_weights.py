@@ -28,8 +28,8 @@ FAMILY = "ema"
 
 
 def average_dtype(weights: torch.dtype) -> torch.dtype:
-    """Returns the dtype of an average of weights with the dtype ``weights``: fp32 for bf16, fp16 and fp32, so that
-    small changes are not lost, and fp64 for fp64.
+    """Returns the dtype in which averages of weights are stored: fp32 for bf16, fp16 and fp32 weights, so that small
+    changes are not lost, and fp64 for fp64 weights. ``weights``: dtype of the weights.
     """
     return torch.promote_types(weights, torch.float32)
 
@@ -58,7 +58,7 @@ class WeightAverage:
                 average.lerp_(weights, 1 - self._decay)
 
     def forget(self) -> None:
-        """Discards the averages; the next update sets them to the weights of that time."""
+        """Discards the averages. The next update starts new averages from the weights at that time."""
         self._values.clear()
 
     def tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
@@ -68,9 +68,9 @@ class WeightAverage:
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Prepares a load of averages from a checkpoint. Discards all averages, and allocates one for each optimizer
-        parameter of which ``stored`` (the checkpoint's tensors by name) has "ema/NAME". Returns the new averages as
-        ``tensors`` does, for the load to fill.
+        """Allocates the averages that a load from a checkpoint fills, and returns them as ``tensors`` does. Discards
+        all earlier averages. An optimizer parameter without "ema/NAME" in ``stored`` (the checkpoint's tensors by name)
+        gets no average.
         """
         self.forget()
         for place in self._places:
@@ -81,8 +81,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages of the elements of the bucket ``flat`` that this rank updates, as a flat tensor.
-        Elements without an average yet have their current weight.
+        """Returns the averages of the elements of the bucket ``flat`` that this rank updates, as a flat tensor. For an
+        element without an average, the tensor has the current weight.
         """
         own = [place for place in self._places if place.flat is flat]
         if not own:  # frozen
@@ -151,8 +151,8 @@ class AveragedWeights:
         self._optimizer.refresh(self._buckets)
 
     def refuse(self, call: str) -> None:
-        """Raises if the model contains the average, and the public method named ``call`` needs or overwrites the
-        trained weights. Methods that read weights for evaluation or export are allowed.
+        """Raises if the model contains the average, unless the public method named ``call`` only reads weights for
+        evaluation or export.
 
         Raises:
             EngineError: the model contains the average.

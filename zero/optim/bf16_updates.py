@@ -28,8 +28,8 @@ PIECE = 1 << 20
 
 
 class UpdateRun(NamedTuple):
-    """Consecutive elements of one parameter in an optimizer tensor (flat tensor with the shards of parameters), which
-    are updated and rounded together.
+    """Consecutive elements of one parameter that are updated and rounded together. They are a slice of an optimizer
+    tensor, a flat tensor with shards of parameters.
     """
 
     part: slice
@@ -53,16 +53,16 @@ class FullShapes:
     """Grid coordinates of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """Returns the flat indices in the full parameter ``name`` of the elements ``start:stop`` of this rank's shard
-        of it, int64 [stop - start]. The shard is that of tensor and expert parallelism, flattened, before ZeRO divides
-        it.
+        """Returns the positions of the elements ``start:stop`` of this rank's shard, as flat indices in the full
+        parameter ``name``, int64 [stop - start]. The shard is this rank's flattened part of the parameter by tensor and
+        expert parallelism; ZeRO does not divide it here.
         """
         own, lines = torch.arange(start, stop, device=device), self.lines(name, device)
         return own if lines is None else lines.index(own)
 
     def lines(self, name: str, device: torch.device) -> Lines | None:
-        """Returns the positions in the full parameter ``name`` of this rank's shard of it by tensor and expert
-        parallelism, in a compact form. Returns None if the parameter is not sharded over tensor or expert ranks.
+        """Returns the positions of this rank's shard (by tensor and expert parallelism) in the full parameter ``name``,
+        in a compact form. Returns None if the parameter is not sharded over tensor or expert ranks.
         """
         row = self.rows[name]
         if not row.sharded:

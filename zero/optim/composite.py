@@ -19,8 +19,8 @@ Groups = list[dict[str, Any]]
 
 
 class CompositeOptimizer(FlatOptimizer):
-    """Several built-in optimizers in the form of one. Each optimizer has a number, and updates the parameter groups
-    with this number in ``group["entry"]``.
+    """Several built-in optimizers that act as one. Each optimizer has a number, and updates the parameter groups with
+    this number in ``group["entry"]``.
 
     Args:
         groups: torch parameter groups; groups without parameters on this rank are empty.
@@ -77,7 +77,7 @@ class CompositeOptimizer(FlatOptimizer):
         self._part_of(weight).keep(weight, values)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of the parameter group ``group``, in the way of the optimizer that updates this
+        """Increments the step count of the parameter group ``group``, by a call of the optimizer that updates this
         group.
         """
         self.parts[group[ENTRY]].count(group)
@@ -97,8 +97,8 @@ class CompositeOptimizer(FlatOptimizer):
 
 
 class PlainComposite(torch.optim.Optimizer):
-    """Several torch optimizers in the form of one, for a run in a single process. Each has a number, and updates the
-    parameter groups with this number in ``group["entry"]``.
+    """Several torch optimizers that act as one, for a run in a single process. Each optimizer has a number, and updates
+    the parameter groups with this number in ``group["entry"]``.
     """
 
     def __init__(self, groups: Groups, makers: Sequence[Callable[[Groups], torch.optim.Optimizer]]) -> None:

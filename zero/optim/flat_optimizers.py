@@ -30,8 +30,8 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
 class UpdatePiece(NamedTuple):
-    """Slice ``part`` of a flat optimizer tensor, with parameters that had no gradient in ``missed`` earlier steps.
-    Their step count is that of the optimizer minus ``missed``.
+    """Slice ``part`` of a flat optimizer tensor. The parameters in the slice had no gradient in ``missed`` earlier
+    steps, so their step count is the optimizer's step count minus ``missed``.
     """
 
     part: slice
@@ -73,7 +73,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the state tensors with one number per weight, such as "exp_avg", that this optimizer makes in its
+        """Names of the state tensors with one value per weight, such as "exp_avg", that this optimizer makes in its
         first step.
         """
         return ()
@@ -237,8 +237,8 @@ class FusedAdam:
         rule: AdamRule,
         pieces: Sequence[UpdatePiece] | None,
     ) -> None:
-        """Launches Adam's update of ``weights`` and ``moments`` (first, second) from ``weights.grad``. It launches one
-        kernel for each slice; with stochastic rounding, one for each parameter.
+        """Launches Adam's update of ``weights`` and ``moments`` (first, second) from ``weights.grad``. Each slice takes
+        one kernel; with stochastic rounding, each parameter takes one kernel.
 
         ``step``: number of this update, from 1. ``pieces``: slices to update; None: one slice with all elements.
         """
@@ -320,7 +320,7 @@ def adam_rule(group: Mapping[str, Any]) -> AdamRule:
 
 
 class FlatSGD(FlatOptimizer):
-    """SGD over flat tensors. It stores a momentum buffer with one number per weight, or nothing without momentum."""
+    """SGD over flat tensors. It stores a momentum buffer with one value per weight, or nothing without momentum."""
 
     def __init__(
         self,
@@ -377,8 +377,8 @@ _COUNTED = ("step", "lr", "betas")
 
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
-    """Copy of an optimizer's step counts, learning rates and betas before an update. It restores them if the device
-    then skips the update.
+    """Copy of an optimizer's step counts, learning rates and betas from before an update, to restore them if the device
+    skips this update.
     """
 
     groups: tuple[Mapping[str, Any], ...]

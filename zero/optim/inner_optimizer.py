@@ -68,8 +68,8 @@ def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_own_step(*_: object) -> None:
-    """Raises EngineError. It is called if user code calls ``step`` of the engine's optimizer, which would use gradients
-    that are not reduced over ranks yet.
+    """Raises EngineError in place of a step, if user code calls ``step`` of the engine's optimizer. The step would use
+    gradients that are not reduced over ranks yet.
 
     Raises:
         EngineError: always.
@@ -81,8 +81,8 @@ def refuse_own_step(*_: object) -> None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
-    """Checks that ``optimizer`` updates each element independently of other elements, because it gets shards of
-    parameters. ``by``: name of the setting that shards them, for the message.
+    """Checks that ``optimizer`` updates each element independently of other elements, so that it can update shards of
+    parameters. ``by``: name of the setting that shards the parameters, for the message.
 
     Raises:
         ConfigError: the class is neither a known one nor marked ``elementwise``.

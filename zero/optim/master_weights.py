@@ -47,9 +47,9 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
     and the factor that averages and clips the summed gradient. Arguments are as in ``gradient_norm`` and
     ``clip_factor``.
 
-    On a GPU, the results are bitwise equal to ``gradient_norm``, and to ``clip_factor`` divided by ``weight``. They are
-    quotients of two tensors, which a GPU rounds once; a quotient by a Python number is a product with its reciprocal.
-    (On a CPU, torch's square root misses the last bit of one number in a hundred.)
+    On a GPU, the results are bitwise equal to ``gradient_norm``, and to ``clip_factor`` divided by ``weight``. The
+    divisors are tensors: to divide by a Python number, a GPU multiplies by the reciprocal, and so rounds twice. (On a
+    CPU, torch's square root has a wrong last bit for one number in a hundred.)
     """
     one = torch.ones_like(weight)
     norm = sum_of_squares.sqrt() / weight
@@ -59,9 +59,9 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
 
 @torch.no_grad()
 def sync_masters(flat: FlatBucket) -> None:
-    """Copies parameter elements that user code has written since the last update from the bucket ``flat`` into its fp32
-    master weights. Other elements of the masters do not change. Waits for the device only if the masters are in host
-    memory.
+    """Copies into the fp32 master weights of the bucket ``flat`` the parameter elements that user code has written
+    since the last update. Other elements of the masters do not change. Waits for the device only if the masters are in
+    host memory.
     """
     if flat.master is None:
         return
@@ -99,8 +99,8 @@ def full_weights(
     """Yields (name, full values) of each parameter, bucket by bucket, gathered over dp. The values come from the fp32
     masters if there are any. A tensor may be a view of the live parameters.
 
-    ``average``: function that returns other values for the elements of a bucket that this rank updates, as a flat
-    tensor.
+    ``average``: function that returns values to use in place of the weights that this rank updates in a bucket, as a
+    flat tensor.
 
     Collective: each bucket with sharded masters or parameters takes one all-gather over dp, label "full state". Every
     rank must consume all items.
@@ -119,8 +119,8 @@ def full_weights(
 
 
 def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Copies parameter elements that user code has written into the fp32 masters, for the buckets with a quantized
-    all-gather of their weights (``rounds_in_gathers``). Ignores other buckets.
+    """Copies into the fp32 masters the parameter elements that user code has written. Ignores buckets without a
+    quantized all-gather of their weights (``rounds_in_gathers``).
     """
     for flat in filter(lambda each: each.rounds_in_gathers, buckets):
         sync_masters(flat)

@@ -13,8 +13,8 @@ from engine.zero.optim.flat_optimizers import UpdatePiece
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
-    """Tensor that the inner (torch) optimizer updates, with its gradient. It contains the elements ``part`` of the flat
-    bucket ``flat``.
+    """Tensor that the inner (torch) optimizer updates, with the tensor's gradient. The tensor contains the elements
+    ``part`` of the flat bucket ``flat``.
     """
 
     parameter: nn.Parameter
@@ -54,8 +54,8 @@ WholeShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
 class WholeUpdates(Protocol):
-    """Interface of the updates of parameters as a whole, which optimizers such as Muon and Adafactor need although the
-    parameters are sharded. They run across ranks, after the optimizer's step has visited all buckets.
+    """Interface of objects that update sharded parameters as a whole, for optimizers such as Muon and Adafactor. The
+    updates run across ranks, after the optimizer's step has visited all buckets.
     """
 
     @property
@@ -64,8 +64,8 @@ class WholeUpdates(Protocol):
 
     @property
     def by_owner(self) -> bool:
-        """True if one rank, the owner, stores the state of a parameter that does not have its shape. False if every
-        rank with a shard of the parameter stores it.
+        """True if each state tensor that does not have its parameter's shape is stored by one rank, the owner. False if
+        every rank with a shard of the parameter stores the tensor.
         """
 
     @property
@@ -179,7 +179,7 @@ def parameter_parts(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, .
     """Yields (index of the parameter group, slice of the bucket, (elements,)) for the elements of each parameter that
     this rank updates.
 
-    If this rank updates only padding, yields that, so that every rank has optimizer state and takes part in the
+    If this rank updates only padding, yields the padding, so that every rank has optimizer state and takes part in the
     collectives of other ranks.
     """
     owned = [(slot, max(slot.start, flat.owned.start), min(slot.stop, flat.owned.stop)) for slot in flat.bucket.slots]

@@ -147,9 +147,9 @@ class ShardedOptimizer:
         self._rounding = inner.rounding = rounding
 
     def use_disk_moments(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
-        """Stores the moments of the buckets that the host updates in files in ``folder``. ``buffers``: host memory
-        through which they are read and written. ``device``: device for the collectives by which the ranks agree on disk
-        failures.
+        """Stores moments in files in ``folder``, for the buckets that the host updates. ``buffers``: host memory
+        through which the moments are read and written. ``device``: device for the collectives by which the ranks agree
+        on disk failures.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -166,8 +166,8 @@ class ShardedOptimizer:
         self.disk = DiskMoments(folder, sets, self.inner.state, buffers, DiskAgreement(self._comm, device))
 
     def delay(self) -> None:
-        """Makes every later update run on the host while the device computes the next step. All buckets must be ones
-        that the host updates.
+        """Makes every later update run on the host while the device computes the next step. The host must update all
+        buckets.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -185,8 +185,7 @@ class ShardedOptimizer:
 
     def end_delayed(self) -> None:
         """Waits for the delayed update at the end of the engine, and copies the new weights of this rank's shards to
-        the device. Communicates nothing, so this rank's copies of other ranks' shards have the weights before the
-        update.
+        the device. Communicates nothing, so this rank's copies of other ranks' shards are one update old.
         """
         if self.delayed is None:
             return
@@ -312,8 +311,8 @@ class ShardedOptimizer:
         tell_autograd(buckets)
 
     def scales_in_place(self, flat: FlatBucket) -> bool:
-        """Returns True if ``step`` multiplies the gradients in the bucket's own memory. False if it scales their copy
-        on the host, or fp32 copies during stochastic rounding.
+        """Returns True if ``step`` multiplies the gradients in the bucket's own memory. False if it scales a copy of
+        the gradients: on the host, or in fp32 for stochastic rounding.
         """
         return flat.host_sums is None and self._scales(flat)
 

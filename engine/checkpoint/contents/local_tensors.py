@@ -75,7 +75,7 @@ def _region(row: ShardRow, ranges: Sequence[Range], holder: ShardHolder) -> Part
 
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
     """Returns the rows of the parameter ``row`` that the ranks at the grid coordinates ``holder`` (pp, tp, ep) save.
-    Rows that several tensor ranks have are saved by the first of these ranks only. Returns None if the ranks save no
+    Rows that several tensor ranks have are saved by the first of these ranks only. Returns None if these ranks save no
     row of the parameter.
     """
     first = [each for each in row.ranges if each.holders[0] == holder.tp]
@@ -220,7 +220,7 @@ class LocalTensors:
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """Flat buckets (tensors that concatenate parameters) of this rank's trained and frozen parameters."""
+        """Flat buckets (tensors that concatenate parameters) of this rank's trainable and frozen parameters."""
         return self.inventory.buckets
 
     @property
@@ -343,17 +343,16 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Returns the position in a buffer of ``own``, elements of one parameter, as a slice. The buffer contains the
-    elements ``owned`` of a flat bucket (tensor that concatenates parameters); ``slot`` is the parameter's range in the
-    bucket.
+    """Returns the slice of a buffer that contains ``own``, elements of one parameter. The buffer has the elements
+    ``owned`` of a flat bucket (tensor that concatenates parameters); ``slot`` is the parameter's range in the bucket.
     """
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 
 
 @torch.no_grad()
 def copy_shared(source: Tensor, held: Piece, target: Tensor, wanted: Piece) -> None:
-    """Copies elements between flat tensors of the same parameter. ``source`` contains the piece ``held``, ``target``
-    the piece ``wanted``; their common elements are copied.
+    """Copies elements from the flat tensor ``source``, the piece ``held`` of a parameter, to the flat tensor
+    ``target``, the piece ``wanted`` of this parameter: the elements that the two pieces have in common.
     """
     if held == wanted:
         target.copy_(source)

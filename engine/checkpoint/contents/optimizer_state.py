@@ -177,8 +177,8 @@ def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: obj
 
 
 def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the parameters that the saved run has updated at least once. ``stored``: the optimizer entry
-    of the checkpoint's manifest, which a built-in optimizer has saved.
+    """Returns the names of the parameters that the saved run has updated at least once. ``stored``: the manifest's
+    entry for the optimizer, which must be a built-in one.
     """
     missed = stored.get("missed", {})
     updates = {name: each.get("options", {}).get("step", 0) for each in stored["groups"] for name in each["params"]}
@@ -186,8 +186,8 @@ def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
 
 
 class Families:
-    """Names of the optimizer moments, such as "exp_avg", that a checkpoint must have for each parameter. A moment that
-    one parameter of a group has is expected for all of the group, so that a missing moment is found.
+    """Names of the optimizer moments, such as "exp_avg", that a checkpoint must have for each parameter. If one
+    parameter of a group has a moment, all parameters of the group must have it, so that a missing moment is found.
     """
 
     def __init__(
@@ -311,8 +311,8 @@ def _restored(number: Sequence[Any], device: torch.device) -> Any:
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the saved run, to which a saved learning-rate scheduler belongs, had other parameter
-    groups than this run has. ``stored``: the optimizer entry of the checkpoint's manifest.
+    """Raises CheckpointError if the saved run had other parameter groups than this run has, because the saved
+    learning-rate scheduler then does not fit. ``stored``: the optimizer entry of the checkpoint's manifest.
     """
     sources, count = _sources(optimizer, table, stored), len(stored["groups"])
     if len(sources) != count or any(source not in (index, None) for index, source in enumerate(sources)):

@@ -26,7 +26,7 @@ METADATA = {"format": "pt"}
 @dataclass(frozen=True, slots=True)
 class Contents:
     """Metadata of a checkpoint for its manifest: step, counters, configuration and optimizer groups, but no tensors.
-    Every rank makes one; the manifest contains that of rank 0.
+    Every rank makes this metadata; the manifest contains the metadata of rank 0.
     """
 
     step: int
@@ -111,8 +111,8 @@ class Messages:
 
 
 class Snapshots:
-    """Maker of one rank's snapshots (copies of its state in host memory). It also puts weights that other ranks send
-    into a snapshot's image of the model file, the bytes of this rank's file in ``model/``.
+    """Maker of one rank's snapshots (copies of its state in host memory). It also copies weights from other ranks into
+    a snapshot's image (bytes) of the model file, this rank's file in ``model/``.
     """
 
     def __init__(self, ownership: SaveOwnership, tensors: Sequence[ModelTensor], rank: int) -> None:
@@ -126,7 +126,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies all state of this rank that training will change into host memory, and returns the copy. The next call
+        """Copies into host memory all state of this rank that training will change, and returns the copy. The next call
         reuses the memory, so that the earlier snapshot is then invalid. Communicates nothing.
         """
         weights = {held.tensor: held for held in ours.weights}

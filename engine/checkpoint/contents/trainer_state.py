@@ -46,8 +46,8 @@ class Stateful(Protocol):
 class TrainerState:
     """Counters, registered objects and random generators of a run: its state without the model and the optimizer.
 
-    A load restores them before the model exists. The reason is that the model may be built when its first batch
-    arrives; the batch comes from a sampler, which must have its restored position then.
+    A load restores this state before the model exists: the model may be built when its first batch arrives, and the
+    sampler of this batch must have its restored position by then.
     """
 
     update: Update

@@ -33,7 +33,7 @@ def convert(folder: Path, out: Path, weights_only: bool = False) -> Path:
     checkpoint, a subfolder of ``out``.
 
     Args:
-        weights_only: True to leave out optimizer state, because some files do not name its parameters.
+        weights_only: True to leave out optimizer state, for files that do not name the parameters of the state.
 
     Raises:
         CheckpointError: ``folder`` has no checkpoint of a known engine, or is damaged; the disk is full.

@@ -49,8 +49,8 @@ _OWN = frozenset({
 
 
 def count_of(state: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Returns the counter ``key`` of ``state``, the dict in a DeepSpeed file; ``default`` if it is missing. A value
-    that is not an integer >= 0 raises CheckpointError.
+    """Returns the counter ``key`` of ``state``, the dict in a DeepSpeed file; ``default`` if the counter is missing. A
+    value that is not an integer >= 0 raises CheckpointError.
     """
     value = state.get(key, default)
     return numbers_of([default if value is None else value], key)[0]
@@ -83,7 +83,8 @@ def first_flat(options: Mapping[str, Any], index: int) -> int:
 
 def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
     """Returns the state of a DeepSpeed dynamic loss scaler as the dict that this engine saves: "value" (the scale),
-    "forgiven" (overflows that have not lowered the scale) and "good" (steps without overflow). None for a fixed scale.
+    "forgiven" (number of overflows that have not lowered the scale) and "good" (number of steps without overflow). None
+    for a fixed scale.
     """
     if not isinstance(scaler, PickledObject) or scaler.get("dynamic") is not True:
         return None

@@ -178,7 +178,7 @@ COMMON = "optimizer_state.pt"
 
 @dataclass(frozen=True, slots=True)
 class UniversalFolder:
-    """Contents of a universal DeepSpeed checkpoint: trained weights, moments, optimizer groups."""
+    """Contents of a universal DeepSpeed checkpoint: trainable weights, moments, optimizer groups."""
 
     tensors: Mapping[str, SpannedTensor]
     groups: list[ParameterGroup]
@@ -190,7 +190,7 @@ def read_universal(files: Files, folder: Path, shapes: Shapes, others: set[str])
     with a file for the weight and for each moment.
 
     Args:
-        shapes: trained parameters by group, from the model's file; if empty, all in the folder form one group.
+        shapes: trainable parameters by group, from the model's file; if empty, all parameters form one group.
         others: names of buffers, and second names of tied parameters, which have subfolders too and are skipped.
     """
     known = {name: shape for group in shapes for name, shape in group.items()}

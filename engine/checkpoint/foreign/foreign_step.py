@@ -83,7 +83,7 @@ class ForeignStep:
         return self.step
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the pieces of tensors that ``wanted`` requests from the files into each request's target memory."""
+        """Reads the piece of each request in ``wanted`` from the files into the request's target memory."""
         read_spans(self._files, self._tensors, wanted)
 
     def check_file(self, file: str) -> None:

@@ -60,7 +60,7 @@ def read_pickle(
         what: name of the file, for messages.
         call: function that returns the value of a constructor or function call in the pickle; by default, a
             ``PickledObject``.
-        persistent: function from a persistent id, by which torch refers to storages, to its value.
+        persistent: function that returns the value of a persistent id; torch refers to storages by such ids.
 
     Raises:
         CheckpointError: the pickle is damaged, or has opcodes that torch does not write.

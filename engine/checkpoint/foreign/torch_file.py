@@ -59,8 +59,8 @@ class TorchTensor:
     strides: tuple[int, ...]
 
     def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
-        """Returns the position in the file of ``piece``, a piece of a parameter. Its elements are consecutive in this
-        tensor, from element ``first`` on. ``tensor`` names the parameter in messages.
+        """Returns the position of ``piece``, a piece of a parameter, in the file. The piece's elements are consecutive
+        in this tensor, from element ``first`` on. ``tensor`` names the parameter in messages.
 
         Raises:
             CheckpointError: the elements are not contiguous, or too few.
@@ -130,7 +130,7 @@ def read_torch_file(files: Files, path: Path, start: int = 0, size: int | None =
         start, size: range of bytes within ``path`` that contains the saved file; by default, all of it.
 
     Raises:
-        CheckpointError: the file is damaged, compressed, in torch's format before 1.6, or of a big-endian machine.
+        CheckpointError: the file is damaged, compressed, in torch's format before 1.6, or from a big-endian machine.
     """
     with opened(files, path.parent, path.name) as file:
         size = files.size(file) - start if size is None else size
@@ -221,7 +221,7 @@ _PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebui
 
 def call_of_torch(name: PickledName, arguments: tuple[Any, ...]) -> Any:
     """Returns the value of a call of the function ``name`` in the pickle of a ``torch.save`` file: a tensor, dict, list
-    or tuple. Calls of functions other than these constructors become a ``PickledObject``.
+    or tuple if the function makes one, otherwise a ``PickledObject``.
     """
     match str(name).replace("__builtin__.", "builtins."), arguments:  # the name of Python 2, which protocol 2 still has
         case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):
@@ -276,7 +276,7 @@ def _is_natural(value: Any) -> bool:
 
 
 def value_dict(value: Any, what: str) -> dict[Any, Any]:
-    """Returns ``value`` if it is a dict. Raises CheckpointError, which names the source, for another type."""
+    """Returns ``value`` if it is a dict. Otherwise raises a CheckpointError that names the source ``what``."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{what} has a {type(value).__name__} in place of a dict: it is damaged; {COPY_AGAIN}")
     return value

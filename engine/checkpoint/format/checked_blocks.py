@@ -86,8 +86,8 @@ Check = Callable[[memoryview, int], None]
 
 
 class ChunkReader:
-    """Reader of open files in chunks of at most ``size`` bytes, a whole number of pages. Two threads read and check the
-    chunks.
+    """Reader of open files in chunks of at most ``size`` bytes; ``size`` must be a multiple of the page size. Two
+    threads read and check the chunks.
     """
 
     def __init__(self, files: Files, size: int) -> None:
@@ -96,12 +96,12 @@ class ChunkReader:
         self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first read and end with the reader
 
     def read(self, file: int, target: ByteRange, start: int, check: Check) -> int:
-        """Fills ``target`` with bytes of the open file, from offset ``start`` on, which must be a multiple of the page
-        size. Calls the callback ``check`` with each chunk and its offset in the file. Returns the number of bytes read.
+        """Fills ``target`` from offset ``start`` of the open file on; ``start`` must be a multiple of the page size.
+        Calls the callback ``check`` with each chunk and its offset in the file. Returns the number of bytes read.
 
         Raises:
             OSError: the disk failed, or the file is too short. An error of ``check`` is raised as it is; of several
-                errors, the first in the file is raised.
+                errors, the one at the lowest offset is raised.
         """
 
         def one(begin: int) -> int:

@@ -15,7 +15,7 @@ from engine.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Piece (elements) of a tensor that is contiguous in a file, with the file's path and the offset of the piece."""
+    """Contiguous range of a file that contains a piece (elements) of a tensor: path, offset in bytes, and piece."""
 
     path: Path
     start: int
@@ -23,8 +23,8 @@ class FileSpan:
     piece: Piece
 
     def slice_of(self, index: int, kind: TensorKind) -> "FileSpan | None":
-        """Returns the part of this span that is in slice ``index`` of the tensor along dim 0; None if they share no
-        element. ``kind``: dtype and shape of one slice.
+        """Returns the part of this span that is in slice ``index`` of the tensor along dim 0; None if span and slice
+        share no element. ``kind``: dtype and shape of one slice.
         """
         part = self.piece.part
         if part.dim == 0:  # adjacent rows of the first dim: contiguous elements of the full tensor
@@ -50,8 +50,8 @@ class SpannedTensor:
 
 
 def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Iterable[ReadRequest]) -> None:
-    """Copies the pieces that ``wanted`` requests from the files of ``tensors`` into their target memory. Reads only the
-    needed bytes.
+    """Reads the piece of each request in ``wanted`` from the files of ``tensors`` into the request's target memory.
+    Reads only the needed bytes.
 
     Raises:
         CheckpointError: a file ends too early, or the pieces of a tensor lack some of its elements.

@@ -75,7 +75,7 @@ class Files:
             os.close(file)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Renames a file or folder within a file system; an existing file is replaced, an existing folder is not."""
+        """Renames a file or folder within a file system; replaces an existing file, but not an existing folder."""
         os.rename(path, target)
 
     def unlink(self, path: Path, parent: int | None = None) -> None:
@@ -95,7 +95,7 @@ class Files:
         descriptor. Links are not followed.
 
         Raises:
-            CheckpointError: it is a link, a folder or a device, or its path contains a link.
+            CheckpointError: ``name`` is a link, a folder or a device, or its path contains a link.
         """
         folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -150,8 +150,8 @@ class Files:
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
         """Fills ``target`` from byte ``offset`` of an open file on, without the page cache (O_DIRECT), so that data
-        that is read once evicts nothing from it. Returns the number of bytes read, which is smaller than ``target``
-        only at the end of the file.
+        needed only once evicts nothing from the cache. Returns the number of bytes read, which is smaller than
+        ``target`` only at the end of the file.
 
         ``target`` must begin at a page boundary; its length and ``offset`` must be multiples of the page size.
         """

@@ -25,9 +25,7 @@ T = TypeVar("T")
 
 
 class ImageMemory:
-    """Host buffers by name, which each snapshot uses again. A buffer grows to the largest size that was requested, and
-    never shrinks.
-    """
+    """Host buffers by name, reused by each snapshot. A buffer grows to the largest requested size and never shrinks."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, mmap.mmap] = {}
@@ -153,8 +151,8 @@ def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yields consecutive ``items`` in lists of at most ``limit`` bytes in total, by ``size_of``. An item above the
-    limit has a list of its own.
+    """Yields consecutive ``items`` in lists of at most ``limit`` bytes each. ``size_of`` returns the bytes of an item;
+    an item above the limit has a list of its own.
     """
     batch: list[T] = []
     size = 0

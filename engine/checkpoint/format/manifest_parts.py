@@ -53,8 +53,8 @@ ReadPart = Callable[[str, int], bytes | bytearray]
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Compact index entry for consecutive pieces of equal size of a tensor, such as the shards of all data ranks. Piece
-    i is in the file with the number ``file + i * step``.
+    """Compact index entry for consecutive pieces of a tensor, all of equal size, such as the shards of all data ranks.
+    Piece i is in the file with the number ``file + i * step``.
     """
 
     run: PieceRun

@@ -40,9 +40,7 @@ class Part:
 
     @property
     def box(self) -> tuple[int, ...]:
-        """Shape of the full tensor, except that the first dim has only the rows in the range ``outer``, if that is
-        given.
-        """
+        """Shape of the full tensor. If ``outer`` is given, the first dim has only the rows in this range."""
         if self.outer is None:
             return self.shape
         return (self.outer[1] - self.outer[0], *self.shape[1:])

@@ -210,8 +210,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def shard_bytes(size: int | str) -> int:
-    """Returns ``size`` in bytes. ``size`` is a number of bytes, or a text such as "5GB" (10^9) or "512MiB" (2^20), as
-    transformers accepts them.
+    """Returns ``size`` in bytes. ``size`` is a number of bytes, or a text such as "5GB" (10^9) or "512MiB" (2^20) that
+    transformers accepts.
 
     Raises:
         EngineError: the size is malformed or not above 0.

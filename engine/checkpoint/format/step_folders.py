@@ -104,8 +104,8 @@ def read_manifest(files: Files, step: Path) -> Manifest:
     COMMIT of this folder.
 
     Raises:
-        CheckpointError: COMMIT is missing, the manifest differs from the committed one, or its step is not that in the
-            folder's name.
+        CheckpointError: COMMIT is missing, the manifest differs from the committed one, or its step differs from the
+            step in the folder's name.
     """
     text = read_all(files, step, COMMIT, _SMALL)
     commit = Fields(parse(text, str(step / COMMIT)), str(step / COMMIT))
@@ -135,7 +135,7 @@ def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping
     """Writes the files ``manifest.json`` and then ``COMMIT`` into the folder ``step``, each with fsync.
 
     ``slices``: file name -> position of the file's block hashes. If it is given, and ``manifest`` has many pieces, the
-    manifest is split into index files, so that a rank that loads reads only some of them.
+    manifest is split into index files, so that a loading rank reads only some of the files.
     """
     if slices is not None and sum(len(tensor.pieces) for tensor in manifest.tensors.values()) > WHOLE_PIECES:
         data, parts = to_parts(manifest, slices)
@@ -184,7 +184,7 @@ def commit(files: Files, written: Path, step: int) -> Path:
 
 
 def point_to(files: Files, step: Path, attempt: str) -> None:
-    """Writes the name of the checkpoint ``step`` as the newest one into the run's file ``latest``. ``attempt`` is the
+    """Writes the name of the checkpoint ``step``, the newest one, into the run's file ``latest``. ``attempt`` is the
     random id of the save.
     """
     hint = step.parent / f"latest.tmp-{attempt}"

@@ -69,7 +69,7 @@ class OpenCheckpoint(Protocol):
         """Folder of the checkpoint, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the pieces of tensors that ``wanted`` requests from the files into each request's target memory."""
+        """Reads the piece of each request in ``wanted`` from the files into the request's target memory."""
 
     def check_file(self, file: str) -> None:
         """Reads the file ``file`` of the checkpoint and checks the hash of every block. Does nothing if the checkpoint,
@@ -105,7 +105,7 @@ class StepReader:
         """Dtype and shape of every stored tensor."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies the pieces of tensors that ``wanted`` requests from the files into the target memory of each request.
+        """Reads the piece of each request in ``wanted`` from the files into the request's target memory.
 
         Raises:
             CheckpointError: names the damaged file, and the tensor in the damaged block.
@@ -164,7 +164,7 @@ class StepReader:
         return {key: (kind, data.data[start : start + kind.bytes]) for key, (kind, start) in header.items()}
 
     def kind_of(self, stored: StoredPiece) -> TensorKind:
-        """Returns dtype and shape of the file's tensor that contains the piece ``stored``."""
+        """Returns dtype and shape of the safetensors entry that contains the piece ``stored``."""
         return self._header(stored.file)[stored.key][0]
 
     @property

@@ -14,7 +14,7 @@ def decode_json(data: bytes | bytearray) -> Any:
     """Decodes UTF-8 JSON text and returns its value. Duplicate keys, NaN and infinity are errors.
 
     Raises:
-        ValueError: the text is not valid UTF-8 or JSON, or has one of these.
+        ValueError: the text is not valid UTF-8 or JSON, or has a duplicate key, NaN or infinity.
         RecursionError: the value is nested too deeply.
     """
     return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
@@ -94,8 +94,8 @@ class Fields:
 
 
 def natural(value: Any, what: str) -> int:
-    """Returns ``value`` if it is an integer from 0 to 2^63 - 1. Raises CheckpointError, which names the source,
-    otherwise.
+    """Returns ``value`` if it is an integer from 0 to 2^63 - 1. Otherwise raises a CheckpointError that names the
+    source ``what``.
     """
     if type(value) is not int or not 0 <= value < 2**63:
         raise CheckpointError(

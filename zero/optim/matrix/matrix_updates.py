@@ -60,7 +60,7 @@ class MatrixRound:
 @dataclass(frozen=True, kw_only=True)
 class MatrixRoutes:
     """Plan that assigns each matrix to an owner, the rank that updates it, and divides the matrices into rounds. It
-    covers the matrices of one pipeline and tensor coordinate, on the data ranks that divide each bucket among them.
+    covers the matrices of one pipeline and tensor coordinate, and the data ranks that divide their buckets.
     """
 
     rows: Mapping[str, ShardRow]
@@ -153,8 +153,8 @@ class MatrixUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all matrices from the update directions that the optimizer's step has stored. Yields the names of the
-        matrices that are done, or an empty set while a round is in progress.
+        """Updates all matrices from the update directions that the optimizer's step has stored. Yields the names of
+        matrices that are updated, or an empty set while a round is in progress.
 
         Matrices in ``unused``, which have no gradient in this step, do not change. ``missed``: matrix name -> number of
         earlier updates without a gradient.
@@ -269,9 +269,8 @@ class _Step:
 
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
-    """Runs several rounds overlapped; each is an iterator that yields a result after each of its phases. Repeatedly
-    starts one more round, and then advances every started round by one phase, the latest first. Yields the results of
-    all phases.
+    """Runs ``rounds`` overlapped. Each round is an iterator that yields a result after each of its phases. Repeatedly
+    starts one more round, and then advances every started round by one phase, the latest first. Yields all results.
     """
     waiting, begun = iter(rounds), list[Iterator[Made]]()
     while True:

@@ -22,8 +22,8 @@ Shape = tuple[int, ...]
 
 
 def declares_whole(given: object) -> bool:
-    """Returns True if the user's optimizer declares ``whole_parameters = True``. ``given`` may be its class, an
-    instance, or a function that makes one.
+    """Returns True if the user's optimizer declares ``whole_parameters = True``. ``given``: the optimizer, its class,
+    or a function that makes the optimizer.
     """
     if getattr(given, "whole_parameters", False):
         return True
@@ -54,8 +54,8 @@ class OwnWholeRule:
         return prod(shape)
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
-        """Returns the shapes of the tensors that the user's optimizer stores for a parameter of ``shape``, by name. A
-        number has shape ().
+        """Returns the state that the user's optimizer stores for a parameter of ``shape``, as state name -> shape.
+        State that is a number has shape ().
         """
         return {name: tuple(getattr(value, "shape", ())) for name, value in self._state(shape).items()}
 
@@ -137,8 +137,8 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """Optimizer over shards of parameters, in place of the user's optimizer, which can update only whole parameters. It
-    has the user's parameter groups and options.
+    """Optimizer over shards of parameters. It replaces the user's optimizer, which can update only whole parameters,
+    and has the same parameter groups and options.
     """
 
     reads_weights = True

@@ -54,8 +54,8 @@ class OwnerRoute:
 
     @cached_property
     def message(self) -> int:
-        """Number of elements in the largest message between two members; all messages are padded to it. 0 if no member
-        has to send anything.
+        """Number of elements in the largest message between two members; all messages are padded to this number. 0 if
+        no member has to send anything.
         """
         places = range(len(self.members))
         sums = [
@@ -81,8 +81,8 @@ class OwnerRoute:
 
 
 def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Chooses an owner rank for each matrix, and returns matrix name -> rank. It prefers ranks that store many of the
-    matrix's elements, among the ranks with less work than a fair share.
+    """Chooses an owner rank for each matrix, and returns matrix name -> rank. Among the ranks with less than a fair
+    share of the work, it prefers ranks that store many of the matrix's elements.
 
     A fair share is 1 / N of the work for N ranks; no owner exceeds it by more than one matrix.
 
@@ -109,12 +109,12 @@ def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]])
 def rounds_of(
     owners: Mapping[str, int], costs: Mapping[str, int], held: Mapping[str, Sequence[int]], order: Sequence[str]
 ) -> list[list[str]]:
-    """Divides the matrices into rounds with about the same work for every owner in each round. Returns the names in
+    """Divides the matrices into rounds, so that an owner has about the same work in every round. Returns the names in
     each round.
 
-    There are at most 4 rounds. There are fewer if owners have fewer matrices, or if padding would make the messages of
-    all rounds exceed 1.25 times the messages of a single round. There are more if an owner would otherwise gather more
-    than 2^24 elements in one round.
+    There are at most 4 rounds. There are fewer if no owner has 4 matrices, or if padding would make the messages of all
+    rounds exceed 1.25 times the messages of a single round. There are more if an owner would otherwise gather more than
+    2^24 elements in one round.
 
     Args:
         owners: owner rank of each matrix.

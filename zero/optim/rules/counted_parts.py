@@ -86,8 +86,9 @@ class CountedPart:
 def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
-    """Yields the elements of each parameter in each optimizer tensor of ``places`` that is also in ``due``. Each item
-    also states which of its elements this rank adds to sums, so that no element is added by two ranks.
+    """Yields one item for each parameter with elements in an optimizer tensor of ``places``; tensors that are not in
+    ``due`` are skipped. Each item states which elements this rank adds to sums, so that no element is added by two
+    ranks.
     """
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}

@@ -55,7 +55,8 @@ def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping
 @contextmanager
 def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
     """Yields the optimizer's moments for reads and in-place writes: flat parameter of the optimizer -> moment name ->
-    tensor. At the end of the context, writes are stored, also to moments that the optimizer stores encoded.
+    tensor. At the end of the context, moments that the optimizer stores encoded are encoded again, so that writes are
+    not lost.
     """
     state = element_state(optimizer)
     yield state
@@ -64,7 +65,7 @@ def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
 
 def state_names(optimizer: ShardedOptimizer) -> list[str]:
     """Returns the sorted names of the optimizer's moments, such as "exp_avg", that exist on this rank. If several
-    optimizers are combined, returns the names of all, even if this rank has no elements of some.
+    optimizers are combined, includes the moments of each, even of an optimizer that updates nothing on this rank.
     """
     if optimizer.delayed is not None:
         optimizer.delayed.join()

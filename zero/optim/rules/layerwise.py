@@ -85,7 +85,7 @@ class FlatLamb(FlatLayerwise):
 
 
 class FlatLARS(FlatLayerwise):
-    """LARS over flat tensors. It stores one number per weight: the momentum of its steps."""
+    """LARS over flat tensors. It stores one momentum per weight."""
 
     def rule(self, group: Mapping[str, Any]) -> LarsRule:
         """Returns the update rule of LARS with the hyperparameters of a parameter group."""
@@ -97,7 +97,7 @@ class LayerRoutes(SumRoutes):
     """Parameters that LAMB or LARS updates, and the axes over which their squared norms are all-reduced."""
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Returns the traffic of a step: for each axis, one all-reduce of two sums for each parameter."""
+        """Returns the traffic of a step: one all-reduce for each axis, with two sums for each parameter."""
         size = 2 * len(self.rows) * _SUM.itemsize
         return tuple(Traffic(axis, LABEL, 1, sent_bytes("all_reduce", size, ranks)) for axis, ranks in self.axes)
 
@@ -143,9 +143,9 @@ class LayerwiseUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all parameters except ``unused`` ones (without a gradient), of which values and step counts do not
-        change. Yields once, the names of all parameters of this object. ``missed``: parameter name -> number of earlier
-        updates without a gradient.
+        """Updates all parameters of this object except ``unused``, which have no gradient; their values and step counts
+        do not change. Yields once: the names of all parameters of this object. ``missed``: parameter name -> number of
+        earlier updates without a gradient.
         """
         due = {weight: maker for maker in self._makers for weight in maker.due}
         parts = counted_parts(self._places, due.keys(), self._routes, self._comm.grid)

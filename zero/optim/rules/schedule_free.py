@@ -57,8 +57,8 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the weights of ``optimizer``, which must not be sharded, by their schedule-free averages x, in place. If
-    several optimizers are combined, weights that another type of optimizer updates do not change.
+    """Replaces the unsharded weights of ``optimizer`` by their schedule-free averages x, in place. If several
+    optimizers are combined, weights that another type of optimizer updates do not change.
     """
     parts = optimizer.parts if isinstance(optimizer, PlainComposite) else [optimizer]
     for part in (part for part in parts if isinstance(part, FlatScheduleFreeAdamW)):
@@ -68,8 +68,8 @@ def take_averages(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ScheduleFreeAverage:
-    """Source of the weights with which models of schedule-free optimizers are evaluated: their averages x. If several
-    optimizers are combined, weights that another optimizer updates are returned as they are.
+    """Source of the averages x of the weights; after schedule-free training, a model is evaluated with x. If several
+    optimizers are combined, weights that another optimizer updates are returned unchanged.
     """
 
     def __init__(self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer) -> None:
