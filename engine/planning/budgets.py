@@ -231,8 +231,8 @@ def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups
 
 
 def reduces_each_microbatch(config: Config) -> bool:
-    """Returns True if gradients are reduce-scattered after every microbatch (ZeRO 2 and 3 with ``reduce:
-    "microbatch"``), so that a rank accumulates only its shard.
+    """Returns True if gradients are reduce-scattered after every microbatch (ZeRO 2 and 3 with
+    ``reduce: "microbatch"``), so that a rank accumulates only its shard.
     """
     return config.zero_optimization.stage >= 2 and config.zero_optimization.reduce == "microbatch"
 
