@@ -83,7 +83,7 @@ class IsolatedBlock:
             patches.wrap_forward(self._module, PatchLayer.RECOMPUTE, forward, "is recomputed in backward")
 
     def time(self, arguments: Arguments) -> Seconds:
-        """Runs the copy's forward and backward once, with random tensors of the recorded shapes; returns their seconds."""
+        """Runs the copy's forward and backward once with random tensors of recorded shapes; returns their seconds."""
         return self._run(_Given(arguments, self._device), nullcontext())[0]
 
     def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:

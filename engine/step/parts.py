@@ -155,7 +155,7 @@ class StepPart:
         """
 
     def changing(self) -> AbstractContextManager[None]:
-        """Returns a context that surrounds reads or writes of weights or optimizer state between steps, such as a load."""
+        """Returns a context around reads or writes of weights or optimizer state between steps, such as a load."""
         return nullcontext()
 
     def saving(self) -> AbstractContextManager[None]:

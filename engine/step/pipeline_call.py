@@ -459,7 +459,7 @@ class PipelineCall:
         return StageOutput(sent, resume_graph(outputs, self._gradients[microbatch]) if graded else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns the context of one stage's backward. In its last backward of the step, gradients are reduced over dp."""
+        """Returns the context of one stage's backward. In its last one of the step, gradients are reduced over dp."""
         args, kwargs = self._arguments[action.microbatch]
         self._runtime.begin_backward(args[0] if len(args) == 1 and not kwargs else kwargs)
         self._backwards[action.stage] += 1

@@ -97,7 +97,7 @@ class BackgroundReads(StepPart):
         self._reading = self._pool.submit(read)
 
     def wait(self) -> None:
-        """Waits until the running read ends, if there is one; does not raise its error. May be called from any thread."""
+        """Waits until the running read ends, if there is one; does not raise its error. Any thread may call it."""
         if (reading := self._reading) is not None:
             wait([reading])
 

@@ -158,7 +158,7 @@ class StepState:
         self.microbatches += 1
 
     def add(self, loss: WeightedLoss) -> None:
-        """Adds sum, weight and metrics of ``loss`` to the sums of the step. Its number of microbatches does not change."""
+        """Adds sum, weight and metrics of ``loss`` to the sums of the step. The number of microbatches stays."""
         self.loss += loss.sum.detach()
         self.weight += loss.weight
         if loss.metrics:

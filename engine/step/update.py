@@ -120,7 +120,7 @@ class DeviceDecidedUpdate:
         return values, bool(go)
 
     def put_back(self) -> None:
-        """Restores the step counters that the optimizer had before the launch, after the device has skipped the update."""
+        """Restores the step counters that the optimizer had before the launch, after the device skipped the update."""
         self._before.put_back(self._optimizer.inner)
 
 
@@ -373,7 +373,7 @@ class Update:
         return totals
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counters of updates, skipped steps, tokens and samples, and the loss scale, as values for JSON."""
+        """Returns the counters of updates, skipped steps, tokens and samples, and the loss scale, as JSON values."""
         return {
             "made": self.made, "skipped": self.skipped, "in_a_row": self._in_a_row, "tokens": self.tokens,
             "samples": self.samples, "scale": asdict(self.scale) if self._config.fp16.enabled else None,
