@@ -88,8 +88,8 @@ def initialize(
         world: this rank's identity, for ranks that are threads (``run_thread_ranks``); None: read from the launcher.
 
     Raises:
-        ConfigError, GridError, PlanError: one sentence per problem, raised before communication. Two are raised after
-            it, on all ranks: ranks passed different arguments, or rank 0 found no tensor plan.
+        ConfigError, GridError, PlanError: one sentence per problem, raised before communication. Two problems are
+            raised after it, on all ranks: ranks passed different arguments, or rank 0 found no tensor plan.
     """
     resources = EngineResources()
     resources.add((words := FailureMessage()).close)

@@ -65,8 +65,8 @@ class Engine(TrainingLoop, NamedState):
         """Traces, plans and shards the model for microbatches shaped like ``example``; later calls do nothing.
         Collective.
 
-        ``initialize`` calls it if it has an example. ``problem``: exception that left this rank without one; all ranks
-        raise.
+        ``initialize`` calls it if it has an example. ``problem``: exception that left this rank without an example, or
+        None; all ranks then raise.
         """
         self._parts.complete(example, problem)
 
@@ -76,17 +76,17 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def plan(self) -> Plan:
-        """Plan of the run: state, actions and messages of every rank."""
+        """Plan of the run: bytes of state, pipeline actions and messages of every rank."""
         return self._parts.runtime.plan
 
     @property
     def batch_rows(self) -> BatchRows:
-        """Rule that divides a batch into microbatches: the tensors that are split by rows, and all others."""
+        """Rule that divides a batch into microbatches: which tensors are split by rows, and which are not."""
         return self._parts.rows
 
     @property
     def config(self) -> Config:
-        """Configuration with all defaults filled in."""
+        """Configuration of the run, with all defaults filled in."""
         return self._parts.config
 
     @property
@@ -106,7 +106,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def module(self) -> nn.Module:
-        """User's model; its parameters are views of the flat buckets (ZeRO 3: see ``full_parameters``)."""
+        """User's model; its parameters are views of the engine's flat buffers (ZeRO 3: see ``full_parameters``)."""
         return self._parts.model
 
     @property
@@ -141,7 +141,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """torch scheduler of the run; None if the rate is a function of the update number, or constant."""
+        """torch scheduler that sets the learning rate; None if the rate is constant or computed from the update."""
         return self._parts.runtime.learning_rate.scheduler
 
     @property
@@ -151,8 +151,8 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def outer(self) -> OuterState | None:
-        """Clock, versions, rows and bytes of the outer loop, by which several jobs (sites) merge their weights. None
-        without ``"outer"``, or before the first batch.
+        """State of the outer loop, by which several jobs (sites) merge their weights: its clock, versions, rows and
+        bytes. None without ``"outer"`` in the configuration, or before the first batch.
         """
         built = self._parts.built
         part = built.parts.find(OuterLoop) if built is not None else None
@@ -160,7 +160,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def waits(self) -> Mapping[Axis, float]:
-        """Seconds that this rank has waited for communication so far, by axis; empty without a watchdog."""
+        """Seconds that this rank has waited for communication so far, by axis; empty if the watchdog is off."""
         return self._parts.comm.recorder.waits if self._parts.comm.recorder is not None else {}
 
     def explain(self, module: str = "") -> str:
@@ -179,7 +179,7 @@ class Engine(TrainingLoop, NamedState):
         return "\n".join(lines) or f"{module or 'the model'}: runs unchanged, without a patch of the engine"
 
     def timeline(self) -> StepTimeline:
-        """Returns the measured timeline of this pipeline's ranks in the last ``train_batch``. Collective over pp.
+        """Returns the measured start and end of each pipeline action in the last ``train_batch``. Collective over pp.
 
         ``draw`` in ``engine.parallel.pipeline`` draws it as text, and ``simulate(plan.schedule)`` there predicts it.
         """
@@ -187,7 +187,7 @@ class Engine(TrainingLoop, NamedState):
         return measured_timeline(self.plan.schedule, self._parts.runtime.executor, self._parts.comm, self._parts.device)
 
     def traffic_report(self) -> str:
-        """Returns a table of planned and measured bytes of a training step on this rank; "" for a rank alone."""
+        """Returns a table of planned and measured bytes of a training step on this rank; "" for a job of one rank."""
         return compare_traffic(
             self.plan, self._parts.reports.trained, self.grid.rank, max(1, self._parts.reports.attempts)
         )
@@ -203,13 +203,13 @@ class Engine(TrainingLoop, NamedState):
                 of this data rank's microbatches, of any number.
 
         Communicates activations and their gradients over pp, activations over tp, gradients and parameters over dp.
-        Also sends a digest of the batch over the replica, and eight scalars over the world.
+        Also sends a digest of the batch over the ranks of one model copy, and eight scalars over the world.
 
         Raises:
-            EngineError: the batch is malformed, or differs between the ranks of one model replica; all ranks raise, and
-                nothing is updated. Any other failure acts the same without tensor ranks, pipeline ranks and sharded
-                parameters. With them, a rank that fails during the schedule raises at once, and the job ends. After
-                ``max_skipped_steps`` skipped steps in a row all ranks raise the same error.
+            EngineError: the batch is malformed, or differs between the ranks of one model copy; all ranks raise, and
+                nothing is updated. Other failures have this effect only without tensor ranks, pipeline ranks and
+                sharded parameters. With them, a rank that fails in a forward or backward raises at once, and the job
+                ends. After ``max_skipped_steps`` skipped steps in a row all ranks raise the same error.
         """
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
@@ -238,8 +238,7 @@ class Engine(TrainingLoop, NamedState):
     ) -> StepReport | tuple[StepReport, Any]:
         """Computes the loss of a batch without an update, in eval mode; restores the random state. Collective.
 
-        With ``return_output``, returns (report, the model's output for rank 0's rows); the output is None on other
-        ranks.
+        With ``return_output``, returns (report, output): the model's output for rank 0's rows, None on other ranks.
         """
         self._parts.resources.refuse_closed("eval_batch")
         with self._parts.comm.within(self._parts.update.made):
@@ -267,11 +266,11 @@ class Engine(TrainingLoop, NamedState):
                 positions, layers, k]. A later batch can replay them under the key ``routed_experts``. Needs
                 ``router_replay``.
 
-        Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
-        others over pp, label "outputs". Under ZeRO 3, data ranks agree on the number of forwards (8 bytes over dp).
+        Every rank of one model copy gets the full output: logits are gathered over tp, and the last stage sends them to
+        the others over pp, label "outputs". Under ZeRO 3, data ranks agree on the number of forwards (8 bytes over dp).
 
         Raises:
-            EngineError: the batch is malformed, or differs between ranks of a replica; raised on all its ranks.
+            EngineError: the batch is malformed, or differs between ranks of one model copy; all its ranks raise.
         """
         self._open("predict")
         with self._parts.evaluated():
@@ -297,12 +296,12 @@ class Engine(TrainingLoop, NamedState):
                 ``attention_mask`` only.
 
         Returns tokens [rows * samples, tokens], or :class:`GeneratedText` if ``sampling`` asks for log-probabilities;
-        without ``sampling`` the result of ``generate``. It is equal on the ranks of a replica.
+        without ``sampling`` the result of ``generate``. All ranks of one model copy get the same.
 
         Each rank caches keys and values of its own heads and layers, if the model takes a cache. Each token costs the
-        traffic of its forward, and 8 bytes a row over the replica. Data ranks that gather parameters or share experts
-        also exchange 8 bytes over dp, to agree whether any has forwards left. Without ``sampling``, the last stage
-        sends the logits to the others over pp, label "outputs".
+        traffic of its forward, and 8 bytes a row over the model copy. Data ranks that gather parameters or share
+        experts also exchange 8 bytes over dp, to agree whether any has forwards left. Without ``sampling``, the last
+        stage sends the logits to the others over pp, label "outputs".
 
         Raises:
             EngineError: the model does not generate, the prompts are not token ids, options do not fit ``sampling``, or
@@ -346,7 +345,8 @@ class Engine(TrainingLoop, NamedState):
     def serve(self, functions: Mapping[str, ServedFunction] | None = None, settings: ServeConfig | None = None) -> None:
         """Serves this engine to clients over HTTP until rank 0 gets SIGTERM or SIGINT. Collective.
 
-        Arguments and errors are the same as for :func:`engine.serve`.
+        ``functions``: functions that clients may call by name, from tensors to tensors. ``settings``: address, limits
+        and folder; None: the configured ones. Raises the same errors as :func:`engine.serve`.
         """
         # by its name, because the service is built of engines
         import_module("engine.serving.host.service").serve(self, functions, settings)
@@ -484,9 +484,9 @@ class Engine(TrainingLoop, NamedState):
             )
 
     def add_callback(self, callback: Callable[[StepReport], object]) -> None:
-        """Calls ``callback`` with the report of every later training step on this rank, before the step returns it.
+        """Makes every later training step on this rank call ``callback`` with its report before the step returns.
 
-        An exception of ``callback`` ends the call. A callback that communicates must be added on all ranks.
+        An exception of ``callback`` ends the step's call. A callback that communicates must be added on all ranks.
         """
         self._parts.reports.tell(callback)
 

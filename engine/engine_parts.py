@@ -54,7 +54,9 @@ PLANNING = "planning (trace, tensor plan, pipeline stages)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBuilder:
-    """Callable that plans, shards and patches the model on this rank, once the process group is open."""
+    """Function object that plans, shards and patches the model on this rank. It is called with an example batch once
+    the process group is open, and returns the objects that run steps.
+    """
 
     model: nn.Module
     config: Config
@@ -111,10 +113,11 @@ class RankBuilder:
 
 
 class EngineResources:
-    """Stack of callbacks that release an engine's patches, logs, signal handlers, process groups and shared memory.
+    """Stack of callbacks that release an engine's resources: its patches, logs, signal handlers, process groups and
+    shared memory.
 
-    The callbacks run in ``close``, or when Python collects the engine. ``weakref.finalize`` would keep a model alive
-    that refers to its engine; with ``__del__`` the garbage collector finds the cycle.
+    The callbacks run in ``close``, or when Python collects the engine. ``weakref.finalize`` would never let Python
+    collect a model that refers to its engine; with ``__del__`` the garbage collector finds the cycle.
     """
 
     def __init__(self) -> None:
@@ -124,26 +127,27 @@ class EngineResources:
         self._process = os.getpid()
 
     def add(self, close: Callable[[], object]) -> None:
-        """Adds ``close``, a callback that releases a resource. It must not wait for other ranks, and may be called
-        again.
+        """Adds ``close``, a callback that releases one resource. It must not wait for other ranks, and a second call of
+        it must do no harm.
         """
         self._closers.callback(close)
 
     def close(self) -> None:
-        """Runs all callbacks, the newest first; one that raises does not stop the others."""
+        """Runs all callbacks, the last added first; one that raises does not stop the others, and its error is raised
+        at the end.
+        """
         self._closed = True
         self._closers.close()
 
     def refuse_by(self, check: Callable[[str], object]) -> None:
-        """Registers ``check``, a function that is called with the name of every engine method before it runs.
-
-        It raises to forbid the call.
+        """Registers the callback ``check``. It is called with the name of each engine method before that method runs,
+        and raises to forbid the call.
         """
         if check not in self._refusals:
             self._refusals.append(check)
 
     def refuse_no_more_by(self, check: Callable[[str], object]) -> None:
-        """Unregisters ``check``, a function that ``refuse_by`` has registered; else does nothing."""
+        """Unregisters the callback ``check`` that ``refuse_by`` registered; does nothing if it is not registered."""
         self._refusals = [known for known in self._refusals if known != check]
 
     def refuse_closed(self, call: str) -> None:
@@ -174,8 +178,8 @@ class EngineResources:
 
 
 class EngineParts:
-    """State of an engine: model, configuration, communication, checkpoints, and the parts that exist once the model is
-    sharded.
+    """State that the engine's methods use: model, configuration, communication, checkpoints, and objects that exist
+    only once the model is sharded.
 
     If planning needs a batch and there is no ``example_batch``, ``complete`` is called when the first batch arrives.
     """
@@ -200,10 +204,11 @@ class EngineParts:
         resources.add(self.reports.close)
 
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
-        """Traces, plans and shards the model for microbatches shaped like ``example``; later calls do nothing.
-        Collective.
+        """Plans and shards the model for microbatches with the shapes of ``example``. Does nothing if that was done
+        before. Collective.
 
-        ``problem``: exception that left this rank without an example; it is raised here, and all other ranks raise too.
+        ``problem``: exception that left this rank without an example, or None. This rank raises it, and all other ranks
+        raise too.
         """
         if self.built is None:
             entries = state_entries(self.model)
@@ -246,10 +251,8 @@ class EngineParts:
         return self.built
 
     def completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
-        """Shards the model at the first ``batch``, if it is not sharded yet; returns the microbatches that were taken
-        from it.
-
-        Later batches are returned unchanged.
+        """Shards the model for the shapes of ``batch`` if it is not sharded yet. Returns the batch to train on: then
+        the microbatches already taken from ``batch``, else ``batch`` itself. Collective in the first case.
         """
         if self.built is not None:
             return batch
@@ -264,26 +267,26 @@ class EngineParts:
         return seen if self.config.uneven_microbatches else iter(seen)
 
     def refuse_unfinished(self, call: str) -> None:
-        """Raises if the engine method ``call`` comes after ``close`` or inside a gradient accumulation of the user's
-        loop.
+        """Raises if the engine method ``call`` is not allowed now: after ``close``, or while microbatches of the user's
+        loop have gradients without an update.
         """
         self.resources.refuse_closed(call)
         if self.loop is not None and self.loop.state is not LoopState.LEFT:
             self.loop.leave(call)
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Returns a context for evaluation. With a schedule-free optimizer, the model has its averaged weights
-        inside.
+        """Returns a context for evaluations. With a schedule-free optimizer, which trains at other weights than it
+        evaluates, the model has the averaged weights inside; else the context changes nothing.
         """
         averaged = self.built.averaged if self.built is not None else None
         taken = averaged is not None and averaged.by_itself and not averaged.inside
         return self.runtime.averaging() if taken else nullcontext()
 
     def recorded(self, batch: Batch, rows: int | None) -> tuple[Any, Tensor]:
-        """Returns (output of ``batch``, expert choices of its routers), for ``record_routing``; see
-        :meth:`engine.Engine.predict`.
+        """Returns (the model's output for ``batch``, the experts that its routers chose: int32 [rows, positions,
+        layers, k]), with k experts per token.
 
-        ``rows``: rows of a microbatch.
+        ``rows``: rows of a microbatch; None: the configured number.
 
         Raises:
             EngineError: ``router_replay`` is off.
@@ -299,7 +302,8 @@ class EngineParts:
         return output, replay.joined(found, self.rows.count(batch), self.comm, self.device)
 
     def report(self, finished: FinishedStep) -> StepReport:
-        """Makes and writes the report of a finished step; saves a checkpoint and publishes weights if they are due.
+        """Returns the report of ``finished``, a finished training step, after it was written to the configured logs.
+        Also saves a checkpoint and publishes weights, if the configuration says that they are due.
 
         Raises:
             EngineError: ``max_skipped_steps`` steps in a row were skipped.

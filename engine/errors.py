@@ -19,7 +19,9 @@ class ConfigError(EngineError):
 
 
 class GridError(EngineError):
-    """Error about grid and processes: their numbers do not match, or processes cannot connect to each other."""
+    """Error about the grid of ranks and the processes: their numbers do not match, or processes cannot connect to each
+    other.
+    """
 
 
 class ScheduleError(EngineError):
@@ -41,15 +43,15 @@ class LaunchError(EngineError):
 
 
 class CorruptionError(EngineError):
-    """Error about silent corruption: bits of weights or optimizer state have changed, or copies differ between
-    ranks.
+    """Error about silent data corruption: bits of weights or optimizer state have changed between updates, or copies
+    that ranks must have equal differ.
     """
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of the error's message, or its class name if the message is empty.
+    """Returns the first line of the message of ``error``, or the name of its class if the message is empty.
 
-    A C++ source location at the start is removed: ``[../gloo/transport/tcp/pair.cc:538] Connection closed``.
+    A C++ source location at the start of the line, such as ``[../gloo/transport/tcp/pair.cc:538]``, is removed.
     """
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return re.sub(r"^(\[[^\[\]\s]*\.(cc|cpp|cxx|h|hpp):\d+\]\s*)+(?=\S)", "", line)

@@ -23,21 +23,23 @@ class TrainingLoop:
     """Engine methods for a training loop in the user's code: forward (``eng(batch)``), ``backward``, ``step`` and
     others.
 
-    On a pipeline most of them raise unless ``open_pipeline`` was called, because its stages run a fixed schedule.
+    With pipeline parallelism most of them raise unless ``open_pipeline`` was called: only a fixed schedule, as in
+    ``train_batch``, runs all stages.
     """
 
     _parts: EngineParts
 
     def open_pipeline(self, rows: int | None = None) -> None:
-        """Makes later ``eng(batch)`` run all stages of a pipeline and return the output on every rank. Collective.
+        """Makes all later calls ``eng(batch)`` run every stage of the pipeline, and return the output on every rank.
+        Call it on all ranks.
 
-        A loop may then compute the loss itself and call ``backward(loss)``. Each forward waits for its backward, so all
-        its activations are live, as in GPipe. If a batch has m parts, each of p stages idles for (p-1)/(m+p-1) of the
-        time. The last stage sends outputs to the p-1 others over pp, label "outputs". The budget in ``plan`` leaves
-        them out, because it is that of ``train_batch``.
+        A loop may then compute the loss itself and call ``backward(loss)``. The activations of a forward are stored
+        until its backward, as in GPipe. If a batch is divided into m parts, each of p stages idles for (p-1)/(m+p-1) of
+        the time. The last stage sends outputs to the p-1 others over pp, label "outputs". The traffic in ``plan``
+        leaves them out, because it is the traffic of ``train_batch``.
 
         Args:
-            rows: rows of each part of a batch that runs through the stages, joined at the end; None: one part.
+            rows: rows of each part of a batch that runs through the stages; the outputs are joined. None: one part.
         """
         self._parts.resources.refuse_closed("open_pipeline")
         self._parts.control.piped, self._parts.control.rows = True, rows
@@ -61,16 +63,17 @@ class TrainingLoop:
         retain_graph: bool = False,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Runs the backward of the loss of one microbatch. Several losses of a microbatch may each have a call; they
-        add up.
+        """Runs the backward of the loss of one microbatch. A microbatch may have several losses, each with its own
+        call; their gradients add up.
 
         Averages the gradient over the microbatches of the step and over data ranks; a loss (sum, weight) is divided by
-        all weights of the step. Gradients are reduced over dp during the last backward. ``loss.backward()`` does the
-        same, but the report of the step then has no loss (nan), and under fp16 it needs ``scale``.
+        the weights of all losses in the step. Gradients are reduced over dp during the last backward.
+        ``loss.backward()`` has the same effect, but the report of the step then has no loss (nan), and under fp16 it
+        needs ``scale``.
 
         Args:
             loss: a 0-dim mean, or (sum, weight); it may depend on several forwards, and on several engines.
-            retain_graph: keep the graph for another backward.
+            retain_graph: True to allow another backward through the same graph.
             metrics: values by the names of ``monitor.metrics`` for the report of the step, as ``loss_fn`` returns them:
                 numbers, 0-dim tensors or (sum, weight).
 
@@ -100,7 +103,8 @@ class TrainingLoop:
         return self._looped("hold_weights()").hold_weights()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns the 0-dim loss times the loss scale of fp16 (else 1), for ``scale(loss).backward()``.
+        """Returns the 0-dim ``loss`` times the loss scale, so that ``eng.scale(loss).backward()`` trains correctly. The
+        scale is 1 except under fp16.
 
         Raises:
             EngineError: the loss is not a scalar, or depends on no parameter; the model is on a pipeline.
@@ -128,13 +132,14 @@ class TrainingLoop:
             return loop.clip(max_norm)
 
     def step(self, max_norm: float | None = None) -> StepReport | None:
-        """Updates the weights and returns the report of the step, after the last microbatch of an accumulation.
+        """Updates the weights after the last microbatch of an accumulation, and returns the report of the step.
+        Collective in that case.
 
-        Before that, does nothing and returns None.
+        After any other microbatch, changes no weights and returns None.
 
         Args:
             max_norm: L2 norm to which this step clips the averaged gradient, equal on all ranks; 0: no clipping. None:
-                ``gradient_clipping``. Unlike ``clip_gradients``, it costs no communication.
+                the configured ``gradient_clipping``. Unlike ``clip_gradients``, it costs no communication.
 
         Raises:
             EngineError: no backward was called in this step; under fp16, a loss was not scaled; a negative
@@ -150,21 +155,24 @@ class TrainingLoop:
         return None if finished is None else self._parts.report(finished)
 
     def zero_grad(self) -> None:
-        """Drops the gradients since the last update; call it on all ranks. After an update there are none."""
+        """Drops all gradients since the last update, so that the accumulation starts anew; call it on all ranks. An
+        update drops them itself.
+        """
         self._parts.resources.refuse_closed("zero_grad()")
         if self._parts.loop is not None:
             self._parts.loop.zero_grad()
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Returns the rows [b, ...] of all data ranks as one tensor [data ranks * b, ...], in rank order. Collective.
+        """Returns the rows of all data ranks as one tensor [data ranks * b, ...], in rank order. ``rows``: this rank's
+        rows [b, ...], with the same shape on all data ranks. Collective.
 
-        It is for losses that compare rows (CLIP, SigLIP), and backward sends exact gradients to all ranks. All data
-        ranks pass equal shapes. Each rank may compute the loss of all rows, or of its own rows against all: the step
+        It is for losses that compare rows with each other (CLIP, SigLIP). The backward sends each rank the exact
+        gradient of its rows. Each rank may compute the loss of all rows, or of its own rows against all: the step
         averages over data ranks, or divides sum by weight. A ``loss_fn`` with an argument ``gather_rows`` receives this
         function, on pipelines too.
 
         Each microbatch costs one all-gather over dp in forward and a reduce-scatter in backward, label "gathered rows".
-        The budget in ``plan`` leaves them out.
+        The traffic in ``plan`` leaves them out.
 
         Raises:
             EngineError: the argument is not a tensor with rows.
@@ -173,38 +181,40 @@ class TrainingLoop:
         return self._parts.runtime.program.gather(rows)
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Makes reads of a parameter's ``grad`` raise until the next forward, step or ``zero_grad``, because the engine
-        has the gradients in buckets.
+        """Makes reads of a parameter's ``grad`` raise until the next forward, ``step`` or ``zero_grad``. The engine has
+        the gradients in flat buffers, so ``grad`` would be None.
 
-        The engine does this between a backward and its step. A framework that calls ``zero_grad`` only after the step
-        also calls this method.
+        The engine does this itself between a backward and its step. A framework that calls ``zero_grad`` only after the
+        step also calls this method.
 
         Args:
-            around: the framework's wrapper module; its ``zero_grad`` is replaced by the engine's.
+            around: module by which a framework wraps the model; its ``zero_grad`` then drops the engine's gradients
+                too. None: no wrapper.
         """
         if self._parts.loop is not None:
             self._parts.loop.guard_gradients(around)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which backwards do not reduce gradients, as none counts as the last backward of a step.
+        """Returns a context in which backwards do not reduce gradients over data ranks: none of them counts as the last
+        backward of a step.
 
-        Results are the same without it: a step reduces all gradients that are not reduced yet. ZeRO 2 and 3 with
-        ``reduce: microbatch`` store only shards, and reduce in every backward.
+        Results with and without it are equal: ``step`` reduces all gradients that are not reduced yet. With
+        ``reduce: microbatch``, ZeRO 2 and 3 store only shards of gradients, and reduce in every backward, also inside.
         """
         self._refuse_pipeline("no_sync()")
         return self._parts.control.no_sync()
 
     def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
-        """Makes the next calls of ``step`` update the weights (True), or only end a microbatch (False).
+        """Makes all later calls of ``step`` update the weights (True), or none of them (False), until the next call of
+        this method. None restores the default: every ``gradient_accumulation_steps``-th call of ``step`` updates.
 
-        The update averages over all microbatches since the last update. None restores the default: every
-        ``gradient_accumulation_steps``-th call of ``step`` updates.
+        An update averages the gradient over all microbatches since the last update.
         """
         self._refuse_pipeline("set_gradient_accumulation_boundary")
         self._parts.control.boundary = boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Returns True if ``step`` after this microbatch updates the weights."""
+        """Returns True if the call of ``step`` after the running microbatch will update the weights."""
         self._refuse_pipeline("is_gradient_accumulation_boundary")
         if self._parts.control.boundary is not None:
             return self._parts.control.boundary

@@ -44,15 +44,17 @@ class NamedState:
     _parts: EngineParts
 
     def full_state_dict(self, ema: bool = False) -> dict[str, Tensor]:
-        """Returns the whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
+        """Returns the whole model on rank 0, with the keys and dtypes of ``model.state_dict()``, on the CPU; an empty
+        dict on all other ranks. Collective.
 
         With ``ema``, trained parameters are replaced by their moving average. With a schedule-free optimizer, they are
-        the average that it evaluates; the weights at which it takes gradients are in ``masters``.
+        the averaged weights that it evaluates; ``masters`` yields the weights at which it takes gradients.
 
-        Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
+        fp32 masters are gathered over dp, one flat buffer at a time, then row by row over tp and pp.
 
         Raises:
-            EngineError: inside ``full_parameters`` with sharded parameters, which changes them at its end.
+            EngineError: inside ``full_parameters`` with sharded parameters, which changes them at its end; with
+                ``ema``, the run has no moving average.
         """
         self._parts.resources.refuse_closed("full_state_dict")
         if self._parts.runtime.gatherer is not None:
@@ -65,14 +67,16 @@ class NamedState:
             return self._parts.checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
 
     def publish_weights(self) -> "PendingVersion":
-        """Publishes the weights as the next version, which receivers such as inference engines read during training.
-        Collective.
+        """Publishes the present weights as a new version, which receivers such as inference engines read while training
+        goes on. Collective.
 
         Copies this rank's shard, in the dtype of forward, to host memory. With ``weights_out.copies`` 2, copies the
-        shard of another rank too. Waits until ``weights_out.deadline`` for receivers that still read the last version,
-        which is then dropped. Three small all-reduces over the world, label "start"; frozen quantized weights are
-        gathered once over dp. ``wait()`` on the result waits for the consumers of ``weights_out.to``; its ``url`` is
-        the address for receivers.
+        shard of another rank too. Waits until ``weights_out.deadline`` for receivers that still read the version
+        before, which is then dropped. Sends three small all-reduces over the world, label "start"; frozen quantized
+        weights are gathered once over dp.
+
+        Returns a handle: its ``wait()`` waits for the consumers named in ``weights_out.to``, and its ``url`` is the
+        address for receivers.
 
         Raises:
             EngineError: the configuration has no "weights_out", or the model is not placed yet.
@@ -98,8 +102,8 @@ class NamedState:
         all-reduced over the world in chunks of at most 256 MiB, label "weights".
 
         Args:
-            strict: refuse a state that lacks tensors of the model, or has more; otherwise missing tensors keep their
-                values and further tensors are ignored.
+            strict: True to raise if ``state`` lacks a tensor of the model, or has a key that the model lacks. False:
+                missing tensors retain their values in the model, and unknown keys are ignored.
 
         Raises:
             CheckpointError: a key is missing or unknown, or a tensor does not fit; the same on all ranks, before a
@@ -114,11 +118,13 @@ class NamedState:
             self._parts.checkpoints.load_state(state, strict)
 
     def gradient_norms(self) -> dict[str, float]:
-        """Returns the L2 norm of the gradient of each trained parameter, by name, equal on all ranks. Collective.
+        """Returns the L2 norm of the gradient of each trained parameter, by name; all ranks get the same norms.
+        Collective.
 
-        The gradient is averaged, before clipping and without the loss scale. The sum of the squared norms is the square
-        of ``grad_norm``; a parameter without a gradient has 0. Call it between the last backward and ``step()``, or
-        after a step. One all-reduce of eight bytes a parameter over the world, label "gradient norms".
+        The gradient is averaged over microbatches and data ranks, before clipping and without the loss scale. The sum
+        of the squared norms is the square of ``grad_norm`` in the step's report; a parameter without a gradient has 0.
+        Call it between the last backward and ``step()``, or after a step. One all-reduce of eight bytes a parameter
+        over the world, label "gradient norms".
 
         Raises:
             EngineError: no backward was called yet.
@@ -165,8 +171,8 @@ class NamedState:
     def save_pretrained(
         self, folder: str | os.PathLike[str], ema: bool = False, max_shard_size: int | str | None = None
     ) -> None:
-        """Writes weights, in the dtype of forward, and config to ``folder`` for ``from_pretrained`` of
-        ``transformers``. Collective.
+        """Writes weights (in the dtype of forward) and the model's config to ``folder``, from which ``from_pretrained``
+        of ``transformers`` loads them. Collective.
 
         With ``ema``, or with a schedule-free optimizer, it writes the average of the weights (``averaged_weights``).
         For a ``PeftModel`` it writes only the adapters, for ``PeftModel.from_pretrained``.
@@ -194,13 +200,13 @@ class NamedState:
 
     @contextmanager
     def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
-        """Yields the matching parameters of this rank's pipeline stages by name, to read and to write in place.
-        Collective.
+        """Yields the parameters of this rank's pipeline stages with names that match ``pattern``, by name, to read and
+        to write in place. Collective.
 
-        ZeRO 3 gathers them over dp; without sharded parameters (ZeRO 0-2) they are always full. Each tensor rank still
-        has its own shard. Quantized frozen weights (``quantize_frozen``) are left out. ZeRO 3 makes one batch of
-        gathers over dp, label "parameters". At the end it compares the values that ranks have written, 8 bytes per
-        bucket and parameter.
+        ZeRO 3 gathers them over dp; without sharded parameters (ZeRO 0-2) each data rank has them in full already. With
+        tensor parallelism, each is this tensor rank's shard. Quantized frozen weights (``quantize_frozen``) are left
+        out. ZeRO 3 makes one batch of gathers over dp, label "parameters". At the end it compares the values that data
+        ranks have written, 8 bytes per bucket and parameter.
 
         Raises:
             EngineError: inside a forward; no parameter matches; data ranks have written different values.
@@ -254,9 +260,17 @@ class NamedState:
     def masters(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
         """Yields the weights that the optimizer updates, by parameter name, to read and to write in place. Collective.
 
-        They are fp32 masters, or without masters (fp32, or bf16 weights alone) the parameters themselves. Written
-        values are rounded into the parameters at the end, on all data ranks. ``pattern``, ``local``, traffic and errors
-        are the same as for :meth:`gradients`.
+        They are fp32 masters, or without masters (fp32, or bf16 weights alone) the parameters themselves. Each tensor
+        rank has its shard. Written values are rounded into the parameters at the end, on all data ranks.
+
+        Args:
+            pattern: names of trained parameters, such as ``"layers.0.*"``.
+            local: yields the 1-D shard on this rank (ZeRO 1 to 3) instead of the tensor gathered over dp.
+
+        Unless ``local``, all-gathers over dp, label "full tensors".
+
+        Raises:
+            EngineError: no parameter matches; ranks have written different values; inside ``full_parameters``.
         """
         self._parts.resources.refuse_closed("masters")
         runtime = self._parts.runtime
@@ -272,10 +286,17 @@ class NamedState:
 
     @contextmanager
     def optimizer_state(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
-        """Yields the optimizer's state tensors by parameter name: {"exp_avg": tensor, ...}. Collective.
+        """Yields the optimizer's state tensors by parameter name, such as {"layers.0.weight": {"exp_avg": tensor,
+        ...}}. They may be read and written in place. Before the first update there are none. Collective.
 
-        Tensors may be read and written in place; before the first update there are none. ``pattern``, ``local``,
-        traffic and errors are the same as for :meth:`gradients`.
+        Args:
+            pattern: names of trained parameters, such as ``"layers.0.*"``.
+            local: yields the 1-D shard on this rank (ZeRO 1 to 3) instead of the tensor gathered over dp.
+
+        Unless ``local``, all-gathers over dp, label "full tensors".
+
+        Raises:
+            EngineError: no parameter matches; ranks have written different values.
         """
         self._parts.resources.refuse_closed("optimizer_state")
         runtime = self._parts.runtime
@@ -300,16 +321,17 @@ class NamedState:
         non_blocking: bool = False,
         unfinished: bool = False,
     ) -> None:
-        """Moves weights, gradients and optimizer state to host memory, until ``reload_states``; their values do not
-        change.
+        """Moves weights, gradients and optimizer state from the device to host memory, until ``reload_states``. Their
+        values do not change.
 
-        A call that needs the offloaded state raises. ``non_blocking``: copies may still run when this returns.
+        Until then an engine method that needs the state raises.
 
         Args:
             include: DeepSpeed's names: "optim_states" (moments), "hp_params" (fp32 masters), "lp_params" (parameters,
                 or this rank's shards of them, also frozen ones), "lp_grads" (gradients and residuals); None: all.
             device: "cpu", the only supported device.
             pin_memory: page-lock the copies, so that they transfer at the speed of the link.
+            non_blocking: True: copies may still run when this returns.
             unfinished: allow the call inside an accumulation, and before backwards of earlier forwards, which run after
                 ``reload_states``. It waits for running reductions, and serves engines that use one GPU alternately.
 

@@ -46,7 +46,7 @@ Steps = Sequence[Batch]
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """Loss and gradient norm of each training step of a run, and its final weights by parameter name."""
+    """Record of a training run: loss and gradient norm of each step, and the final weights by parameter name."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -55,37 +55,44 @@ class TrainingRecord:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Comparison of an engine's training run with the same run in one process of plain torch."""
+    """Comparison of a training run of the engine with a run of the same model and batches in one process of plain
+    torch.
+    """
 
     engine: TrainingRecord
     reference: TrainingRecord
 
     @property
     def loss(self) -> float:
-        """Largest relative deviation of the loss in any step."""
+        """Largest relative deviation, over all steps, between the engine's loss and that of plain torch."""
         return _worst(self.engine.losses, self.reference.losses)
 
     @property
     def norm(self) -> float:
-        """Largest relative deviation of the gradient norm in any step."""
+        """Largest relative deviation, over all steps, between the engine's gradient norm and that of plain torch."""
         return _worst(self.engine.norms, self.reference.norms)
 
     @property
     def weights(self) -> dict[str, float]:
-        """Largest absolute deviation of each final weight, by name."""
+        """Largest absolute deviation between the elements of each final weight in the engine's run and in plain torch,
+        by name.
+        """
         return {name: _distance(self.engine.weights[name], value) for name, value in self.reference.weights.items()}
 
     @property
     def weight(self) -> float:
-        """Largest absolute deviation of any final weight."""
+        """Largest absolute deviation between the final weights of the engine's run and of plain torch, over all
+        elements.
+        """
         return _largest(self.weights.values())
 
     def holds(self, loss: float = 1e-6, norm: float = 1e-5, weight: float = 1e-5) -> bool:
-        """Returns True if all deviations are within the bounds. The defaults are the bounds that the engine guarantees
-        for fp32.
+        """Returns True if all deviations between the two runs are within the bounds. The defaults are the bounds that
+        the engine guarantees for fp32.
 
-        ``loss``, ``norm``: relative bounds. ``weight``: absolute bound, which needs an Adam eps of about 1e-5. With
-        1e-8, a gradient that is zero except for rounding (a key bias) makes full steps.
+        ``loss``, ``norm``: bounds of the relative deviations. ``weight``: bound of the absolute deviation, which needs
+        an Adam eps of about 1e-5. With 1e-8, a gradient that is zero except for rounding (such as a key bias) gets full
+        update steps.
         """
         return self.loss <= loss and self.norm <= norm and self.weight <= weight
 
@@ -172,10 +179,11 @@ PLAIN = VerifyOptions()
 def train_on_grid(
     build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
-    """Trains one step on each batch with the engine, and returns the record of the run.
+    """Trains one step on each batch with the engine, and returns the losses, gradient norms and final weights.
 
-    ``batches``: global batches, equal on every rank; each data rank takes its rows. ``world``: this rank's identity;
-    None: read from the launcher. The weights of the record are on rank 0, and empty elsewhere.
+    ``batches``: global batches, equal on every rank, from which each data rank takes its rows. ``wishes``: further
+    arguments of :func:`engine.initialize`. ``world``: this rank's identity; None: read from the launcher. The weights
+    of the record are on rank 0, and empty on other ranks.
     """
     world = world or read_world()
     resolved = load_config(config, world.size)
@@ -192,9 +200,11 @@ def train_on_grid(
 def train_alone(
     build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
-    """Trains one step on each batch in one process of plain torch, and returns the record of the run.
+    """Trains one step on each batch in one process of plain torch, and returns the losses, gradient norms and final
+    weights.
 
-    Uses the same microbatches as :func:`train_on_grid`, one after the other.
+    The microbatches of all data ranks in :func:`train_on_grid` run one after the other. ``world``: identity of the rank
+    that runs this, which gives the device and the number of ranks; None: read from the launcher.
     """
     world = world or read_world()
     resolved = load_config(config, world.size)

@@ -28,7 +28,9 @@ from engine.parallel.pipeline.schedule.simulate import RECEIVES_AHEAD
 
 
 class MessageBuffer(NamedTuple):
-    """Buffer of a received pipeline message, reusable for messages of equal shape and dtype."""
+    """Size of a buffer that receives a pipeline message. A later message with the shape and dtype of the earlier one
+    reuses the buffer.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,8 +39,8 @@ class MessageBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionMemory:
-    """Change of a rank's live bytes by one pipeline action, which is a forward or backward of a stage and
-    microbatch.
+    """Change of a rank's live bytes by one pipeline action. An action is the forward or the backward of one stage for
+    one microbatch.
     """
 
     rise: int
@@ -105,10 +107,10 @@ def peak_of_row(
     base: int = 0,
     end_rise: int = 0,
 ) -> LivePeak:
-    """Returns the peak of live bytes on one rank in a step that runs ``actions`` in order.
+    """Returns the peak of live bytes on one rank in a step that runs ``actions`` in order, and the action at the peak.
 
     Args:
-        releases: for each action, indices of earlier actions with sent tensors that are released before it.
+        releases: for each action, the indices of earlier actions with sent tensors that are freed before it begins.
         memory_of: function that returns the memory change of an action.
         base: live bytes between steps, without message buffers.
         end_rise: peak bytes during the final gradient reduction minus live bytes after the last action.
@@ -150,12 +152,12 @@ def _kinds(action: Action) -> tuple[tuple[int, str], ...]:
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch dispatch mode that counts the live bytes of tensors allocated inside it; the same object may be entered
-    again.
+    """Torch dispatch mode that counts the bytes of live tensors that were allocated inside it. The same object may be
+    entered several times, and counts on.
 
     Args:
-        resized: function that returns the bytes of older storages that change their size, such as gathered parameters
-            (ZeRO 3); they count for ``peak``, not for ``bytes``.
+        resized: function that returns the bytes of storages from before the mode that change their size inside it, such
+            as gathered parameters (ZeRO 3). They count for ``peak``, not for ``bytes``.
     """
 
     def __init__(self, resized: Callable[[], int] = int) -> None:
@@ -168,16 +170,20 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By the number of the storage, which is its own while it lives."""
 
     def mark(self) -> int:
-        """Sets the peak to the present number of live bytes; returns the live bytes without ``resized``."""
+        """Sets ``peak`` to the present number of live bytes, with the bytes of the callback ``resized``. Returns the
+        live bytes without them.
+        """
         self.peak = self.bytes + self._resized()
         return self.bytes
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Excludes the storage of ``tensor`` from the live bytes."""
+        """Stops counting the storage of ``tensor`` as live bytes; does nothing if it is not counted."""
         self.bytes -= self._sizes.pop(_number(tensor), 0)
 
     def take_in(self, tensor: Tensor) -> None:
-        """Counts the storage of ``tensor`` among the live bytes, if it was excluded or allocated before."""
+        """Counts the storage of ``tensor`` as live bytes until it is freed, even if it was allocated outside this mode.
+        Does nothing if it is counted already.
+        """
         number, storage = _number(tensor), tensor.untyped_storage()
         if number not in self._sizes:
             self._sizes[number] = storage.nbytes()

@@ -89,7 +89,9 @@ class PlanRequest:
 
 
 def needs_example(config: Config) -> bool:
-    """Returns True if planning needs a microbatch: for tensor, pipeline or context parallelism, or tiles of tokens."""
+    """Returns True if planning needs an example microbatch: for tensor, pipeline or context parallelism, or if modules
+    run in tiles of tokens (``activation_checkpointing.tile_tokens``).
+    """
     tiled = config.activation_checkpointing.tile_tokens is not None
     return tiled or config.tp > 1 or config.pp > 1 or config.cp > 1
 
@@ -100,10 +102,11 @@ def needs_search(config: Config) -> bool:
 
 
 def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
-    """Returns tensor-parallel styles (column, row etc.) for the model's layers, from the cache or by a search.
+    """Returns tensor-parallel styles (column, row etc.) for the model's layers: from the cache on disk, or else by a
+    search.
 
     Raises:
-        PlanError: the model cannot be traced, or its widths are not divisible by the tensor ranks.
+        PlanError: the model cannot be traced, or its widths are not divisible by the number of tensor ranks.
     """
     parallel = config.parallel
     searched = request.searched or SearchedProgram(request.program, request.example)
@@ -118,7 +121,9 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """Trace of an example batch, with the tensor plan, partition and schedule made from it; empty if not needed."""
+    """Results of a trace of the example batch: the trace, tensor plan, partition and schedule. A part that the
+    configuration does not need is None or empty.
+    """
 
     trace: ModelTrace | None = None
     partition: Partition | None = None
@@ -139,7 +144,8 @@ class Analysis:
 
 
 def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
-    """Traces the example batch, if needed, and makes tensor plan, partition into ``stages`` and schedule from it.
+    """Traces the example batch, if the configuration needs a trace. Makes from it the tensor plan, the partition into
+    ``stages`` pipeline stages, and the schedule.
 
     Raises:
         PlanError: the model cannot be traced, or cannot be sharded or partitioned as configured.
@@ -432,7 +438,9 @@ VIRTUAL_STAGES = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """Pipeline schedule that ``parallel.schedule: "auto"`` has chosen, with its partition into stages."""
+    """Pipeline schedule that was chosen for ``parallel.schedule: "auto"``, and the partition of the model into its
+    stages.
+    """
 
     decision: ScheduleDecision
     partition: Partition
@@ -441,10 +449,10 @@ class ScheduleChoice:
 
 def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Partition:
     """Returns the partition of ``trace`` into ``stages`` pipeline stages: balanced by ``parallel.balance``, or at the
-    modules of ``parallel.split``.
+    modules that ``parallel.split`` names.
 
     Raises:
-        PlanError: there is no such partition, or ``costs`` are of another model.
+        PlanError: there is no such partition, or ``costs`` were measured for other module calls than ``trace`` has.
     """
     costs.check(trace)
     split = None if config.parallel.split == "auto" else config.parallel.split
@@ -455,11 +463,11 @@ def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Part
 def choose_schedule(
     config: Config, trace: ModelTrace, costs: Costs, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleChoice:
-    """Simulates each schedule in ``kinds`` for each number of stages per rank; returns the fastest, equal on every
-    rank.
+    """Simulates each schedule named in ``kinds`` for each allowed number of stages per rank, with ``costs``, and
+    returns the fastest. All ranks choose the same one, because the arguments are the same on all ranks.
 
     Raises:
-        PlanError: the model cannot be partitioned for any number of stages; names the reason for the smallest.
+        PlanError: the model cannot be partitioned for any number of stages; gives the reason for the smallest number.
         ScheduleError: no schedule is within ``parallel.activation_limit_bytes``.
     """
     cuts: dict[int, Partition] = {}

@@ -69,23 +69,29 @@ class GatherPlan:
 
     @property
     def gathers(self) -> Gathers:
-        """Numbers of all-gathers in a step: calls, and times that each bucket is gathered."""
+        """Numbers of all-gathers in a step over all axes: the number of calls, and for each bucket (flat buffer of
+        several parameters) the times that it is gathered.
+        """
         return self.over(None)
 
     def over(self, axis: Axis | None) -> Gathers:
-        """Returns the numbers of all-gathers in a step for buckets that are sharded over ``axis``; None: for all
-        buckets.
+        """Returns the numbers of all-gathers in a step for the buckets (flat buffers of parameters) that are sharded
+        over ``axis``; for all buckets if ``axis`` is None.
         """
         return count_gathers(self.order, self.passes, self.pinned, self.within.buckets, axis)
 
     @property
     def axes(self) -> Mapping[Axis, int]:
-        """Axes over which buckets are sharded, each with its number of ranks."""
+        """Axes over which buckets (flat buffers of parameters) are sharded, each with the number of ranks that share a
+        bucket.
+        """
         return {each.spread.sharding: each.spread.ranks for each in self.order.buckets}
 
     @property
     def secondary_bytes(self) -> int:
-        """Bytes of this rank's secondary shards (hpZ)."""
+        """Bytes of this rank's secondary shards: copies of the parameters that are sharded again inside each node (hpZ
+        of ZeRO++).
+        """
         return sum(self.sizes[index] // self.within.ranks for index in self.within.buckets)
 
 
@@ -161,10 +167,10 @@ def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, confi
 
 
 def factor_bytes(rows: Sequence[ShardRow], groups: Sequence[GroupState], precision: Precision) -> int:
-    """Returns the bytes of Adafactor's row and column statistics for the parameters ``rows``.
+    """Returns the bytes of Adafactor's row and column statistics on one rank for the parameters ``rows``.
 
-    Each rank with a shard of a parameter stores its statistics in full. ``groups``: description of the optimizer state
-    of each parameter group.
+    A rank with any shard of a parameter stores the full statistics of that parameter. ``groups``: description of the
+    optimizer state of each parameter group.
     """
     return sum(
         mean_elements(row.shape) * _widths(row, precision).moments.itemsize
@@ -191,9 +197,10 @@ def _held(kinds: Mapping[str, int]) -> dict[str, int]:
 
 
 def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> frozenset[int]:
-    """Returns the indices of the trained buckets that the CPU updates (``zero_optimization.offload_optimizer``).
+    """Returns the indices of the buckets (flat buffers of trained parameters) that the CPU updates, by the settings
+    ``zero_optimization.offload_optimizer``.
 
-    With parameters in host memory (``offload_param``), buckets without fp32 masters are always among them.
+    If parameters are in host memory (``offload_param``), the CPU also updates every bucket without fp32 masters.
     """
     offload = config.zero_optimization.offload_optimizer
     ratio = 1.0 if offload.ratio == "auto" else offload.ratio  # a plan has a number
@@ -204,10 +211,10 @@ def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> 
 
 
 def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups: Sequence[GroupState]) -> int:
-    """Returns the bytes of a checkpoint over all ranks, without buffers: weights, masters, optimizer moments and
-    averages.
+    """Returns the bytes of a checkpoint, summed over all ranks: weights, fp32 masters, optimizer state and moving
+    averages of the weights. Module buffers are left out.
 
-    ``groups``: description of the optimizer state of each parameter group.
+    ``table``: all parameters of the model. ``groups``: description of the optimizer state of each parameter group.
     """
     total = factor_bytes(table.rows, groups, precision)
     for row in table:
@@ -224,7 +231,9 @@ def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups
 
 
 def reduces_each_microbatch(config: Config) -> bool:
-    """Returns True if gradients are reduce-scattered after every microbatch, so that only shards are stored."""
+    """Returns True if gradients are reduce-scattered after every microbatch (ZeRO 2 and 3 with
+    ``reduce: "microbatch"``), so that a rank accumulates only its shard.
+    """
     return config.zero_optimization.stage >= 2 and config.zero_optimization.reduce == "microbatch"
 
 
@@ -234,8 +243,8 @@ def shards_parameters(config: Config) -> bool:
 
 
 def gathers_once(config: Config) -> bool:
-    """Returns True if all parameters are gathered when a step begins (ZeRO 3), so that data ranks need not communicate
-    in each forward.
+    """Returns True if all parameters are gathered once at the start of a step, and not in each forward. That needs ZeRO
+    3, ``gather: "step"`` and ``uneven_microbatches``.
     """
     return config.uneven_microbatches and shards_parameters(config) and config.zero_optimization.gather == "step"
 
@@ -246,13 +255,13 @@ def meets_each_microbatch(config: Config) -> bool:
 
 
 def hosts_parameters(config: Config) -> bool:
-    """Returns True if parameter shards are in host memory between uses (ZeRO 3, ``offload_param``)."""
+    """Returns True if parameter shards are in host memory whenever they are not in use (ZeRO 3, ``offload_param``)."""
     return config.zero_optimization.stage == 3 and config.zero_optimization.offload_param.device != "none"
 
 
 def wire_formats(config: Config, precision: Precision) -> WireFormats:
-    """Returns the quantization formats of gradients and weights in messages between data ranks, with the buckets they
-    apply to.
+    """Returns the quantization formats of gradients and weights in messages between data ranks, and the dtypes of
+    weights to which they apply. With one data rank there are none.
     """
     zero, ranks = config.zero_optimization, config.shards
     if ranks == 1:
@@ -284,8 +293,8 @@ def tensor_format(config: Config) -> ActivationFormat | None:
 
 
 def sequence_unit(config: Config) -> int:
-    """Returns the number that must divide the sequence positions of a context rank: tp under sequence parallelism, else
-    1.
+    """Returns the number that must divide the count of sequence positions on a context rank: the number of tensor ranks
+    under sequence parallelism, else 1.
     """
     return config.tp if config.parallel.sequence_parallel else 1
 
@@ -301,8 +310,8 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of data and context ranks on a node. Without ``parallel.gpus_per_node``, all of them count as
-    one node.
+    """Returns the number of data and context ranks on one node. Without ``parallel.gpus_per_node``, this is the number
+    in the whole grid.
     """
     node, grid = config.parallel.gpus_per_node, config.grid(0)
     ranks = grid.size(grid.sums)
@@ -310,7 +319,9 @@ def data_ranks_of_a_node(config: Config) -> int:
 
 
 def ranks_with_secondary_shards(config: Config) -> int:
-    """Returns the number of data ranks over which secondary shards (hpZ of ZeRO++) are divided; 1: there are none."""
+    """Returns the number of data ranks in a node over which secondary shards are divided; 1: there are none. Secondary
+    shards are a second copy of the parameters, sharded inside each node (hpZ of ZeRO++).
+    """
     asked = config.zero_optimization.zero_hpz_partition_size
     found = data_ranks_of_a_node(config) if asked == "auto" else max(1, asked)
     return found if shards_parameters(config) and found < config.shards and config.shards % found == 0 else 1
@@ -331,8 +342,8 @@ def reduction_traffic(
 
 
 def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
-    """Returns the traffic per step of the all-reduce of a bucket's gradient shard between shard groups (axis
-    dp_replicate).
+    """Returns the traffic per step of the all-reduce of a bucket's gradient shard over the axis dp_replicate. That axis
+    joins the groups of data ranks that each have all shards of the bucket.
 
     ``itemsize``: bytes of a gradient element.
     """
@@ -341,11 +352,12 @@ def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
 
 
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
-    """Returns the traffic of a rank's all-gathers of sharded parameters in a step: one batch per gather group and pass.
+    """Returns the traffic of a rank's all-gathers of sharded parameters in a step. One batch of all-gathers runs for
+    each group of modules in each forward or backward.
 
-    Buckets with secondary shards are gathered over dp once, then inside nodes without quantization. Hosts exchange one
-    byte before the first forward, and agree once at the end of each forward. Data ranks that call different modules
-    agree more often than planned.
+    Buckets with secondary shards (copies inside a node) are gathered over dp once, then inside nodes without
+    quantization. Data ranks also exchange one byte before the first forward, and agree on the gathers at the end of
+    each forward; ranks that call different modules agree more often than this counts.
     """
     ranks, axis, rows = config.shards, config.grid(0).sharding, list[Traffic]()
     if ranks == 1:
@@ -406,7 +418,7 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
 
 
 def message_bytes(value: Value, form: ActivationFormat | None) -> int:
-    """Returns the bytes of a traced tensor, or of its gradient, in a message between pipeline stages.
+    """Returns the bytes of the traced tensor ``value``, or of its gradient, in a message between pipeline stages.
 
     ``form``: quantization format; None: tensors are sent unchanged.
     """
@@ -455,10 +467,11 @@ def stage_traffic(
 
 
 def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
-    """Returns a rank's traffic per step for the all-reduce of step totals over the world, and for checks of batches.
+    """Returns a rank's traffic per step for two purposes: the all-reduce of the step's totals over all ranks, and the
+    checks that ranks have equal batches.
 
-    The checks run over the replica and over the ranks that share experts. ``world``: number of ranks. ``experts``:
-    number of experts with counted tokens, over all layers.
+    The checks run over all ranks of one full copy of the model, and over the ranks that share experts. ``world``:
+    number of ranks. ``experts``: number of experts for which tokens are counted, summed over all layers.
     """
     tally, replica = Tally(), config.grid(0).size("replica")
     if world > 1:
@@ -477,7 +490,9 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
 
 
 def frozen_bytes(row: ShardRow, holder: ShardHolder, precision: Precision) -> int:
-    """Returns the bytes of the frozen parameter ``row`` on the rank ``holder``, which stores it outside of buckets."""
+    """Returns the bytes of the frozen parameter ``row`` on the rank at grid position ``holder``, if the rank stores it
+    outside of buckets (flat buffers).
+    """
     quantized = row.quantized_shape(holder)
     if quantized is not None:
         return quantized.bytes

@@ -37,10 +37,10 @@ from engine.program.program import Program
 
 
 class SharedSequences:
-    """Traces of an example batch as a context rank runs it, with its part of each sequence.
+    """Traces of an example batch as one context rank runs it, with that rank's part of each sequence.
 
-    A trace can change the next one. Code that refuses a sharded sequence then gets the full one. If a model passes a
-    state along positions, each rank gets neighbouring positions.
+    A trace can show that the next one has to differ. Code that raises for a part of a sequence then gets the full
+    sequence. If the model passes a state along positions, each rank then has one range of neighbouring positions.
     """
 
     def __init__(
@@ -55,11 +55,15 @@ class SharedSequences:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the banner about the last trace."""
+        """Sentences about the last trace, for the text that a run prints at its start; () with one context rank."""
         return self._ran.notes if isinstance(self._ran, ContextProgram) else ()
 
     def trace(self, stages: int, watch: CollectiveRecorder | None) -> ModelTrace:
-        """Returns the trace of one training microbatch for ``stages`` pipeline stages; see :func:`trace_example`."""
+        """Returns the trace of the forward and loss of one training microbatch, for ``stages`` pipeline stages.
+        ``watch``: recorder of tensor-parallel and context-parallel traffic; None: no traffic is recorded.
+
+        Traces again, with a changed plan of the sequences, until a trace needs no further change.
+        """
         while True:
             patches, needs = ForwardPatches(), None
             try:
@@ -100,9 +104,7 @@ class SharedSequences:
 
 
 def sends(watch: CollectiveRecorder, label: str) -> bool:
-    """Returns True if ``watch`` has recorded a collective with ``label``, such as the exchange of a recurrence's
-    state.
-    """
+    """Returns True if ``watch``, a recorder of collectives, has recorded one with the label ``label``."""
     return any(one.what.label == label for one in watch.sent)
 
 
@@ -114,12 +116,13 @@ def trace_example(
     material: Material | None = None,
     split: Split = "auto",
 ) -> ModelTrace:
-    """Returns the trace of one training microbatch, the forward on shapes with the loss.
+    """Returns the trace of one training microbatch: its forward and loss, run on shapes without values.
 
     Args:
+        example: batch with the shapes of the microbatch.
         stages: number of pipeline stages.
         watch: recorder of tensor-parallel and context-parallel traffic; None: no traffic is recorded.
-        material: receives the arguments of every module call.
+        material: object that receives the arguments of every module call; None: they are not recorded.
         split: ``parallel.split`` of the configuration; its modules are recorded as calls even inside a block.
 
     Raises:
@@ -143,7 +146,8 @@ def trace_example(
 
 
 def trace_rowwise(program: Program, example: Batch) -> tuple[RowwiseModule, ...]:
-    """Finds the modules that treat positions one by one, such as an MLP, in the calls of a forward on shapes.
+    """Runs the forward of ``program`` on the shapes of ``example``, and returns the modules that compute each position
+    separately from all others, such as an MLP.
 
     Returns () if the forward cannot be traced.
     """
@@ -163,8 +167,9 @@ def _real(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Opens a context in which the model has the dtypes of the run, with the casts of ``keep_fp32`` modules. Parameters
-    with a changed dtype are placeholders without values inside.
+    """Opens a context in which the parameters and buffers of ``model`` have the dtypes of the run, and ``keep_fp32``
+    modules cast their inputs. A parameter with a changed dtype has no values inside. The end of the context restores
+    everything.
     """
     patches = ForwardPatches()
     put_casts(model, precision.kept, precision.compute, patches)

@@ -65,14 +65,14 @@ class ExpertPlan:
 
     @property
     def dims(self) -> Mapping[str, int]:
-        """Dim of the experts in each parameter that stacks experts along another dim than the first, by parameter
-        name.
+        """Dim along which a parameter stacks its experts, by parameter name. Parameters that stack them along dim 0 are
+        left out.
         """
         return {name: own.dim for each in self.routed for name, own in each.parameters.items() if own.dim}
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of experts per layer, each different number once."""
+        """Numbers of experts of the MoE layers; a number that several layers have is listed once."""
         return tuple(dict.fromkeys(each.experts for each in self.shared))
 
     @property
@@ -83,21 +83,21 @@ class ExpertPlan:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Names of the MoE modules that exchange token rows in their forward."""
+        """Names of the MoE modules with experts divided among ranks, which exchange token rows in their forward."""
         return tuple(each.name for each in self.shared)
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Names of parameters with a partial gradient on each tensor rank, because tensor ranks divide the rows or the
-        experts' width among them.
+        """Names of parameters that have only a part of their gradient on each tensor rank. Each tensor rank computes
+        either some of the token rows, or a part of the experts' width.
         """
         common = (f"{each.name}.{own}" for each in self.routed for own in each.common)
         return (*(name for each in self.routed for name in each.parameters), *common)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the banner: modules with all experts on every rank, or with full experts on every tensor rank, and
-        the reason.
+        """Sentences for the text that a run prints at its start, each with a reason. They name modules with all experts
+        on every rank, and modules with unsharded experts on every tensor rank.
         """
         everywhere = (
             f"parallel.expert: every rank holds all experts of {each.name}: {each.reason}" for each in self.unproven
@@ -108,7 +108,9 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """Plan of router replay: the routers that read each row's experts from the batch instead of choosing them."""
+    """Plan of router replay: the routers do not choose the experts of each token row, but read the choice from the
+    batch.
+    """
 
     routers: tuple[tuple[RouterChoice, int], ...]
     """The routers in their order, each with the number of its layer."""
@@ -122,7 +124,8 @@ class ReplayPlan:
 
 
 def find_replay_plan(model: nn.Module, config: Config) -> ReplayPlan | None:
-    """Finds by trial runs the call with which each router of ``model`` chooses experts; None without ``router_replay``.
+    """Finds, by trial runs of its modules, the call by which each router of ``model`` chooses experts. Returns None if
+    ``router_replay`` is not set.
 
     Raises:
         ConfigError: the model has no experts.
@@ -165,10 +168,10 @@ def _numbered(routers: tuple[RouterChoice, ...], blocks: tuple[str, ...]) -> Rep
 
 
 def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) -> tuple[str, ...]:
-    """Returns the names of MoE modules and routers that share experts with other ranks, count tokens, or replay
-    choices.
+    """Returns the names of MoE modules and routers that the engine changes: to divide their experts among ranks, to
+    count tokens per expert, or to read the choice of experts from the batch.
 
-    ``shared``: plan of expert parallelism; None without it.
+    ``shared``: plan of expert parallelism; None: experts are not divided.
     """
     replay = find_replay_plan(model, config)
     counted = find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else ()
@@ -176,13 +179,13 @@ def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) 
 
 
 def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
-    """Finds the experts of ``model`` by the structure of its modules, and proves in trial runs that each kind can be
-    divided.
+    """Finds the experts of ``model`` by the structure of its modules, and proves in trial runs that each kind of MoE
+    module can divide its experts among ranks.
 
     Returns None without ``parallel.expert``.
 
     Raises:
-        PlanError: the model has no experts that can be shared, or fewer than ranks.
+        PlanError: no experts of the model can be divided, or a module has fewer experts than there are ranks.
     """
     ranks = config.parallel.expert
     if ranks == 1:
@@ -207,10 +210,11 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
 
 
 def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ...]:
-    """Finds the biases by which the routers of ``model`` choose experts; () without ``router_bias_update_rate``.
+    """Returns the buffers that the routers of ``model`` add to their scores only to choose experts. Returns () if
+    ``router_bias_update_rate`` is not set.
 
     Raises:
-        PlanError: no router has such a bias.
+        PlanError: no router has such a buffer.
     """
     if not config.router_bias_update_rate:
         return ()
@@ -287,9 +291,10 @@ def _missing(unproven: tuple[Unproven, ...]) -> str:
 def form_on_tensor_ranks(
     config: Config, model: nn.Module, example: Batch, plan: TensorPlan, shared: ExpertPlan
 ) -> tuple[TensorPlan, ExpertPlan]:
-    """Decides which experts tensor ranks shard along their width; returns both plans, completed by these experts.
+    """Decides for each MoE module if tensor ranks shard its experts along their width or store them in full. Returns
+    copies of both plans that contain the decision.
 
-    ``plan``: tensor plan of all other layers. ``shared``: plan of expert parallelism.
+    ``plan``: tensor-parallel plan of the layers. ``shared``: plan of expert parallelism.
 
     Raises:
         PlanError: ``parallel.expert_tensor`` is "cut", and a module's experts cannot be sharded.

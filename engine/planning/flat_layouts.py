@@ -30,7 +30,9 @@ from engine.zero.layout import FlatLayout, Item, Turn, build_layout
 
 @dataclass(frozen=True)
 class Users:
-    """Index from each parameter to the pipeline stages and ZeRO 3 gather groups that use it."""
+    """Index from each parameter to the places that use it: pipeline stages, and with ZeRO 3 groups of modules that
+    gather their parameters together.
+    """
 
     stages_of_rank: tuple[tuple[int, ...], ...]
     partition: Partition | None
@@ -39,7 +41,9 @@ class Users:
     """Gather groups; None if parameters are not sharded."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """Returns the stages of pipeline rank ``pp`` that use the parameter ``row``; () if the rank has one stage."""
+        """Returns the stages of pipeline rank ``pp`` that use the parameter ``row``. If that rank has only one stage,
+        returns ().
+        """
         here = self.stages_of_rank[pp]
         if self.partition is None or len(here) == 1:
             return ()
@@ -83,7 +87,8 @@ class Users:
 
 
 class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
-    """Flat layouts (parameters in buckets) by grid position, each computed at its first use.
+    """Mapping from grid position to flat layout, which divides the parameters of that position into buckets (flat
+    buffers). Each layout is computed at its first use.
 
     A rank uses only its own layout; to compute all layouts of a large grid would take minutes.
     """
@@ -175,10 +180,11 @@ SHARDED_DTYPES = (
 def without_unread_heads(
     model: nn.Module, replacements: Sequence[Replacement], layouts: FlatLayouts
 ) -> tuple[tuple[Replacement, ...], tuple[str, ...]]:
-    """Removes language-model heads with chunked logits from ``replacements`` if the loss cannot read their weight.
+    """Removes from ``replacements`` the language-model heads that compute logits in chunks inside the loss, if the loss
+    cannot read their weight.
 
-    The loss cannot read a weight on an earlier pipeline stage, or one that ZeRO 3 frees before the forward ends.
-    Returns (remaining replacements, one note for each removed one).
+    The weight is unreadable if it is on an earlier pipeline stage than the loss, or if ZeRO 3 frees it before the
+    forward ends. Returns (remaining replacements, one note for each removed one).
     """
     users, names = layouts.users, {id(parameter): name for name, parameter in model.named_parameters()}
     stage = max(max(stages) for stages in users.stages_of_rank)

@@ -43,8 +43,8 @@ from engine.program.program import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStyles:
-    """Tensor-parallel styles of layers (column, row etc.) that a search has found; valid for every model of the same
-    code and sizes.
+    """Tensor-parallel styles of layers (column, row etc.) that a search has found. They are valid for any model with
+    the code and sizes of the searched one.
     """
 
     patterns: Mapping[str, str]
@@ -73,9 +73,10 @@ class FoundStyles:
 
 
 def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``styles``, from layer name to style, with one pattern in place of names that differ only in numbers.
+    """Returns ``styles`` (layer name -> style) with fewer keys: names that differ only in numbers become one pattern,
+    such as ``layers.*.up``.
 
-    A pattern is used only if all layers that it matches have the same style.
+    A pattern is used only if all layers that it matches have the same style; else their names stay.
     """
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -99,10 +100,10 @@ class StylesCache:
 
     @classmethod
     def of_environment(cls) -> "StylesCache | None":
-        """Returns the cache in the folder of the environment variable TRINE_CACHE, or in its default
+        """Returns the cache in the folder that the environment variable TRINE_CACHE names, or else in
         ``~/.cache/trine``.
 
-        None if TRINE_CACHE is 0 or the user has no home folder.
+        Returns None if TRINE_CACHE is 0, or if there is no such variable and the user has no home folder.
         """
         given = os.environ.get("TRINE_CACHE", "")
         if given == "0":
@@ -114,7 +115,9 @@ class StylesCache:
         return cls(root / "tensor_plans")
 
     def read(self, digest: str) -> FoundStyles | None:
-        """Returns the cached styles of the search with this digest; None if the file is missing or damaged."""
+        """Returns the styles that a search with this digest (of model, code, example and settings) has stored. None if
+        there are none, or if the file is damaged.
+        """
         try:
             kept = json.loads(self._file(digest).read_text(encoding="utf-8"))
             found: str = kept["found"]
@@ -125,7 +128,9 @@ class StylesCache:
             return None
 
     def write(self, digest: str, found: FoundStyles) -> None:
-        """Stores the styles of the search with this digest. If the folder is not writable, logs that."""
+        """Stores ``found``, the result of the search with this digest, in a file. Logs a message instead if the folder
+        is not writable.
+        """
         text = found.to_bytes().decode()
         record = json.dumps({"digest": digest, "sha256": _sha256(text), "found": text})
         try:
@@ -148,9 +153,10 @@ class StylesCache:
 
 
 def kept_or_found(digest: Callable[[], str | None], find: Callable[[], FoundStyles]) -> FoundStyles:
-    """Returns the styles that are cached under ``digest()``, or else the result of ``find()``, which it then stores.
+    """Returns the cached styles of a search, or else runs the search and stores its result in the cache.
 
-    Without a cache, or if ``digest()`` is None, nothing is stored.
+    ``digest``: function that returns the key of the search; None as a key: it is not cached. ``find``: function that
+    runs the search. The cache is off if TRINE_CACHE is 0; ``digest`` is then not called.
     """
     cache = StylesCache.of_environment()
     key = digest() if cache is not None else None
@@ -180,7 +186,8 @@ _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch
 
 
 class ProgramDigest:
-    """Digest of a program's code, model and example batch, shared by searches with different settings.
+    """Digest of a program's code, model and example batch. All searches of the program use it, each with its own
+    settings.
 
     ``known`` is False if some of the model's code is in no file, so that its changes could not be detected.
     """
@@ -190,7 +197,9 @@ class ProgramDigest:
         self.known = _take_program(self._digest, program, example)
 
     def of(self, settings: Mapping[str, Any]) -> str | None:
-        """Returns the digest of a search with ``settings``, a text; None if ``known`` is False."""
+        """Returns the digest of the program and of ``settings`` as a text, the cache key of a search with them; None if
+        ``known`` is False.
+        """
         return self._digest.with_text(repr(sorted(settings.items()))) if self.known else None
 
 

@@ -13,12 +13,13 @@ from engine.planning.plan import Plan
 
 
 def measured_overlap(config: Config, device: torch.device, card: str | None = None) -> OverlapChoices | None:
-    """Returns the sizes for which overlap "auto" runs fused communication kernels, from measurements on this GPU type.
+    """Returns measurements on this GPU type, which show for which matrix sizes a kernel that fuses a matrix product
+    with its tensor-parallel communication is faster than the two apart.
 
-    None if there is no such size, or overlap is not "auto".
+    None if it is faster for no size, if ``parallel.overlap`` is not "auto", or with one tensor rank.
 
     Args:
-        card: GPU name by which all ranks choose, "" if kernels do not run on all ranks; None: this rank's GPU.
+        card: GPU name by which all ranks choose; "" if kernels do not run on all ranks; None: this rank's GPU.
     """
     if config.parallel.overlap != "auto" or config.tp == 1 or card == "" or not runs_triton(device):
         return None
@@ -27,11 +28,11 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
 
 
 def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]:
-    """Returns one text for each pattern of layers that run fused communication kernels, such as "PATTERN from 512
-    rows".
+    """Returns one text for each pattern of layer names with fused matrix products and communication, such as
+    "layers.*.up from 512 rows".
 
-    The number is the smallest number of rows of a microbatch for which the forward is fused. ``measured``: measurements
-    of this GPU type; None: no layer is fused.
+    The number is the smallest measured number of token rows in a microbatch for which the forward is fused.
+    ``measured``: measurements of this GPU type; None: no layer is fused.
     """
     if measured is None:
         return ()

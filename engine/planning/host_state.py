@@ -20,8 +20,8 @@ from engine.zero.wire_formats import WireFormats
 
 
 def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
-    """Returns the values of ``offload_optimizer.ratio``, ascending, at which one more bucket of some layout moves to
-    the host.
+    """Returns all values of ``offload_optimizer.ratio`` that differ in effect, ascending from 0 to 1. At each value one
+    more bucket (flat buffer of parameters) of some layout moves to the host than at the value before.
 
     A ratio between two of them has the effect of the upper one.
     """
@@ -40,8 +40,8 @@ def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
 
 
 def smallest_ratio(layouts: Iterable[FlatLayout], fits: Callable[[float], bool]) -> float | None:
-    """Returns the smallest value of ``offload_optimizer.ratio`` for which ``fits`` is True; None if it is False even at
-    1.
+    """Returns the smallest ``offload_optimizer.ratio`` for which the function ``fits`` returns True; None if it returns
+    False even for ratio 1. ``fits`` must stay True as the ratio grows.
     """
     ratios = possible_ratios(layouts)
     first = bisect_left(ratios, True, key=fits)
@@ -57,8 +57,8 @@ def with_ratio(config: Config, ratio: float) -> Config:
 
 
 def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError:
-    """Returns the error for a device memory limit of ``limit`` GiB that ``rank`` exceeds even with all optimizer state
-    on the host.
+    """Returns the error to raise if ``rank`` exceeds its device memory limit of ``limit`` GiB even with all optimizer
+    state on the host.
 
     ``state``: bytes that remain on the device of ``rank``, by kind.
     """
@@ -71,8 +71,8 @@ def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError
 
 
 def refuse_unknown() -> PlanError:
-    """Returns the error for ``offload_optimizer.ratio`` "auto" with an optimizer of the script, because the size of its
-    state is unknown.
+    """Returns the error to raise for ``offload_optimizer.ratio`` "auto" if the script passes its own optimizer, because
+    the size of that optimizer's state is unknown.
     """
     return PlanError(
         'zero_optimization.offload_optimizer.ratio "auto" with an optimizer passed in code, whose state is not '
@@ -81,7 +81,9 @@ def refuse_unknown() -> PlanError:
 
 
 def setting_notes(program: Program, config: Config, precision: Precision, formats: WireFormats) -> tuple[str, ...]:
-    """Returns all remarks of a plan about the user's settings, one sentence each, for the banner."""
+    """Returns notes about settings that have no effect or an unexpected one, one sentence each, for the text that a run
+    prints at its start.
+    """
     notes, model = list(config.notes), program.model
     if program.loss_fn is None and hasattr(model, "generate") and hasattr(model, "config"):
         notes.append(
@@ -120,7 +122,7 @@ def setting_notes(program: Program, config: Config, precision: Precision, format
 
 
 def unused_formats(config: Config, precision: Precision) -> list[str]:
-    """Returns notes about quantization formats under ``wire`` that shorten no message."""
+    """Returns one note for each quantization format under ``wire`` that makes no message shorter."""
     notes, computed = [], precision.compute or precision.autocast
     given = (("tensor", config.tp, config.wire.tensor), ("pipeline", config.pp, config.wire.pipeline))
     for axis, ranks, name in given:
@@ -135,7 +137,9 @@ def unused_formats(config: Config, precision: Precision) -> list[str]:
 
 
 def exact_weights(model: nn.Module, formats: WireFormats, precision: Precision) -> list[str]:
-    """Returns a note about weights that are sent unquantized although weight quantization is configured."""
+    """Returns a list with one note that names weights which are sent unquantized although weight quantization is
+    configured; [] if there are none.
+    """
     if formats.weights is None:
         return []
     left = [
@@ -179,7 +183,9 @@ def offload_notes(model: nn.Module, config: Config, precision: Precision) -> lis
 
 
 def rounding_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Returns notes about tensors that are rounded to bf16 or fp16 and have no fp32 master."""
+    """Returns notes about inputs, parameters and buffers that the run rounds to bf16 or fp16, and about casts in the
+    configuration that have no effect.
+    """
     keys = ["cast_forward_inputs"] * config.cast_forward_inputs + ["buffer_dtype"] * (config.buffer_dtype is not None)
     if precision.compute is None:
         words = f"precision: {' and '.join(keys)} cast nothing in a run without bf16.enabled or fp16.enabled"

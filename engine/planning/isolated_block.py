@@ -53,9 +53,11 @@ class BlockBytes(NamedTuple):
 
 
 class IsolatedBlock:
-    """Copy of the module ``name`` of a model, which runs alone with recorded arguments, to measure its time and memory.
+    """Copy of the module ``name`` of a model. It runs alone, with arguments recorded from the model's forward, to
+    measure its time and memory.
 
-    ``selective``: operators that selective recomputation stores; None if the module is not recomputed that way.
+    ``selective``: operators with results that selective recomputation stores; None if the module is not recomputed
+    selectively.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.
@@ -81,15 +83,15 @@ class IsolatedBlock:
             patches.wrap_forward(self._module, PatchLayer.RECOMPUTE, forward, "is recomputed in backward")
 
     def time(self, arguments: Arguments) -> Seconds:
-        """Runs forward and backward once with the recorded ``arguments``; returns their seconds."""
+        """Runs the copy's forward and backward once with random tensors of recorded shapes; returns their seconds."""
         return self._run(_Given(arguments, self._device), nullcontext())[0]
 
     def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:
-        """Runs forward and backward once; returns their seconds, and the activation bytes that the forward stores for
-        backward.
+        """Runs the copy's forward and backward once; returns (their seconds, the activation bytes that the forward
+        stores for the backward).
 
-        Each storage counts once. Parameters, buffers and tensors that depend only on the batch do not count, because
-        all calls share them.
+        Several tensors on one storage count once. Parameters, buffers and tensors that depend only on the batch do not
+        count, because all calls share them.
         """
         given = _Given(arguments, self._device)
         shared = (*self._module.parameters(), *self._module.buffers(), *given.free)
@@ -175,8 +177,8 @@ class _Given:
 
 
 def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
-    """Returns True if ``call`` reads parameters of other modules, or traced values that are not among its
-    ``arguments``.
+    """Returns True if the module call ``call`` uses parameters of other modules, or traced tensors that are not among
+    its recorded ``arguments``.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
@@ -184,23 +186,28 @@ def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
 
 
 def reads_other_values(call: Call, arguments: Arguments) -> bool:
-    """Returns True if ``call`` reads traced values that are not among its ``arguments``, as a forward hook may do."""
+    """Returns True if the module call ``call`` uses traced tensors that are not among its recorded ``arguments``, for
+    example in a forward hook.
+    """
     leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
     return not {leaf.source for leaf in leaves if isinstance(leaf, Sample)}.issuperset(call.inputs)
 
 
 def holds_objects(arguments: Arguments) -> bool:
-    """Returns True if an argument is an object that may contain tensors, such as a key-value cache."""
+    """Returns True if a recorded argument is neither a tensor nor a plain value, such as a key-value cache, which may
+    contain tensors.
+    """
     plain = (Sample, Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
     return not all(isinstance(leaf, plain) for leaf in pytree.tree_leaves(arguments, is_leaf=is_sample))
 
 
 def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Arguments]) -> list[object]:
-    """Returns one signature per module call; calls with equal signatures take equal time.
+    """Returns one signature per module call, in their order. Calls with equal signatures take equal time, so that one
+    of them is measured.
 
-    ``units``: module name of each call. A signature consists of the classes, tensor shapes and plain attributes of the
-    module, and of the shapes of its arguments. Attributes that number layers are left out: they differ from the last
-    number in the module's name by a constant.
+    ``units``: module name of each call. ``arguments``: recorded arguments of each call. A signature consists of the
+    classes, tensor shapes and plain attributes of the module, and the shapes of its arguments. Layer numbers are left
+    out: attributes that differ from the last number in the module's name by a constant.
     """
     settings = {name: _settings(model.get_submodule(name)) for name in units}
     numbering = _numbering(model, settings)
@@ -257,9 +264,10 @@ def is_sample(node: object) -> bool:
 def copy_block(
     model: nn.Module, name: str, precision: Precision, device: torch.device, left_out: Collection[str] = ()
 ) -> nn.Module:
-    """Returns a copy of module ``name`` on ``device`` with random weights, which shares no memory with the model.
+    """Returns a copy of the module ``name`` of ``model`` on ``device``. Its parameters are random; buffers have their
+    values. It shares no memory with the model.
 
-    ``left_out``: parameters that stay on the meta device, by their names within the module.
+    ``left_out``: names, within the module, of parameters that the copy has on the meta device, without values.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.

@@ -35,9 +35,10 @@ class IsolatedRunError(Exception):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Opens a context that converts an exception of a copied module to :class:`IsolatedRunError`.
+    """Opens a context in which an exception of user code becomes an :class:`IsolatedRunError`.
 
-    Errors of the engine's own code and requests for all entries of a low-rank weight pass through.
+    Two kinds pass through unchanged: errors of the engine's own code, and the exception that asks for all entries of a
+    weight drawn as a product of two thin matrices.
     """
     try:
         yield
@@ -51,7 +52,7 @@ def alone() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class MaterializedBlock:
-    """Float64 copy of a module with random weights, on which a tensor plan is found or proven."""
+    """Float64 copy of a module with random weights, on which a tensor-parallel plan is searched or proven."""
 
     block: nn.Module
     givens: list[Given]
@@ -65,14 +66,16 @@ class MaterializedBlock:
 
     @property
     def fits_whole(self) -> bool:
-        """True if the block has low-rank weights, and all their entries together are few enough to be drawn."""
+        """True if the block has low-rank weights (products of two thin random matrices), and all entries of these
+        weights fit in 1 GiB.
+        """
         sizes = [parameter.numel() for name, parameter in self.block.named_parameters() if name in self.low_rank]
         return 0 < sum(sizes) <= MOST_WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaterializedUnit:
-    """Module of the model, of which float64 copies with random weights are made."""
+    """Module of the model with its recorded calls, from which float64 copies with random weights are made."""
 
     model: nn.Module
     name: str
@@ -84,13 +87,13 @@ class MaterializedUnit:
     """True if calls read values that are not arguments, which a copy does not have."""
 
     def run(self, body: Callable[[MaterializedBlock], Result]) -> Result:
-        """Returns ``body(block)`` for a float64 copy of the module.
+        """Makes a float64 copy of the module with random weights, and returns ``body(copy)``.
 
-        If ``body`` reads a low-rank weight in a way that needs all entries, that weight is drawn in full and ``body``
-        runs again; it must have no side effects.
+        Large weights are low-rank at first: products of two thin matrices. If ``body`` needs all entries of one, that
+        weight is drawn in full and ``body`` runs again. It must have no side effects.
 
         Raises:
-            IsolatedRunError: the unit cannot be copied, or reads other values of the model.
+            IsolatedRunError: the module cannot be copied, or uses values of the model that are not among its arguments.
         """
         if self.other_values:
             raise IsolatedRunError("it reads values of the model that are not among its arguments")
@@ -149,7 +152,7 @@ def _draw_low_rank(block: nn.Module, names: Collection[str], generator: torch.Ge
 
 
 def in_float64(arguments: Arguments) -> Arguments:
-    """Returns the recorded arguments of a call, with float64 as the dtype of every floating-point traced tensor."""
+    """Returns recorded call arguments in which every description of a floating-point tensor has the dtype float64."""
 
     def widen(leaf: Any) -> Any:
         drawn = isinstance(leaf, Sample) and leaf.dtype.is_floating_point

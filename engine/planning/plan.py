@@ -127,21 +127,21 @@ class Plan:
     """Modules that run in tiles of tokens; None: not configured."""
 
     def grid(self, rank: int) -> Grid:
-        """Returns the grid of ranks with the coordinates of ``rank``."""
+        """Returns the grid of all ranks with the coordinates of ``rank`` on each axis."""
         return self.config.grid(rank)
 
     def layout(self, coord: Coord) -> FlatLayout:
-        """Returns the flat layout at the grid position ``coord``: the parameters of that rank in buckets."""
+        """Returns the flat layout at the grid position ``coord``: its parameters in buckets (flat buffers)."""
         return self.layouts[self.grid(0).holder(coord)]
 
     def hosted(self, coord: Coord) -> frozenset[int]:
-        """Returns the indices of the trained buckets at the grid position ``coord`` that the CPU updates."""
+        """Returns the indices of the trained buckets (flat buffers) at grid position ``coord`` that the CPU updates."""
         return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
         """Returns the pipeline rank that has the current value of the module buffer ``name`` after a forward.
 
-        It is the last rank that writes the buffer or runs its module.
+        It is the rank of the last stage that writes the buffer or runs its module; 0 without a pipeline.
         """
         if self.partition is None or self.trace is None:
             return 0
@@ -157,9 +157,9 @@ class Plan:
         return forward_only(self.schedule.stages_of_rank, microbatches)
 
     def steps_of(self, microbatches: int) -> Schedule:
-        """Returns the training schedule of this plan's kind for another number of microbatches.
+        """Returns a training schedule of this plan's kind (such as "1f1b") for ``microbatches`` microbatches.
 
-        If the kind has no schedule for this number, all forwards come first, then all backwards.
+        If there is no schedule of this kind for the number, all forwards come first, then all backwards.
         """
         if microbatches == self.schedule.microbatches:
             return self.schedule
@@ -176,17 +176,17 @@ class Plan:
         return self.schedule.rank_of_stage[-1]
 
     def stages(self, pp: int) -> tuple[int, ...]:
-        """Returns the stages of a pipeline rank, ascending."""
+        """Returns the numbers of the stages on the pipeline rank ``pp``, ascending."""
         return self.schedule.stages_of_rank[pp]
 
     @property
     def places(self) -> str:
-        """Text of the stages on each rank; two plans with equal texts have the same stages on the same ranks."""
+        """Text of the stages of each pipeline rank; equal texts mean the same stages on the same ranks."""
         return "" if self.partition is None else f"{self.partition.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of pipeline ranks that share a tied parameter, in the same order on all ranks."""
+        """Groups of pipeline ranks that have the same tied parameter; their order is the same on all ranks."""
         return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
 
     @property
@@ -222,7 +222,7 @@ class Plan:
         return replace(self, config=config, schedule=self.steps_of(met))._traffic(grid.coord(), own)
 
     def state(self, coord: Coord) -> StateBytes:
-        """Returns the bytes of state between steps at the grid position ``coord``, by memory and kind."""
+        """Returns the bytes of state between steps at grid position ``coord``, by memory and by kind of state."""
         holder = self.grid(0).holder(coord)
         rows = self.table.held_by(holder)
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
@@ -270,12 +270,12 @@ class Plan:
         return MatrixOwners(self.config, self.table.rows, rules, self.layouts) if rules else None
 
     def factors(self, coord: Coord) -> FactorRoutes | None:
-        """Returns Adafactor's all-reduces at grid position ``coord``; None if it updates no parameter there."""
+        """Returns the all-reduces of Adafactor's statistics at ``coord``; None if it updates no parameter there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
         return factor_routes(self._summed(coord), groups, self.config)
 
     def layers(self, coord: Coord) -> LayerRoutes | None:
-        """Returns the norm all-reduces of LAMB and LARS at position ``coord``; None if they update nothing there."""
+        """Returns the all-reduces of norms for LAMB and LARS at ``coord``; None if they update no parameter there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.layerwise)
         return layer_routes(self._summed(coord), groups, self.config)
 
@@ -284,7 +284,7 @@ class Plan:
         return (row for row in self.table if coord.pp in row.owners)
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
-        """Returns the all-gathers of sharded parameters at the grid position ``coord``; None below ZeRO 3."""
+        """Returns the all-gathers of sharded parameters in a step at grid position ``coord``; None below ZeRO 3."""
         if self.gather_groups is None:
             return None
         zero, layout, stages = self.config.zero_optimization, self.layout(coord), self.stages(coord.pp)
@@ -300,7 +300,7 @@ class Plan:
 
     @property
     def tensor_traffic(self) -> Mapping[int, Tally]:
-        """Traffic over tp and cp for one microbatch by stage, of the context rank with the first positions."""
+        """Traffic over tp and cp for one microbatch, by stage, on the first context rank; empty if unknown."""
         return self.layer_traffic[0] if self.layer_traffic else {}
 
     def _is_fed(self, stage: int) -> bool:
@@ -335,7 +335,7 @@ class Plan:
 
 
 def stages_wanted(config: Config) -> int:
-    """Returns the number of pipeline stages for which the model is traced; schedule "auto" starts with one per rank."""
+    """Returns the number of pipeline stages for which the model is traced. For schedule "auto" that is one per rank."""
     return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
 
 
@@ -475,7 +475,7 @@ def _division(
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
-    """Raises, before the first batch, for settings that ``build_plan`` would reject with any batch."""
+    """Raises, before the first batch is known, for settings that ``build_plan`` would reject with any batch."""
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)

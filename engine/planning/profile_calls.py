@@ -48,7 +48,9 @@ class _UnmeasuredError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of the module calls of one microbatch, in seconds or FLOPs; equal on every rank."""
+    """Costs of the module calls of one microbatch: measured seconds, or FLOPs if nothing was measured. All ranks use
+    the costs from rank 0.
+    """
 
     units: tuple[str, ...]
     """Module name of each call."""
@@ -76,10 +78,10 @@ class Costs:
         return cls(tuple(read["units"]), calls, read["measured"], tuple(read["notes"]), read["device"])
 
     def check(self, trace: ModelTrace) -> None:
-        """Checks that the costs were measured for the module calls of ``trace``.
+        """Checks that these costs belong to the module calls of ``trace``.
 
         Raises:
-            PlanError: the calls of ``trace`` differ from the measured ones.
+            PlanError: the called modules of ``trace`` differ from the modules for which the costs were made.
         """
         if self.units != tuple(call.unit for call in trace.calls):
             raise PlanError(
@@ -96,15 +98,16 @@ def needs_profiling(config: Config) -> bool:
 
 
 def flop_costs_only(trace: ModelTrace) -> Costs:
-    """Returns the costs of the module calls of ``trace`` in FLOPs, without measurement."""
+    """Returns the costs of the module calls of ``trace`` as FLOPs; measures nothing."""
     note = "no call was measured, so that FLOPs stand for seconds"
     return Costs(tuple(call.unit for call in trace.calls), flop_costs(trace), measured=False, notes=(note,))
 
 
 def profile_run(program: Program, example: Batch, config: Config, stages: int, device: torch.device) -> Costs:
-    """Measures time and memory of the module calls of one training microbatch on ``device``.
+    """Measures time and memory of each module call of one training microbatch on ``device``, and returns them.
 
-    Communicates nothing, and leaves the model unchanged. ``stages``: number of pipeline stages, as in the plan.
+    Communicates nothing, and leaves the model unchanged. ``stages``: number of pipeline stages for which the model is
+    traced.
 
     Raises:
         PlanError: the model cannot be traced.
@@ -130,10 +133,11 @@ def measure_calls(
     run: tuple[Precision, torch.device],
     ways: Mapping[str, Selective] = MappingProxyType({}),
 ) -> Costs:
-    """Measures the module calls of ``trace`` with the arguments in ``material``, recorded when the model was traced.
+    """Runs copies of the called modules of ``trace`` to measure them, and returns the costs. ``material``: the
+    arguments of the calls, recorded when the model was traced.
 
-    ``run``: precision and device. ``ways``: selective recomputation of modules, by module name; no other module is
-    recomputed. Returns FLOPs instead of seconds if no call could be measured.
+    ``run``: (precision, device). ``ways``: selective recomputation by name of the called module; other modules are not
+    recomputed. If no call could be measured, the costs are FLOPs instead of seconds.
     """
     _, device = run
     units = tuple(call.unit for call in trace.calls)

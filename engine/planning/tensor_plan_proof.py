@@ -35,8 +35,8 @@ _Styles = Mapping[str, Style]
 
 
 def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True) -> tuple[str, ...]:
-    """Proves a tensor plan of the configuration for ``tp`` ranks, by a comparison of sharded and full blocks on random
-    weights.
+    """Proves the tensor-parallel plan that the configuration gives, for ``tp`` ranks: runs each kind of block sharded
+    and unsharded, with random weights, and compares the results.
 
     ``low_rank``: True to draw large matrices as products of two thin random ones.
 
@@ -44,7 +44,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_
         One sentence for each part of the plan that cannot be proven.
 
     Raises:
-        PlanError: a sharded block differs from the full one; names it, the difference, and its styles.
+        PlanError: a sharded block has other results than the unsharded one; names it, the difference, and its styles.
     """
     with search_conditions(program.model):  # the simulated ranks draw random numbers too, which are the user's
         try:
@@ -132,7 +132,8 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """Returns the names of the layers outside blocks without which the plan's forward succeeds.
+    """Finds layers outside blocks with a wrong style, in a plan with a forward that fails. Returns the names of the
+    first such layers without which the plan's forward succeeds.
 
     ``failure``: function that runs the forward of a plan and returns its error, or None. Layers of one parallel region
     are removed together. If no removal helps, returns all layers outside blocks.

@@ -49,7 +49,7 @@ _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Module that represents a group of equal modules in the search of a tensor plan."""
+    """Module on which a tensor-parallel plan is searched or proven, for all modules equal to it (``alike``)."""
 
     name: str
     arguments: tuple[Arguments, ...]
@@ -63,7 +63,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class CalledModules:
-    """Record of the modules that forwards have called, by ``id(module)``."""
+    """Record of all modules that a forward has called, as ``id(module)``."""
 
     all: set[int] = field(default_factory=set)
     counting: set[int] = field(default_factory=set)
@@ -77,7 +77,7 @@ class CalledModules:
 
 
 class SearchedProgram:
-    """Program and example batch of tensor-plan searches, which share its traces and digest for all numbers of ranks."""
+    """Program and example batch of searches for tensor-parallel plans, which share traces and a digest."""
 
     def __init__(self, program: Program, example: Batch) -> None:
         self.program, self.example = program, example
@@ -86,13 +86,13 @@ class SearchedProgram:
 
     @cached_property
     def digest(self) -> ProgramDigest:
-        """Digest of model, code and example batch: everything on which a search depends but its settings."""
+        """Digest of model, code and example batch; a search depends only on these and on its settings."""
         return ProgramDigest(self.program, self.example)
 
     def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True, whole: _Names = ()) -> FoundStyles:
-        """Searches tensor-parallel styles (column, row etc.) of the model's layers for ``tp`` tensor ranks.
+        """Searches tensor-parallel styles (column, row etc.) of the model's layers for ``tp`` ranks; returns them.
 
-        ``sequence``: sequence parallelism. ``low_rank``: draw large matrices low-rank. ``whole``: may stay unsharded.
+        ``low_rank``: draw large weights as products of two thin matrices. ``whole``: modules that may stay unsharded.
 
         Raises:
             PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
@@ -111,9 +111,9 @@ class SearchedProgram:
         return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 
     def trace(self, length: int) -> "tuple[_Followed, str]":
-        """Returns (trace of the example cut to ``length`` tokens, ""), or (trace of the full example, the reason).
+        """Returns (trace of the example cut to ``length`` tokens, "").
 
-        Some models need their full length (image tokens, windows).
+        If the model does not run with so few tokens, returns (trace of the uncut example, the reason).
         """
         few = self.program.rows.take_rows(self.example, 0, ROWS)
         found, refused = self._tried(few, length)
@@ -127,7 +127,7 @@ class SearchedProgram:
         return whole, note if refused else ""
 
     def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
-        """Returns (arguments of all module calls at about half the tokens, ""); or (None, the reason)."""
+        """Returns (arguments of all module calls at half the tokens of ``followed``, ""), or (None, the reason)."""
         lengths = [t.shape[1] for _, t in named_tensors(followed.example) if t.ndim >= 2 and not t.is_floating_point()]
         if not lengths:
             return None, ""
@@ -158,7 +158,7 @@ class SearchedProgram:
 def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
     """Returns the names in ``blocks`` of blocks that cannot be sharded independently.
 
-    They share a layer with another block, or share a parameter with such a block.
+    Such a block shares a layer with another block, or a parameter with a block that shares a layer.
     """
     modules = {name: model.get_submodule(name) for name in blocks}
     holders: dict[int, set[int]] = {}
@@ -186,8 +186,8 @@ class _InTheOpen:
 
 @contextmanager
 def search_conditions(model: nn.Module) -> Iterator[None]:
-    """Opens a context with a fixed random seed; restores weights and random states at its end. A read may change a
-    weight (spectral norm), and random states must stay equal on all ranks.
+    """Opens a context with a fixed random seed. Its end restores the random states, which must stay equal on all ranks,
+    and the weights of ``model``, which a forward may change (spectral norm).
     """
     # a backward runs what it recomputes outside the arithmetic of a proof
     with (
@@ -206,7 +206,7 @@ def local_name(unit: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DistinctUnits:
-    """Modules to search or to prove, one for each group of equal modules, with the trace of the example batch."""
+    """Modules on which a tensor-parallel plan is searched or proven, one for each group of equal modules."""
 
     units: tuple[Unit, ...]
     trace: ModelTrace
@@ -218,7 +218,7 @@ class DistinctUnits:
 
 
 def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
-    """Returns one module of each group of equal modules in the example's forward, except modules without submodules.
+    """Returns one module for each group of equal modules that the example's forward calls, if it has submodules.
 
     Raises:
         PlanError: the model cannot be traced.

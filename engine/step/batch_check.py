@@ -30,13 +30,13 @@ _MOVED, _TRAINS = 61, 62
 def take_batch(
     take: Callable[[], list[Batch]], comm: Comm, device: torch.device, moved: bool = False
 ) -> tuple[list[Batch], BaseException | None, bool]:
-    """Takes the microbatches of a step by calling ``take``, and compares them on all ranks of the replica.
+    """Calls ``take`` for the microbatches of a step, and compares them on all ranks of the replica, which is all ranks
+    of one full copy of the model. They must be equal.
 
-    A replica is all ranks of one full copy of the model. ``moved``: True if attributes of the model have changed on
-    this rank.
+    ``moved``: True if attributes of the model, on which its forward may depend, have changed on this rank.
 
-    Returns (microbatches, problem, moved anywhere). The problem is the error of ``take`` or of the comparison, or None.
-    The last value is True if ``moved`` was True on any rank of the replica.
+    Returns (microbatches, problem, moved anywhere). The problem is the error of ``take`` or of the comparison; None if
+    both succeeded. The last value is True if ``moved`` was True on any rank of the replica.
 
     Raises:
         EngineError: a rank of the replica did not take part, or has ended.
@@ -60,16 +60,17 @@ def take_batch(
 def check_batch(
     microbatches: Sequence[Batch], problem: BaseException | None, comm: Comm, device: torch.device, moved: bool = False
 ) -> bool:
-    """Compares the batches of all ranks of a replica, which is all ranks of one full copy of the model.
+    """Checks that all ranks of a replica, which is all ranks of one full copy of the model, have equal batches.
 
     Sends one all-gather of 8 bytes a rank over the replica, label "batch check". Also compares the grad mode, because
     ranks that train and ranks that evaluate call different collectives.
 
-    ``problem``: exception that left this rank without a batch; the other ranks then raise too. ``moved``: True if
-    attributes of the model have changed on this rank. Returns True if ``moved`` was True on any rank of the replica.
+    ``problem``: exception that left this rank without a batch; every other rank of the replica then raises. This rank
+    does not: its caller raises ``problem``. ``moved``: True if attributes of the model have changed on this rank.
+    Returns True if ``moved`` was True on any rank of the replica.
 
     Raises:
-        EngineError: on every rank of the replica, if batches or grad modes differ or a rank has no batch.
+        EngineError: batches or grad modes differ, on every rank of the replica; or another rank has no batch.
     """
     ranks = comm.grid.size("replica")
     if ranks == 1:
@@ -105,13 +106,15 @@ def check_batch(
 
 
 def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm, device: torch.device) -> None:
-    """Checks that all ranks of a replica traced the same path through the model's modules.
+    """Checks that all ranks of a replica (one full copy of the model) have traced the same path through the model's
+    modules.
 
-    ``paths``: hash of each traced forward of this rank (``TracedForward.digest``). ``problem``: exception that this
-    rank's traces have raised; the other ranks then raise too. One all-gather of 8 bytes a rank, label "path check".
+    ``paths``: hash of each traced forward of this rank. ``problem``: exception that tracing has raised on this rank, or
+    None; unless it is a PlanError, this rank only returns. One all-gather of 8 bytes a rank over the replica, label
+    "path check".
 
     Raises:
-        EngineError: on every rank of the replica, if the paths differ, or do not fit the pipeline stages on some ranks.
+        EngineError: paths differ, or only some ranks have a ``problem``.
     """
     digest = _REFUSED if problem is not None else zlib.crc32(repr(list(paths)).encode())
     mine = torch.tensor([digest], dtype=torch.int64)
@@ -146,7 +149,7 @@ def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str 
 
 
 def small_digest(microbatches: Sequence[Batch]) -> int:
-    """Returns a hash of a step's microbatches, an integer from 1 to 2^20.
+    """Returns a hash of the names, shapes, dtypes and content of all tensors in a step's microbatches, from 1 to 2^20.
 
     The range is small so that sums of squared hashes are exact in fp64 over any number of ranks.
     """

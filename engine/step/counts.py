@@ -39,8 +39,8 @@ class StepCount:
 
 
 class StepCounts:
-    """Counts of microbatches for steps in which data ranks may have different numbers, and this rank's schedules for
-    them.
+    """Agreement of data ranks on a step in which each may have a different number of microbatches, and this rank's
+    pipeline schedules for such numbers.
     """
 
     def __init__(self, plan: Plan, comm: Comm, device: torch.device) -> None:
@@ -49,14 +49,15 @@ class StepCounts:
         """Actions of this rank, by number of microbatches and True for training."""
 
     def agree(self, own: int, rows: int, problem: BaseException | None) -> StepCount:
-        """Gathers the numbers of microbatches (``own``) and of rows (``rows``) of all data ranks; returns the counts of
-        the step.
+        """Gathers ``own`` (number of microbatches) and ``rows`` (number of rows) from all data ranks. Returns the
+        numbers that this rank needs for the step: microbatches of its schedule, index of its first one, and rows of all
+        ranks.
 
         One all-gather of 16 bytes a rank over dp, label "microbatches". ``problem``: exception that left this rank
         without a batch, or None.
 
         Raises:
-            EngineError: a data rank has a ``problem``, or no rank has a microbatch; on all ranks.
+            EngineError: on all ranks, if a data rank has a ``problem`` or no rank has a microbatch.
         """
         grid = self._comm.grid
         mine = torch.tensor([own if problem is None else _NO_BATCH, rows])
@@ -74,9 +75,9 @@ class StepCounts:
         return StepCount(scheduled, before, sum(all_rows))
 
     def row(self, microbatches: int, trains: bool) -> RankSchedule:
-        """Returns this rank's pipeline actions for a step of ``microbatches`` microbatches, which may be 0.
+        """Returns this rank's pipeline actions for a step of ``microbatches`` microbatches; none for 0.
 
-        ``trains``: False for an evaluation, which has forwards only.
+        ``trains``: True for forwards and backwards, False for the forwards of an evaluation.
         """
         if not microbatches:
             return _NOTHING

@@ -26,8 +26,8 @@ def problem_of_any(
     """Returns the error with which this rank refuses a step before its first forward; None if the step can begin.
 
     The error is ``problem``, this rank's own, or else an :class:`OtherRankError` if another data rank has one. Ranks
-    exchange it only if their forwards depend on each other. With ZeRO 3 (``gathers``), hosts exchange one byte, without
-    GPU synchronization. Ranks that share experts all-reduce 8 bytes over the axis "ep".
+    exchange it only if their forwards communicate: with ZeRO 3 (``gathers``) they exchange one byte over data ranks,
+    without GPU synchronization; if they share experts, they all-reduce 8 bytes over the axis "ep".
     """
     failed = problem is not None
     if gathers:
@@ -44,10 +44,11 @@ def problem_of_any(
 
 
 def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.device) -> BaseException:
-    """Returns the error to raise on this rank after a step has failed on any rank.
+    """Returns the error to raise on this rank after a step has failed on this or any other rank.
 
-    It is ``problem``, this rank's own error, or else an error that names the failed ranks and quotes the first error.
-    Collective over the world: one all-gather of 384 bytes a rank, label "failed ranks".
+    It is ``problem``, this rank's own error. If this rank has none, it is an error that names the failed ranks and
+    quotes the first of their errors. Collective over the world: one all-gather of 384 bytes a rank, label "failed
+    ranks".
     """
     own = problem if not isinstance(problem, OtherRankError) else None
     rows = gather_from_all(_as_row(own), comm, device, "failed ranks")
@@ -67,12 +68,13 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
 
 
 def note_failure(call: str, error: BaseException, comm: Comm, alike: bool) -> EngineError | None:
-    """Records that the engine method ``call`` has raised ``error`` on this rank while other ranks may still run it.
+    """Records that the engine method ``call`` has raised ``error`` on this rank, for other ranks that may still run it
+    and wait.
 
-    ``alike``: True if the engine stays usable when all ranks fail at the same call, see :class:`FailedCalls`.
+    ``alike``: True if the engine stays usable when all ranks fail in the same call.
 
-    Returns an error that names the rank that failed first, if ``error`` is only a lost connection to that rank. Returns
-    None if ``error`` began on this rank.
+    If ``error`` only reports a lost connection to a rank that failed before, returns an error that names that rank.
+    Else returns None.
     """
     comm.failed(call, error, alike)
     return comm.failures.sentence(error)

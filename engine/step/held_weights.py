@@ -44,11 +44,12 @@ class _Date(NamedTuple):
 
 
 class ForwardDates:
-    """Guard that makes a backward raise if weights have changed since its forward.
+    """Guard of the user's training loop. It makes a backward raise if the weights were updated after the forward that
+    the backward differentiates.
 
     Args:
-        updates: counter of weight updates (``made``).
-        calls: forwards on a pipeline, which have a counter of their own; None without a pipeline.
+        updates: object that counts weight updates (``made``).
+        calls: forwards of this loop on a pipeline, which have a counter of their own; None without a pipeline.
     """
 
     def __init__(self, updates: CountsUpdates, calls: PipelineCalls | None) -> None:
@@ -57,8 +58,8 @@ class ForwardDates:
         """The date of the weights that the model has, if these are not the newest."""
 
     def note(self, output: Any) -> None:
-        """Makes a later backward through ``output``, the output of a forward, raise if weights have been updated by
-        then.
+        """Adds hooks to ``output``, the output of a forward: a backward through it raises if weights were updated in
+        between.
 
         torch's own check covers only weights that the autograd graph has saved.
         """
@@ -74,19 +75,23 @@ class ForwardDates:
                     leaf.register_hook(check)  # type: ignore[no-untyped-call]
 
     def expire(self) -> None:
-        """Makes backwards of all earlier ``eng(batch)`` on a pipeline raise; does nothing without a pipeline."""
+        """Makes backwards through the outputs of all ``eng(batch)`` calls so far raise, on a pipeline; does nothing
+        without a pipeline.
+        """
         if self._calls is not None:
             self._calls.updates += 1
 
     @property
     def now(self) -> _Date:
-        """Date of a forward that runs now: the numbers of weight updates and of calls of ``expire`` so far."""
+        """Date that a forward has if it runs now: the number of weight updates so far, and of calls of ``expire`` on a
+        pipeline.
+        """
         return _Date(self._made, self._calls.updates if self._calls is not None else 0)
 
     @contextmanager
     def at(self, date: _Date) -> Iterator[None]:
-        """Opens a context in which only backwards of forwards with this ``date`` are accepted; ``date`` is an earlier
-        ``now``.
+        """Opens a context that accepts only backwards of forwards with the date ``date``, an earlier value of ``now``.
+        All other backwards raise inside.
         """
         newest, self._given = self.now, date
         try:
@@ -104,8 +109,8 @@ class ForwardDates:
 
 
 class HeldWeights:
-    """Handle to one version of the weights on this rank. The version exists until the last reference to the handle is
-    gone.
+    """Handle by which the user retains one version of the weights on this rank over later updates. The copy of the
+    weights is freed with the last reference to the handle.
     """
 
     def __init__(self, part: "WeightHolds", dates: ForwardDates) -> None:
@@ -117,18 +122,18 @@ class HeldWeights:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the copy of this version on this rank, shared by all handles to it; 0 until an update makes the
-        copy.
+        """Bytes of this version's copy of the weights on this rank. 0 until the first update after the handle was made,
+        which makes the copy.
         """
         return sum(copy.nbytes for copy in self.copies or ())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Opens a context in which the model has this version of the weights, for backwards of forwards that have used
-        it.
+        """Opens a context in which the model has this version of the weights, so that backwards of forwards that used
+        them can run. Afterwards it has the newest weights again.
 
-        Gradients add up as always, and the next update applies them to the newest weights. No forward may run inside.
-        At ZeRO 3 gathered parameters are dropped; every rank enters and leaves the context.
+        Their gradients add to the accumulated ones, and the next update applies them to the newest weights. No forward
+        may run inside. With ZeRO 3 gathered parameters are dropped. Every rank enters and leaves the context.
         """
         with self._dates.at(self._date), self._part.restored(self):
             yield
@@ -147,9 +152,9 @@ class WeightHolds(StepPart):
         """Holds of the weights that the model has."""
 
     def hold(self, dates: ForwardDates) -> HeldWeights:
-        """Returns a handle to the present weights; calls without an update in between return the same handle.
+        """Returns a handle to the present weights; further calls before the next update return the same handle.
 
-        Copies no weights yet. ``dates``: guard of the forwards that used these weights.
+        Copies no weights yet. ``dates``: guard that accepts or refuses backwards of earlier forwards.
         """
         now = self.versions()
         for known in self._present:
@@ -187,8 +192,8 @@ class WeightHolds(StepPart):
 
     @contextmanager
     def restored(self, held: HeldWeights) -> Iterator[None]:
-        """Opens a context in which the model has the copied weights of ``held``; afterwards it has the newest weights
-        again.
+        """Opens a context in which the model has the weights of the handle ``held``. Afterwards it has the newest
+        weights again.
         """
         newest = self.versions()
         self._exchange(held, held.versions)

@@ -28,7 +28,9 @@ StepKind = Literal["train", "evaluate", "output", "predict"]
 
 
 class MicrobatchRunner:
-    """Forwards and backwards of one step, which the pipeline :class:`Executor` calls in the order of its schedule."""
+    """Object that runs the forwards and backwards of one step's microbatches. The pipeline executor calls its methods
+    in the order of the schedule.
+    """
 
     def __init__(
         self, runtime: RankRuntime, step: StepState, microbatches: Sequence[Batch],
@@ -50,9 +52,9 @@ class MicrobatchRunner:
             step.check_trace = self.trace_again
 
     def again(self, step: StepState) -> "MicrobatchRunner":
-        """Returns a runner for a second run of the same microbatches, which adds its sums to ``step``.
+        """Returns a runner for a second run of the same step, which adds its loss and counts to ``step``.
 
-        It has copies of the microbatches, because a model may write into its input.
+        The new runner has copies of the microbatches, because a model may write into its input.
         """
         copies = [map_tensors(microbatch, torch.clone) for microbatch in self._microbatches]
         return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind, self.scheduled)
@@ -62,8 +64,8 @@ class MicrobatchRunner:
         return microbatch >= len(self._microbatches)
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the plan of ``stage`` and the traced tensors of ``microbatch``, which give the shapes of its
-        messages.
+        """Returns the plan of ``stage`` and the traced tensors of ``microbatch``. From them the executor knows the
+        messages of the stage and their shapes.
         """
         if self._runtime.pipeline is None or self._lacks(microbatch):
             return _ALONE
@@ -71,8 +73,8 @@ class MicrobatchRunner:
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def trace_all(self) -> None:
-        """Traces the forward of every microbatch before anything is sent, so that a failed trace leaves no other rank
-        waiting.
+        """Traces the forward of every microbatch on a pipeline, before the step's first message. So an error of a trace
+        leaves no other rank waiting for a message.
 
         Does nothing without a pipeline.
 
@@ -90,12 +92,12 @@ class MicrobatchRunner:
 
     @property
     def traced(self) -> list[TracedForward]:
-        """Traced forwards of the microbatches so far, in the order of their traces."""
+        """Traces of the forwards of this step's microbatches so far, in the order in which they were made."""
         return list(self._traced.values())
 
     def trace_again(self) -> None:
-        """Checks after a NaN loss that the forward has not changed, by tracing one microbatch of each distinct trace
-        again.
+        """Traces one microbatch again for each different trace of the step, and compares the two. The update calls it
+        after a NaN loss on a pipeline.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -108,8 +110,8 @@ class MicrobatchRunner:
                 self._pipeline.traces.check_trace(self._microbatches[index], self.kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
-        """Sends the model's outputs over pp from the last stage to the ranks that return them, and stores them in the
-        step.
+        """Sends the model's outputs over pp from the last stage to the ranks that return them to the user, by means of
+        ``carrier``. Stores them in ``outputs`` of the step's state.
 
         Does nothing in steps of the kinds "train" and "evaluate", which return no outputs.
         """
@@ -121,10 +123,11 @@ class MicrobatchRunner:
         self._step.outputs = [result[0] for result in self._results]
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Runs one stage on one microbatch; ``received``: tensors of other stages by value number.
+        """Runs the forward of one stage on one microbatch; ``received``: tensors from other stages, by their number in
+        the trace.
 
-        Returns the tensors to send, and in training, on the last stage, the scaled loss from which backward starts. The
-        last stage adds loss, weight and tokens to the step.
+        Returns the tensors to send to other stages, and on the last stage in training the scaled loss from which
+        backward starts. The last stage adds loss, weight and tokens to the step.
         """
         if self._lacks(microbatch):
             with self._runtime.joining_forward():
@@ -154,16 +157,17 @@ class MicrobatchRunner:
         return self._runtime.backward(self._which(action.stage, action.microbatch, "input"), deferred)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Computes the weight gradients that the split backward of this stage and microbatch has deferred (W
-        action).
+        """Computes the weight gradients that the split backward of ``stage`` and ``microbatch`` has deferred: the
+        schedule's action W.
         """
         deferred = self._deferred.pop((stage, microbatch))
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context in which waits for tensor-parallel collectives are filled with deferred weight gradients.
+        """Returns a context in which this rank computes deferred weight gradients while it waits for tensor-parallel
+        collectives.
 
-        They are the weight gradients that the split backward of this stage and microbatch has deferred.
+        They are the weight gradients that the split backward of ``stage`` and ``microbatch`` has deferred.
         """
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)

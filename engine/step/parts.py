@@ -28,7 +28,9 @@ from engine.step.state import StepState, StepTotals
 
 
 class PartOrder(IntEnum):
-    """Order in which the hooks of step parts (optional features of a step) are called, the same in every phase."""
+    """Order of the step parts, which are optional features with hooks around a step. The hooks of all phases are called
+    in this order.
+    """
 
     HELD = auto()
     """Part that copies weights for late backwards before any other part may change them."""
@@ -63,26 +65,28 @@ class PartOrder(IntEnum):
 
 
 class Rerun(Protocol):
-    """Comparison of two runs of the same step, to detect silent corruption."""
+    """Interface of a comparison of two runs of one step, to detect silent data corruption."""
 
     def see(self, name: str, gradient: Tensor) -> None:
-        """Receives the gradient of parameter ``name`` in the current run, before its reduction."""
+        """Receives ``gradient``, this rank's gradient of parameter ``name`` in the current run, before its reduction
+        over ranks.
+        """
 
     def end(self, loss: Tensor) -> None:
         """Ends the current run; ``loss`` is the sum of this rank's losses in it."""
 
 
 class StepPart:
-    """Base class of optional features, with hooks for the phases of a training step; every method does nothing by
-    default.
+    """Base class of step parts: optional features with hooks around the phases of a training step. Each hook does
+    nothing unless a subclass overrides it.
     """
 
     order: ClassVar[PartOrder]
 
     @property
     def hides(self) -> bool:
-        """True if weights or state are offloaded. Parts after this one are then left out of ``changing`` and
-        ``saving``.
+        """True if this part has moved weights or optimizer state away from the device. The hooks ``changing`` and
+        ``saving`` of later parts are then not called.
         """
         return False
 
@@ -99,8 +103,8 @@ class StepPart:
         return None
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
-        """Returns a context around one forward, in which this part adds to ``counts``; ``counts`` is None outside of
-        training steps.
+        """Returns a context around one forward, inside which this part adds to ``counts``, a tensor that :meth:`counts`
+        returned. It is None outside of training steps: nothing is counted.
         """
         return nullcontext()
 
@@ -111,21 +115,25 @@ class StepPart:
         """Runs after the backward of a microbatch."""
 
     def rerun(self) -> Rerun | None:
-        """Returns a comparison of two runs if the step about to begin has to run twice; None if it runs once."""
+        """Returns a comparison of two runs if the next step has to run twice; None if it runs once. Runs before each
+        step.
+        """
         return None
 
     def refuse_own_loop(self) -> None:
         """Raises if this feature works only with ``train_batch``, not with a training loop of the user."""
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Runs after gradients are reduced, on every rank even if the step has failed.
+        """Runs after the gradients of a step are reduced, also if the step has failed, and on every rank.
 
-        Returns the error of the step (``step.problem``), an error of this part, or None.
+        Returns the error with which the step ends: ``step.problem``, or one of this part. None: there is none.
         """
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Runs once all ranks know the summed totals of the step, and none has failed. Collective."""
+        """Runs once all ranks have the totals of the step, summed over ranks, and no rank has failed; before
+        ``after_update``. Collective.
+        """
 
     def after_update(self) -> None:
         """Runs after the optimizer has updated the weights; an overlapped update may still be running."""
@@ -147,11 +155,11 @@ class StepPart:
         """
 
     def changing(self) -> AbstractContextManager[None]:
-        """Returns a context around reads or writes of weights or optimizer state between steps."""
+        """Returns a context around reads or writes of weights or optimizer state between steps, such as a load."""
         return nullcontext()
 
     def saving(self) -> AbstractContextManager[None]:
-        """Returns a context around a checkpoint save. Collective."""
+        """Returns a context that surrounds a checkpoint save. Collective."""
         return nullcontext()
 
     def restarted(self, made: int) -> None:

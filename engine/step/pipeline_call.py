@@ -47,9 +47,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def cut_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchRows, rows: int | None) -> list[Arguments]:
-    """Splits arguments of forward into parts of ``rows`` rows; the last part may have fewer. ``rows`` None: one part.
+    """Splits arguments of the model's forward into parts of ``rows`` rows (the last may have fewer); None: one part.
 
-    Mappings become plain dicts.
+    Mappings in the arguments become plain dicts.
 
     Raises:
         EngineError: tensors have different numbers of rows.
@@ -70,7 +70,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def check_joins(trace: ModelTrace, part: Arguments) -> None:
-    """Checks that outputs of several parts of a batch can be joined along their rows.
+    """Checks that outputs of several parts of a batch, such as ``part``, can be concatenated along their rows.
 
     Raises:
         EngineError: an output in ``trace`` has no dim of rows, such as a mean over rows.
@@ -113,8 +113,8 @@ Gradients = Sequence[Tensor | None]
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
-    """Returns ``tensors`` at the start of a new autograd graph; a backward that reaches them passes their gradients to
-    ``arrive``. In-place writes to the returned tensors are allowed, as to outputs of a model.
+    """Returns ``tensors`` with a new autograd graph that begins at them; a backward passes their gradients to the
+    callback ``arrive`` and ends. Like a model's outputs, the returned tensors may be written in place.
     """
     anchor = torch.empty(0, requires_grad=True)
     attached: tuple[Tensor, ...] = _Cut.apply(anchor, _Given(tensors, arrive))  # type: ignore[no-untyped-call]
@@ -122,20 +122,20 @@ def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tup
 
 
 def resume_graph(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> Tensor:
-    """Returns a 0-dim tensor; its backward runs the graph of ``tensors`` from ``gradients``, and then empties that
+    """Returns a 0-dim tensor. A backward from it starts the graphs of ``tensors`` with ``gradients``, and empties that
     list.
 
-    If the list is empty when the backward starts, the loss reads none of ``tensors``.
+    If the list is empty by then, all gradients are taken as None.
     """
     root: Tensor = _Root.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return root
 
 
 class GradedInputs:
-    """Inputs of ``eng(batch)`` that require gradients; the pipeline stages differentiate copies of them.
+    """Inputs of ``eng(batch)`` that require gradients. The pipeline stages run on copies of them.
 
     Raises:
-        EngineError: such an input has a graph of its own, which the backward of the stages would not continue.
+        EngineError: such an input was computed from other tensors, to which the stages' backward would not continue.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> None:
@@ -167,7 +167,9 @@ class GradedInputs:
         return bool(self._copies)
 
     def accumulate(self, comm: Comm) -> None:
-        """Sums the gradients of all stages over pp, and adds them to the ``grad`` of each input."""
+        """Sums the gradients of the inputs' copies over all pipeline ranks, and adds them to the ``grad`` of each
+        input.
+        """
         for tensor, copy in self._copies:
             grad = torch.zeros_like(copy) if copy.grad is None else copy.grad.contiguous()
             copy.grad = None
@@ -224,7 +226,7 @@ class _Arrivals:
 
 
 class PipelineCalls:
-    """Forwards ``eng(batch)`` of one training loop on a pipeline, and their backwards, on this rank."""
+    """Calls ``eng(batch)`` of the user's training loop on a pipeline: their forwards and backwards on this rank."""
 
     def __init__(self, runtime: RankRuntime) -> None:
         self._runtime, self._pipeline = runtime, _pipeline_of(runtime)
@@ -237,8 +239,7 @@ class PipelineCalls:
         """This rank's actions, by the number of parts."""
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], rows: int | None) -> Any:
-        """Runs all stages; returns the model's output for one batch on every rank of the replica, with an autograd
-        graph.
+        """Runs all stages on one batch; returns the model's output with an autograd graph on every rank of the replica.
 
         Collective over pp: activations are sent between stages, and outputs from the last stage to all.
 
@@ -268,8 +269,8 @@ class PipelineCalls:
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Opens a context for the backward from the loss to the outputs of calls. At its end, the stages of each call
-        that the loss has reached run their own backward.
+        """Opens a context in which the caller runs a backward from a loss to the outputs of ``eng(batch)`` calls. At
+        its end, the stages of each call that the loss has reached run their own backward.
         """
         arrivals = self._arrivals
         arrivals.open = True
@@ -306,7 +307,7 @@ class PipelineCalls:
 
 
 class PipelineCall:
-    """Forward of one ``eng(batch)`` on a pipeline and its later backward, run by the executor."""
+    """One ``eng(batch)`` on a pipeline: its forward and its later backward, run by the pipeline executor."""
 
     inputs: GradedInputs
 
@@ -333,8 +334,8 @@ class PipelineCall:
         """True if the backward of the stages has run, and the number of updates before the call."""
 
     def trace(self, compares: bool) -> None:
-        """Traces the parts of the batch. Communicates only if the ranks of the replica compare their paths
-        (``compares``).
+        """Traces the parts of the batch. Ranks of the replica compare their traces if ``compares``, and else do not
+        communicate.
 
         Raises:
             EngineError: outputs of several parts cannot be joined, or ranks take different paths.
@@ -381,12 +382,11 @@ class PipelineCall:
             self._executor.run_part(self._row, self, backwards)
 
     def arrive(self, part: int, gradients: Sequence[Tensor | None]) -> None:
-        """Stores ``gradients``, the output gradients of a part. The stages run their backward once all parts have
-        theirs.
+        """Stores ``gradients`` of the outputs of part ``part``; the stages run their backward after that of the loss.
 
         Raises:
-            EngineError: ``loss.backward()`` was called without the engine, a second backward reached the call, or
-                weights have changed.
+            EngineError: ``loss.backward()`` was called instead of ``eng.backward(loss)``, this call had a backward
+                before, or weights have changed.
         """
         ranks = self._runtime.plan.config.pp
         if not self._arrivals.open:
@@ -438,12 +438,12 @@ class PipelineCall:
     # ------------------------------------------------------------------ what the executor calls
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the plan of ``stage`` and the traced tensors of a part; they give the shapes of messages."""
+        """Returns the plan of ``stage`` and the traced tensors of a part, which give the shapes of its messages."""
         traced = self._traced[microbatch]
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Runs a stage on one part of the batch; the last stage returns the root tensor of its later backward."""
+        """Runs a stage on one part of the batch. The last stage returns the tensor from which its backward starts."""
         runtime, (trace, partition) = self._runtime, self._traced[microbatch]
         run, plan = partial(_run, runtime, self._arguments[microbatch]), partition.stages[stage]
         key = self._key if len(self._arguments) == 1 else (*self._key, -1 - microbatch)
@@ -459,9 +459,7 @@ class PipelineCall:
         return StageOutput(sent, resume_graph(outputs, self._gradients[microbatch]) if graded else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns the context of one stage's backward, which accumulates gradients; the stage's last backward reduces
-        them over dp.
-        """
+        """Returns the context of one stage's backward. In its last one of the step, gradients are reduced over dp."""
         args, kwargs = self._arguments[action.microbatch]
         self._runtime.begin_backward(args[0] if len(args) == 1 and not kwargs else kwargs)
         self._backwards[action.stage] += 1
@@ -475,7 +473,7 @@ class PipelineCall:
         raise AssertionError("there and back has no deferred weight gradients")
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns an empty context, because no weight gradients are deferred to fill waits."""
+        """Returns an empty context: there are no deferred weight gradients to compute during waits."""
         return nullcontext()
 
 
@@ -485,7 +483,7 @@ def _pipeline_of(runtime: RankRuntime) -> PipelineRuntime:
 
 
 def stale_forward() -> EngineError:
-    """Returns the error for a backward of a forward that has used older weights."""
+    """Returns the error to raise for a backward if weights were updated after its forward."""
     return EngineError(
         "backward was called after step(), but the weights have changed since the forward that it differentiates; "
         "call eng(batch) again, and backward before step()."

@@ -30,7 +30,9 @@ from engine.zero.reduce.weight_copies import WeightCopies
 
 
 class DelayedUpdates(StepPart):
-    """Hooks around a training step that finish an optimizer update overlapped with it (``offload_optimizer``)."""
+    """Step part (optional feature with hooks around a step) that finishes an optimizer update which runs on the host
+    during the next step (``offload_optimizer.delayed_update``).
+    """
 
     order = PartOrder.DELAYED_UPDATE
 
@@ -43,45 +45,45 @@ class DelayedUpdates(StepPart):
         return self._delayed.pending
 
     def problem(self) -> EngineError | None:
-        """Waits for the overlapped update; returns its error, or None."""
+        """Waits for the optimizer update that runs on the host; returns its error, or None."""
         return self._delayed.problem()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Waits for the overlapped update; returns ``step.problem`` (the error of the step), or else the error of that
-        update.
+        """Waits for the earlier optimizer update that still runs on the host. Returns ``step.problem``, the error of
+        the running step, or else the error of that update, or None.
         """
         late = self.problem()
         return step.problem or late
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Copies the updated weights to the device, because the next update builds on them."""
+        """Copies the weights of the earlier update from host to device, because the next update builds on them."""
         self.bring()
 
     def bring(self) -> None:
-        """Finishes the overlapped update and copies its weights to the device. Collective over dp."""
+        """Finishes the update that runs on the host, and copies its weights to the device. Collective over dp."""
         if self._delayed.finish() and self._gatherer is not None:
             self._gatherer.forget()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a context for reads or writes of weights, after a wait for the overlapped update. Its weights may stay
-        on the host.
+        """Opens a context for reads or writes of weights, after the update on the host has ended. Its new weights may
+        still be only in host memory.
         """
         self._delayed.join()
         yield
 
     def saving(self) -> AbstractContextManager[None]:
-        """Returns a context for a save, which first waits for the overlapped update."""
+        """Returns a context for a checkpoint save, which begins with a wait for the update on the host."""
         return self.changing()
 
     def close(self) -> None:
-        """Waits for the overlapped update, and copies its weights to the device without communication."""
+        """Waits for the update on the host, and copies its weights to the device without communication."""
         self._optimizer.end_delayed()
 
 
 class BackgroundReads(StepPart):
-    """Hooks around a training step that let a background thread read weights, until the next update or change of
-    them.
+    """Step part (optional feature with hooks around a step) that lets a thread read weights during training. Updates
+    and other changes of the weights wait until the read ends.
     """
 
     order = PartOrder.BACKGROUND_READS
@@ -91,11 +93,11 @@ class BackgroundReads(StepPart):
         self._pool = ThreadPoolExecutor(1, "weight-reads")
 
     def start(self, read: Callable[[], None]) -> None:
-        """Starts ``read`` in a thread; the caller has joined every earlier read."""
+        """Starts the callback ``read`` in the thread. The caller has waited for the earlier reads with :meth:`join`."""
         self._reading = self._pool.submit(read)
 
     def wait(self) -> None:
-        """Waits until the running read ends, if there is one; may be called from any thread."""
+        """Waits until the running read ends, if there is one; does not raise its error. Any thread may call it."""
         if (reading := self._reading) is not None:
             wait([reading])
 
@@ -106,15 +108,15 @@ class BackgroundReads(StepPart):
             reading.result()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Waits until the running read ends, before the update; returns its error, or else ``step.problem``, the error
-        of the step.
+        """Waits until the running read ends, so that the update may change the weights. Returns the read's error, or
+        else ``step.problem``, the error of the step, or None.
         """
         reading, self._reading = self._reading, None
         return (reading.exception() if reading is not None else None) or step.problem
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a context for changes of weights, after the end of the running read."""
+        """Waits until the running read ends, raises its error, and opens a context for changes of weights."""
         self.join()
         yield
 
@@ -124,8 +126,8 @@ class BackgroundReads(StepPart):
 
 
 class MomentsOnDisk(StepPart):
-    """Hooks for optimizer moments on a disk: they refuse saves after the disk has lost some, and close its files at the
-    end.
+    """Step part (optional feature with hooks around a step) for optimizer moments on a disk. It refuses saves after
+    some moments could not be read or written, and closes the files at the end.
     """
 
     order = PartOrder.DISK
@@ -145,10 +147,11 @@ class MomentsOnDisk(StepPart):
 
 
 class StatesOnHost(StepPart):
-    """Hooks for state that ``offload_states`` moves to host memory between two phases of a run.
+    """Step part (optional feature with hooks around a step) for state that ``offload_states`` moves to host memory
+    between two phases of a run.
 
     Args:
-        states: the offloaded state.
+        states: the weights, gradients and optimizer state that can be moved.
     """
 
     order = PartOrder.OFFLOADED
@@ -170,7 +173,7 @@ class StatesOnHost(StepPart):
         return nullcontext()
 
     def close(self) -> None:
-        """Moves offloaded parameters back to the device for the user's model."""
+        """Moves parameters in host memory back to the device, because the user may go on with the model."""
         self.states.reload({PARAMETERS})
 
 
@@ -194,13 +197,15 @@ class CountedExperts(StepPart):
 
 
 class BalancedRouters(StepPart):
-    """Hooks that balance experts after each update. They add ``rate`` to the router bias of an expert with less than
-    the mean load, and subtract ``rate`` above the mean.
+    """Step part (optional feature with hooks around a step) that balances experts after each update. It adds ``rate``
+    to the router bias of each expert with less than the mean load, and subtracts ``rate`` above the mean.
 
-    The load is summed over the whole step and all ranks; each token counts once, also under recomputation.
+    The load of an expert is the number of tokens routed to it in the step, on all ranks. Each token counts once, also
+    under recomputation.
 
     Args:
         biases: the bias buffers [experts], each with the index of its first expert in the counts.
+        rate: change of a bias per update (``router_bias_update_rate``).
     """
 
     order = PartOrder.ROUTERS
@@ -222,10 +227,11 @@ class BalancedRouters(StepPart):
 
 
 class ReplayedRouters(StepPart):
-    """Hooks for router replay, by which routers read recorded choices of experts from the batch instead of choosing.
+    """Step part (optional feature with hooks around a step) for router replay: routers take the experts of each token
+    row from the batch instead of choosing them.
 
     Args:
-        replay: recorded choices of the running microbatches.
+        replay: recorded choices of the microbatches that run.
     """
 
     order = PartOrder.REPLAY
@@ -234,7 +240,7 @@ class ReplayedRouters(StepPart):
         self.replay = replay
 
     def taken(self, microbatches: Sequence[Batch]) -> None:
-        """Raises if the recorded choices of a microbatch do not fit the model."""
+        """Raises if the experts recorded in a microbatch do not fit the model's layers or their numbers of experts."""
         for microbatch in microbatches:
             self.replay.check(microbatch)
 
@@ -247,12 +253,14 @@ class ReplayedRouters(StepPart):
         self.replay.begin_backward(microbatch)
 
     def end_backward(self) -> None:
-        """Drops the expert choices of the microbatches after a backward."""
+        """Ends the use of the expert choices that ``begin_backward`` selected."""
         self.replay.end_backward()
 
 
 class EqualGradients(StepPart):
-    """Hooks that compare, in the first step, gradients that must be equal on all tensor ranks."""
+    """Step part (optional feature with hooks around a step) that compares, in the first step, gradients that every
+    tensor rank computes in full. They must be equal on all tensor ranks.
+    """
 
     order = PartOrder.REPLICAS
 
@@ -273,8 +281,8 @@ _OFTEN = 64
 
 
 class EqualWeights(StepPart):
-    """Hooks that compare replicated weights in some steps, by a digest that travels with the all-reduced step
-    totals.
+    """Step part (optional feature with hooks around a step) that compares weights which several ranks have in full, in
+    some steps. Each rank adds a digest to the totals that are all-reduced in any case.
     """
 
     order = PartOrder.COPIES
@@ -293,7 +301,9 @@ class EqualWeights(StepPart):
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Logs the name of a weight that differs between ranks, if the summed digests of ``totals`` show it."""
+        """Logs the name of a weight that differs between ranks, if the digests in ``totals``, summed over all ranks,
+        show that there is one.
+        """
         if step.copies is not None:
             self._copies.compare(totals.digest_squared, step.sent)
 
@@ -313,11 +323,11 @@ class EncodingResiduals(StepPart):
             residual.mul_(factor)
 
     def after_skip(self) -> None:
-        """Sets all residuals to 0, because a skipped step does not use its gradients."""
+        """Sets all residuals to 0, because the gradients of a skipped step, from which they come, are not used."""
         self.scaled(0.0)
 
     def undo_step(self) -> None:
-        """Sets all residuals to 0, because the step has failed."""
+        """Sets all residuals to 0, because they come from the gradients of a failed step."""
         self.scaled(0.0)
 
 
@@ -334,7 +344,7 @@ class AverageOfWeights(StepPart):
         self.weights = weights
 
     def after_update(self) -> None:
-        """Adds the new weights to the average."""
+        """Updates the moving average of the weights with their new values."""
         if self.weights.moving is not None:
             self.weights.moving.update()
 
@@ -360,10 +370,12 @@ class _Seen(NamedTuple):
 
 
 class WrittenBuffers(StepPart):
-    """Hooks that copy module buffers before a step, and restore them if the step makes no update.
+    """Step part (optional feature with hooks around a step) that copies module buffers before a step, and restores them
+    if the step makes no update.
 
     The first step in each combination of train and eval modes copies all buffers, to find the ones that forwards write.
-    Later steps copy only these, and new buffers. A buffer that the model registers during a step is not removed.
+    Later steps copy only the ones found, and buffers registered since. A buffer that the model registers during a step
+    is not removed.
     """
 
     order = PartOrder.BUFFERS
@@ -390,7 +402,7 @@ class WrittenBuffers(StepPart):
 
     @torch.no_grad()
     def undo_step(self) -> None:
-        """Restores the buffers that forwards of the step have written."""
+        """Restores the buffers that forwards of the failed step have written."""
         seen = list(self._seen)
         self.after_update()
         for each in seen:
@@ -399,7 +411,7 @@ class WrittenBuffers(StepPart):
                 each.module._buffers[each.leaf] = each.buffer
 
     def after_skip(self) -> None:
-        """Restores the buffers that forwards of the step have written."""
+        """Restores the buffers that forwards of the skipped step have written."""
         self.undo_step()
 
     def after_update(self) -> None:
@@ -425,7 +437,7 @@ class WrittenBuffers(StepPart):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restores module buffers from ``state``, tensors of a checkpoint by the keys ``buffer/NAME``.
 
-        Works also if forwards have changed the shape or dtype of a buffer.
+        A buffer with another shape or dtype than its saved tensor is replaced by a copy of that tensor.
         """
         for path, module in self._named:
             for leaf, buffer in module._buffers.items():

@@ -49,7 +49,9 @@ _EVERY = 32
 
 
 class Remarks:
-    """Warnings about likely mistakes of the training script: training in eval mode, or the same batch in every step."""
+    """Warnings in the log about likely mistakes of the training script: training in eval mode, or the same batch in
+    every step.
+    """
 
     def __init__(self, model: nn.Module, speaks: bool) -> None:
         self._model, self._speaks = model, speaks
@@ -144,7 +146,7 @@ _COMPARED_STEPS = 2  # one batch may be alike by chance, and a digest costs the 
 
 
 class FinishedStep(NamedTuple):
-    """State and outcome of a step that all ranks have finished."""
+    """State and outcome of a training step or evaluation that all ranks have finished."""
 
     state: StepState
     outcome: UpdateOutcome
@@ -244,10 +246,10 @@ class StepRunner:
 
     @torch.no_grad()
     def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
-        """Returns the model's output for one batch, in microbatches of ``micro`` rows; see
-        :meth:`engine.Engine.predict`.
+        """Returns the model's output for one batch, in microbatches of ``micro`` rows; None: of the configured number.
+        See :meth:`engine.Engine.predict`.
 
-        ``together``: True if data ranks without rows call ``accompany`` meanwhile.
+        ``together``: True if data ranks that have no rows call ``accompany`` at the same time.
         """
         step, split = self.begin(), self._runtime.program.rows.split
         with evaluating(self._model):
@@ -258,11 +260,11 @@ class StepRunner:
 
     @torch.no_grad()
     def accompany(self, batch: Batch) -> bool:
-        """Joins the collectives of one ``predict`` that other data ranks run because they have rows left; discards the
-        output.
+        """Takes part in the collectives of one ``predict`` call of other data ranks, on a data rank that has no rows
+        left.
 
-        ``batch``: any rows, as input of the forward. Returns True if a data rank had rows left. Otherwise runs no
-        forward and returns False.
+        ``batch``: any rows, as input of forwards; their outputs are dropped. Returns False, and runs no forward, if all
+        other data ranks have called ``accompany`` too; else True.
         """
         step = self.begin()
         count = self._most_forwards(0, step)
@@ -287,7 +289,9 @@ class StepRunner:
     # ------------------------------------------------------------------ parts of a step
 
     def begin(self, started: float | None = None) -> StepState:
-        """Returns the state of a new step; ``started``: its start by ``time.perf_counter``, None: now."""
+        """Returns the state of a new step with zero sums. ``started``: time of its start by ``time.perf_counter``;
+        None: now.
+        """
         self._attachment.check()
         if torch.is_grad_enabled():
             self._update.used_factor = None
@@ -449,7 +453,7 @@ class StepRunner:
     def finish(self, step: StepState) -> FinishedStep:
         """Sums the totals of ``step`` over the world, then updates the weights or skips the update. Collective.
 
-        If any rank has failed, restores buffers and raises on every rank.
+        If any rank has failed, restores module buffers that the step has written, and raises on every rank.
         """
         step.problem = step.problem or self._control.take_problem() or self._problem_of_forward()
         with self._agreeing("an update", step), self._runtime.parts.undoing_failures():
@@ -481,11 +485,11 @@ class StepRunner:
             )
 
     def random_key(self, index: int, first: int | None = None) -> tuple[int, int, int]:
-        """Returns the random seed of this rank's microbatch ``index``: (configured seed, updates so far, global
-        microbatch index).
+        """Returns the random seed of this rank's microbatch ``index``: (configured seed, updates so far, its global
+        index).
 
-        The seed is equal on every grid. ``first``: global index of this rank's first microbatch; None: all data ranks
-        have equally many.
+        The seed of a microbatch is the same on every grid. ``first``: global index of this rank's first microbatch;
+        None: computed, as all data ranks have equally many.
         """
         return self._config.seed, self._update.made, (self._first if first is None else first) + index
 

@@ -40,8 +40,8 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRuntime:
-    """Objects of this rank in a pipeline: runner of its stages, cached traces, and placeholders of other stages'
-    parameters.
+    """Objects that a rank of a pipeline has: the runner of its stages, traced forwards, and placeholders for parameters
+    that only other stages have.
     """
 
     stage: Stage
@@ -96,35 +96,39 @@ class RankRuntime:
 
     @property
     def averaged(self) -> AveragedWeights | None:
-        """Switch between training weights and their average; None if there is no average."""
+        """Switch that puts the moving average of the weights into the model, or the training weights back; None if the
+        run has no average.
+        """
         part = self.parts.find(AverageOfWeights)
         return part.weights if part is not None else None
 
     @property
     def average(self) -> WeightAverage | None:
-        """Exponential moving average of the weights; None without ``"ema"``."""
+        """Exponential moving average of the weights; None without ``"ema"`` in the configuration."""
         return self.averaged.moving if self.averaged is not None else None
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """Flat buckets of this rank's trained parameters."""
+        """Buckets of this rank: flat buffers that contain its trained parameters."""
         return self.inventory.trained
 
     @property
     def frozen(self) -> Sequence[FlatBucket]:
-        """Flat buckets of this rank's frozen parameters, if these are sharded."""
+        """Flat buffers that contain this rank's frozen parameters, if ZeRO 3 shards these; else ()."""
         return self.inventory.frozen
 
     @property
     def communicates(self) -> bool:
-        """True if forwards communicate, so that a rank that fails leaves others waiting."""
+        """True if forwards communicate with other ranks, so that an error on this rank leaves others waiting."""
         grid = self.comm.grid
         gathers = self.gatherer is not None and grid.size(grid.sharding) > 1
         return grid.size("replica") > 1 or gathers or grid.experts > 1
 
     @property
     def data_ranks_meet(self) -> bool:
-        """True if data ranks communicate in forwards: they gather parameters, or dispatch tokens to experts."""
+        """True if data ranks communicate in forwards: they gather sharded parameters, or send tokens to experts on
+        other ranks.
+        """
         return self.gatherer is not None or self.comm.grid.experts > 1
 
     @contextmanager
@@ -150,15 +154,15 @@ class RankRuntime:
                 torch.set_autocast_cache_enabled(cached)
 
     def joining_forward(self) -> AbstractContextManager[None]:
-        """Returns a context for a microbatch that only other data ranks have: this rank joins their parameter gathers,
-        and computes nothing.
+        """Returns a context in place of the forward of a microbatch that this rank lacks and other data ranks have.
+        Inside, this rank takes part in their parameter gathers, and computes nothing.
         """
         return self.gatherer.forward() if self.gatherer is not None else nullcontext()
 
     @contextmanager
     def counting(self, into: Tensor | None) -> Iterator[None]:
-        """Opens a context for a forward that adds counts, such as tokens of each expert, to ``into``; ``into`` is None
-        outside training steps.
+        """Opens a context for a forward that adds counts to ``into``, such as the tokens of each expert. If ``into`` is
+        None, as outside training steps, nothing is counted.
         """
         with ExitStack() as stack:
             for part in self.parts.having(StepPart.forward):
@@ -170,18 +174,18 @@ class RankRuntime:
         return next((part.counts() for part in self.parts.having(StepPart.counts)), None)
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
-        """Returns ``run()``, a forward of the inputs ``given``. The first forward is also checked against the tensor
-        plan.
-
-        The check raises if the forward uses a parameter otherwise than planned.
+        """Returns ``run()``, a forward of the inputs ``given``. Checks the first such forward: it must use each
+        parameter as the tensor-parallel plan expects, else the check raises.
         """
         first_use = self.first_use
         return first_use.watch(given, run) if first_use is not None and first_use.needed else run()
 
     @contextmanager
     def backward(self, which: Backward, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
-        """Opens a context for the backward that ``which`` names. With ``deferred``, weight gradients that can be
-        deferred are collected there for a later call of ``weights``.
+        """Opens a context for the backward that ``which`` names.
+
+        ``deferred``: collector of the weight gradients that can be computed later, by a call of ``weights``; None: the
+        backward computes them.
         """
         waits = self.split_backward.leaving(deferred) if self.split_backward and deferred else nullcontext()
         gathers = self.gatherer.backward(which.last) if self.gatherer else nullcontext()
@@ -194,14 +198,16 @@ class RankRuntime:
                     part.end_backward()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Prepares optional features for the backward of a microbatch, which may recompute blocks."""
+        """Calls the hooks of optional features before the backward of ``microbatch``, in which blocks may be
+        recomputed.
+        """
         for part in self.parts.having(StepPart.begin_backward):
             part.begin_backward(microbatch)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Opens a context for a backward that computes no weight gradients, such as one for input gradients. Needs ZeRO
-        3, which gathers sharded parameters inside.
+        """Opens a context for a backward that computes no weight gradients, such as one for input gradients. ZeRO 3
+        gathers sharded parameters inside; below ZeRO 3 no context is needed, and this must not be called.
         """
         assert self.gatherer is not None, "others need no context"
         with self.gatherer.backward(last=False):
@@ -220,16 +226,16 @@ class RankRuntime:
         return which._replace(unequal=True) if unequal else which
 
     def weights(self, which: Backward, deferred: DeferredWeightGrads) -> None:
-        """Computes and reduces the weight gradients in ``deferred``, which a backward has collected; gathers no
-        parameter.
+        """Computes the weight gradients in ``deferred``, which an earlier :meth:`backward` has collected, and reduces
+        them. Gathers no parameter.
         """
         with self.reducer.backward(self._compared(which)):
             deferred.compute(self.reducer.take)
 
     @contextmanager
     def passes(self, row: RankSchedule) -> Iterator[None]:
-        """Opens a context in which this rank runs the pipeline actions ``row``; ZeRO 3 gathers parameters ahead in this
-        order.
+        """Opens a context in which this rank runs the pipeline actions ``row``. ZeRO 3 gathers the parameters of later
+        actions ahead, in the order of ``row``.
         """
         if self.gatherer is None or self.gatherer.holds:
             yield
@@ -241,14 +247,14 @@ class RankRuntime:
             self.gatherer.end()
 
     def running(self) -> AbstractContextManager[None]:
-        """Returns a context for the engine's own forwards, in which placeholders of other stages' parameters may be
-        read.
+        """Returns a context for forwards and backwards of the engine on a pipeline. Inside, code may read the
+        placeholders for parameters that only other stages have.
         """
         return self.pipeline.absent.running() if self.pipeline is not None else nullcontext()
 
     def finish(self, reduced: bool = False) -> None:
-        """Completes all gradient reductions and parameter gathers after the last backward. ``reduced``: gradients are
-        reduced already.
+        """Completes all gradient reductions and parameter gathers after the last backward of a step. ``reduced``: True
+        if the gradients are reduced already, so that only gathers are completed.
         """
         if reduced:
             self.optimizer.copies.forget()  # the user may have written what lies reduced in the buckets
@@ -265,7 +271,9 @@ class RankRuntime:
         self.parts.undo_step()
 
     def close(self) -> None:
-        """Closes the optional features, removes every patch from the model, and stops gathering."""
+        """Closes the optional features, removes every patch from the model, and stops the gathers of ZeRO 3. Sharded
+        parameters stay sharded.
+        """
         for part in self.parts.having(StepPart.close):
             part.close()
         self.patches.remove()
@@ -278,14 +286,17 @@ class RankRuntime:
             leave(flat)
 
     def weights_written(self) -> None:
-        """Drops gathered copies of parameters, after a load or the user has written to their shards. Collective."""
+        """Drops gathered copies of parameters, which are outdated after a load or the user has written to the shards.
+        Collective.
+        """
         if self.gatherer is not None:
             self.gatherer.forget()
 
     def settle(self) -> None:
-        """Waits for an overlapped optimizer update and for copies of parameters to the host, and completes them.
+        """Waits for work that still runs after a step, and completes it: an optimizer update on the host, and copies of
+        parameters to the host.
 
-        Collective if there is such an update; if it fails on one rank, all raise.
+        Collective if there is such an update. If the update has failed on one rank, all ranks raise.
         """
         delayed = self.parts.find(DelayedUpdates)
         if delayed is not None and delayed.pending:
@@ -298,7 +309,9 @@ class RankRuntime:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a context for reads or writes of weights or optimizer state between steps."""
+        """Opens a context that surrounds reads or writes of weights or optimizer state between steps. All earlier
+        updates are completed before.
+        """
         with self.parts.entering(StepPart.changing):
             self.settle()
             yield
@@ -321,20 +334,22 @@ class RankRuntime:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Opens a context for a save of weights or optimizer state; raises if some of them were lost."""
+        """Opens a context that surrounds a save of weights or optimizer state. Raises if a part of the state was lost,
+        such as moments on a disk.
+        """
         with self.parts.entering(StepPart.saving):
             self.settle()
             yield
 
     def own(self, tree: Any) -> Any:
-        """Returns ``tree`` with a copy of each tensor that is a view of a gathered parameter. The copy stays valid when
-        the gathered memory is freed.
+        """Returns ``tree`` (nested lists, tuples and dicts) with a copy in place of each tensor that is a view of a
+        gathered parameter. The copy stays valid after the gathered memory is freed.
         """
         return tree if self.gatherer is None else pytree.tree_map_only(Tensor, self.gatherer.own, tree)
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Opens a context in which only shapes of parameters are read, for a trace; no parameter is gathered."""
+        """Opens a context in which a forward is traced on shapes: parameters have no values, so none is gathered."""
         content = self.gatherer.without_content() if self.gatherer else nullcontext()
         replay = self.program.replay.tracing() if self.program.replay is not None else nullcontext()
         with self.running(), self.counting(None), content, replay:

@@ -23,13 +23,15 @@ ENDS_TRIAL = 2.0**32
 
 
 class StopRequest(Protocol):
-    """Flag that a signal handler sets (``asked``) to end the run after the running step."""
+    """Interface of a flag, ``asked``, that a signal handler (SIGTERM) sets on this rank. The run then ends after the
+    running step.
+    """
 
     asked: bool
 
 
 class TrialControl(Protocol):
-    """Control of a sweep's trial, which is the training run of this engine."""
+    """Interface by which a hyperparameter sweep controls one of its trials. This engine's training run is the trial."""
 
     asked: bool
     """True on rank 0 if the trial has to end after the next step."""
@@ -38,10 +40,12 @@ class TrialControl(Protocol):
         """Ends the trial after the same step on all ranks."""
 
     def save_folder(self, folder: Path) -> Path:
-        """Returns the trial's own folder, to save there instead of in ``folder``, which all trials share."""
+        """Returns a folder that only this trial uses. Saves go there instead of to ``folder``, which all trials of the
+        sweep have in common.
+        """
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the folder of the trial's own checkpoints if there are any, else ``folder``."""
+        """Returns the folder with this trial's own checkpoints if there are any, else ``folder``."""
 
 
 @dataclass(slots=True)
@@ -59,8 +63,8 @@ class RunControl:
 
     @property
     def stops(self) -> float:
-        """This rank's reasons to stop, as a number that is summed into ``StepTotals.stops``: 1 after a stop request,
-        plus ``ENDS_TRIAL`` if the trial ends.
+        """This rank's reasons to stop, as one number: 1 after a stop request, plus ``ENDS_TRIAL`` (a larger number than
+        there are ranks) if the sweep's trial ends. The sum over all ranks is ``StepTotals.stops``.
         """
         ends = self.trial is not None and self.trial.asked
         return (self.stop is not None and self.stop.asked) + ENDS_TRIAL * ends
@@ -71,14 +75,14 @@ class RunControl:
             self.trial.end()
 
     def save_folder(self, folder: Path) -> Path:
-        """Returns the folder for a save that the user directs to ``folder``: the trial's own in a sweep, else
-        ``folder``.
+        """Returns the folder for a save if the user gives ``folder``: in a hyperparameter sweep a folder of this trial,
+        else ``folder``.
         """
         return folder if self.trial is None else self.trial.save_folder(folder)
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the folder for a load that the user directs to ``folder``. In a sweep it is the trial's own, if it
-        has checkpoints.
+        """Returns the folder for a load if the user gives ``folder``: in a hyperparameter sweep the folder of this
+        trial if it contains checkpoints, else ``folder``.
         """
         return folder if self.trial is None else self.trial.load_folder(folder)
 
@@ -95,7 +99,7 @@ class RunControl:
             )
 
     def take_problem(self) -> Exception | None:
-        """Returns the error of a failed save and clears it; None if no save has failed."""
+        """Returns the error of a failed save that has to stop the run, and forgets it; None if there is none."""
         problem, self.problem = self.problem, None
         return problem
 
@@ -146,13 +150,15 @@ class StepState:
     """Callback after a NaN loss: traces again, and raises if the forward has changed. Collective."""
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
-        """Adds loss, weight and tokens of one microbatch, and increments the number of microbatches."""
+        """Adds the loss, loss weight and tokens of ``microbatch`` to the sums of the step, and 1 to its number of
+        microbatches.
+        """
         self.add(loss)
         self.see(microbatch)
         self.microbatches += 1
 
     def add(self, loss: WeightedLoss) -> None:
-        """Adds sum, weight and metrics of a loss, without counting a microbatch."""
+        """Adds sum, weight and metrics of ``loss`` to the sums of the step. The number of microbatches stays."""
         self.loss += loss.sum.detach()
         self.weight += loss.weight
         if loss.metrics:
@@ -167,18 +173,18 @@ class StepState:
 
     @property
     def divides(self) -> float:
-        """Loss scale, divided by ``added_ranks``. This number times the sum of loss weights divides the summed
-        gradients.
+        """Loss scale divided by ``added_ranks``. The update divides the summed gradients by the product of this number
+        and the sum of loss weights.
         """
         return self.scale / self.added_ranks
 
     @property
     def counted(self) -> int:
-        """Number of experts with counted tokens, over all layers."""
+        """Number of experts for which the tokens are counted, summed over all layers; 0 if none are."""
         return 0 if self.experts is None else self.experts.numel()
 
     def again(self) -> "StepState":
-        """Returns a state with zero sums for a second run of the same step."""
+        """Returns a new state with zero sums, for a second run of the step that this state describes."""
         zero = torch.zeros_like(self.loss)
         experts = None if self.experts is None else torch.zeros_like(self.experts)
         again = StepState(self.started, self.sent.copy(), zero, zero.clone(), scale=self.scale, experts=experts)
@@ -187,14 +193,17 @@ class StepState:
         return again
 
     def root(self, loss: Tensor) -> Tensor:
-        """Returns the scaled loss from which backward starts, in fp32, because a scaled fp16 loss would overflow."""
+        """Returns ``loss`` times the loss scale, from which the backward starts. With a scale other than 1 the product
+        is fp32, because a scaled fp16 loss would overflow.
+        """
         return loss if self.scale == 1.0 else loss.float() * self.scale
 
 
 class StepTotals(NamedTuple, Generic[Scalar]):
-    """Scalars of a step, all-reduced (sum) over the world: 0-dim fp64 tensors on the device, floats on the host.
+    """Totals of a step, summed over all ranks by one all-reduce. A total is a 0-dim fp64 tensor on the device, or a
+    float on the host.
 
-    ``pack`` and ``unpack`` alone define their order in the message.
+    The order of the fields is their order in the all-reduced tensor.
     """
 
     loss: Scalar
@@ -249,9 +258,11 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         return packed if step.experts is None else torch.cat([packed, step.experts])
 
     def same_batch(self, data_ranks: int) -> bool:
-        """Returns True if all ``data_ranks`` have equal batch hashes.
+        """Returns True if all data ranks have equal batch hashes in this step; False if there is one data rank or no
+        hash.
 
-        Compares n times the sum of squared hashes with the squared sum: they are equal only for equal hashes.
+        The test: ``data_ranks`` times the sum of squared hashes equals the square of their sum only if all hashes are
+        equal.
         """
         total, squares = int(self.digest), int(self.digest_squared)  # type: ignore[call-overload]
         return total > 0 and data_ranks > 1 and data_ranks * squares == total**2
@@ -268,21 +279,23 @@ class StepTotals(NamedTuple, Generic[Scalar]):
 
     @staticmethod
     def on_device(packed: Tensor) -> "StepTotals[Tensor]":
-        """Returns the totals as 0-dim views of ``packed``, a tensor from ``pack`` after its all-reduce. Metrics and
-        experts are left out, and the host does not wait for the device.
+        """Returns the totals as 0-dim views of ``packed``, a tensor that ``pack`` returned and an all-reduce summed.
+        The host does not wait for the device. ``metrics`` and ``experts`` are empty.
         """
         return StepTotals._make([*packed[:CONTROL_SCALARS].unbind(), (), ()])
 
     @staticmethod
     def unpack(values: Sequence[float], experts: int) -> "StepTotals[float]":
-        """Returns the totals from ``values``, the all-reduced tensor of ``pack`` as floats. Its last ``experts``
-        entries are the tokens of each expert.
+        """Returns the totals from ``values``: the elements, as floats, of a tensor that ``pack`` returned and an
+        all-reduce summed. Its last ``experts`` elements are the tokens of each expert.
         """
         end = len(values) - experts
         return StepTotals._make([*values[:CONTROL_SCALARS], tuple(values[CONTROL_SCALARS:end]), tuple(values[end:])])
 
 
 def metric_averages(totals: StepTotals[float], names: Sequence[str]) -> dict[str, float]:
-    """Returns the weighted mean of each metric in ``totals`` by its name; NaN if the weight is 0."""
+    """Returns the weighted mean of each metric by its name, from the sums and weights in ``totals``; NaN if the weight
+    is 0. ``names``: names of the metrics in their order in ``totals``.
+    """
     pairs = zip(names, totals.metrics[::2], totals.metrics[1::2], strict=False)
     return {name: total / weight if weight else math.nan for name, total, weight in pairs}

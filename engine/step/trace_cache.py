@@ -32,14 +32,16 @@ _STATES = 8
 
 
 class TracedForward(NamedTuple):
-    """Trace of a forward and its partition into pipeline stages."""
+    """Trace of the model's forward for inputs of one kind, and its partition into pipeline stages."""
 
     trace: ModelTrace
     partition: Partition
 
     @property
     def digest(self) -> int:
-        """31-bit hash of the traced path: order of module calls, and tensors that stages send."""
+        """31-bit hash of the order of module calls and of the tensors that stages send. Ranks compare it to find
+        different paths through the model.
+        """
         sent = [tuple(plan.sends.items()) for plan in self.partition.stages]
         return zlib.crc32(repr(([call.unit for call in self.trace.calls], sent)).encode()) >> 1
 
@@ -54,7 +56,9 @@ class UserHooks(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "UserHooks":
-        """Returns the user's hooks on all modules of ``model``; calls none of them."""
+        """Returns the hooks that the user, and not the engine, has registered on modules of ``model``; calls none of
+        them.
+        """
         everywhere = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks
         forward, backward = list[tuple[str, int]](), list[str]()
         for name, module in model.named_modules():
@@ -66,8 +70,8 @@ class UserHooks(NamedTuple):
 
 
 class TraceCache:
-    """Cache of traced forwards, by signature of the input and by the model's attributes. Its first trace is that of the
-    plan.
+    """Cache of traced forwards. Its key consists of shapes and plain values of the input, the purpose of the forward,
+    and attributes of the model. If possible, the trace of the plan is its first entry.
     """
 
     def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
@@ -98,8 +102,8 @@ class TraceCache:
     def refresh(self) -> bool:
         """Reads the model attributes on which the path of the forward may depend; called before each step.
 
-        Returns True if an attribute other than ``training`` has changed since the last ``agree``. Ranks may then
-        differ, because a forward writes attributes only on the ranks of the stage that runs it.
+        Returns True if an attribute other than ``training`` has changed since the last :meth:`agree`. Ranks may then
+        differ, because a stage changes attributes only of the modules that it runs.
         """
         self._state = self._switches.read()
         self._hooks = UserHooks.of(self._program.model)
@@ -108,25 +112,29 @@ class TraceCache:
         return self._state is not self._agreed and _without_modes(self._state) != _without_modes(self._agreed)
 
     def agree(self) -> None:
-        """Records that all ranks of the replica have the same traced path for the current attributes."""
+        """Records that with the model's present attributes all ranks of the replica (one full copy of the model) have
+        traced the same path.
+        """
         self._agreed = self._state
 
     def take(self, other: "TraceCache") -> None:
-        """Replaces the traces by the traces of ``other``, the cache of an equal model under the same plan. They become
-        valid for this model's current attributes.
+        """Replaces the traces of this cache by the ones in ``other``, the cache of another model with the same
+        structure and plan. They are taken as valid for this model's present attributes.
         """
         self.refresh()
         self._seen = {key: [(self._state, found[-1][1])] for key, found in other._seen.items()}
 
     def of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
-        """Returns the traced forward of a microbatch. If its signature is new, traces ``run()``. Communicates nothing.
+        """Returns the traced forward of ``microbatch``, from the cache or else by a trace of ``run()``. Communicates
+        nothing.
 
-        ``kind``: purpose of the forward, such as "train", which is part of the signature. ``run``: runs the forward of
-        this microbatch.
+        ``kind``: purpose of the forward, such as "train"; forwards with different purposes have different traces.
+        ``run``: function that runs the forward of this microbatch.
 
         Raises:
             PlanError: the forward of this input does not fit the partition of the plan.
-            EngineError: a module has a backward hook that a stage could not call.
+            EngineError: the user has put a backward hook on a module that runs on several stages, or sends to another
+                stage.
         """
         traced = self._of(microbatch, kind, run)
         if self._hooks.backward and torch.is_grad_enabled():
@@ -150,9 +158,10 @@ class TraceCache:
         return found
 
     def check_trace(self, microbatch: Batch, kind: str, run: ForwardCall) -> None:
-        """Traces ``run()``, the forward of a microbatch with a NaN loss, again, and compares it with the cached trace.
+        """Traces the forward of ``microbatch`` again by ``run()``, and compares the trace with the cached one. Called
+        after a NaN loss, because a changed forward can be its cause.
 
-        Communicates nothing. ``kind``: as in :meth:`of`.
+        Communicates nothing. ``kind``: purpose of the forward, such as "train".
 
         Raises:
             EngineError: the traces differ; names the first difference. The cached trace is dropped.
@@ -195,11 +204,11 @@ def _without_modes(state: State) -> State:
 
 
 def check_boundary_hooks(hooked: Sequence[str], trace: ModelTrace, partition: Partition) -> None:
-    """Checks that each module in ``hooked`` (names of modules with backward hooks) runs on one stage and sends no
-    output to another stage.
+    """Checks that each module in ``hooked`` (names of modules with backward hooks) runs on only one stage, and that its
+    outputs are used on that stage only.
 
     Raises:
-        EngineError: a module does not; names the first such module.
+        EngineError: a module violates this; names the first one.
     """
     sent = set(_sending_units(trace, partition))
     stages: dict[str, set[int]] = {}

@@ -41,7 +41,7 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """Result of a training step or evaluation, equal on every rank."""
+    """Totals and outcome of a training step or evaluation. Every rank has the same values."""
 
     totals: StepTotals[float]
     norm: float
@@ -53,16 +53,16 @@ class UpdateOutcome:
 
     @property
     def skipped(self) -> bool:
-        """True if the step was skipped because of a non-finite number."""
+        """True if the step made no update because its gradient norm was not finite."""
         return self.nonfinite is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Conditions under which the device makes an update.
+    """Conditions under which the device, without the host, makes an update instead of skipping it.
 
-    Three always apply: no rank has failed, the sum of loss weights is not 0, and the step uses the parameters that the
-    optimizer expects.
+    Three always apply: no rank has failed, the sum of loss weights is not 0, and exactly the parameters for which the
+    optimizer expects gradients have some.
     """
 
     scale: float
@@ -77,9 +77,9 @@ class Condition:
     """True if the loss must not be NaN, because the host first checks whether the forward has changed."""
 
     def decide(self, values: Tensor) -> DeviceDecision:
-        """Returns the device's decision to update or not, with the factor that averages and clips gradients.
+        """Returns the device's decision: to update or not, and the factor by which gradients are averaged and clipped.
 
-        ``values``: all-reduced step totals (fp64, on the device). The host does not wait for the device.
+        ``values``: step totals after their all-reduce (fp64, on the device). The host does not wait for the device.
         """
         totals = StepTotals.on_device(values)
         divisor = totals.weight * self.scale
@@ -93,7 +93,9 @@ class Condition:
 
 
 class DeviceDecidedUpdate:
-    """Optimizer update that GPU kernels make or skip by a decision on the device, without host synchronization."""
+    """Optimizer update of one step that is launched before the host knows if it is valid. The device decides to make or
+    to skip it.
+    """
 
     def __init__(self, values: Tensor, condition: Condition, optimizer: ShardedOptimizer) -> None:
         self._optimizer, self._before = optimizer, Bookkeeping.of(optimizer.inner)
@@ -102,15 +104,15 @@ class DeviceDecidedUpdate:
         self._copied = record_event(values.device)
 
     def launch(self, rate: LearningRate, update: int) -> None:
-        """Launches optimizer update number ``update`` with its learning rate from ``rate``, and the all-gathers of
-        parameters over dp, label "parameters".
+        """Launches the optimizer update and the all-gathers of parameters over dp, label "parameters". ``update``:
+        number of earlier updates, for which ``rate`` gives the learning rate.
         """
         rate.prepare(update)
         self._optimizer.launch(self._decision)
 
     def read(self) -> tuple[list[float], bool]:
-        """Waits until the all-reduced step totals are on the host; returns them as floats, and True if the update was
-        made.
+        """Waits until the host has the step totals and the decision. Returns (totals in the order of
+        ``StepTotals.pack``, True if the device made the update).
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -118,12 +120,14 @@ class DeviceDecidedUpdate:
         return values, bool(go)
 
     def put_back(self) -> None:
-        """Restores the optimizer's step counters after the device has skipped the update."""
+        """Restores the step counters that the optimizer had before the launch, after the device skipped the update."""
         self._before.put_back(self._optimizer.inner)
 
 
 class Update:
-    """End of every step of one engine: decision to update or skip, optimizer update, loss scale and counters."""
+    """End of every training step: it sums totals over ranks, updates the weights or skips the update, and changes the
+    loss scale and the counters of updates, tokens and samples.
+    """
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._config, self._comm, self._device = config, comm, device
@@ -153,8 +157,9 @@ class Update:
         """Reduces gradients over dp, sums totals over the world, then updates the weights or skips the update.
         Collective.
 
-        If any rank has failed, all raise. If the device decides, skipped and failed steps communicate as much as an
-        update, because parameters are gathered before the host reads the decision.
+        If any rank has failed, all ranks raise. On a GPU the device may decide to skip, before the host knows: a
+        skipped or failed step then communicates as much as one with an update, because parameters are gathered in any
+        case.
 
         ``stops``: this rank's reasons to stop after this step, from ``RunControl.stops``.
         """
@@ -368,14 +373,16 @@ class Update:
         return totals
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns counters of updates, skipped steps, tokens and samples, and the loss scale, as JSON values."""
+        """Returns the counters of updates, skipped steps, tokens and samples, and the loss scale, as JSON values."""
         return {
             "made": self.made, "skipped": self.skipped, "in_a_row": self._in_a_row, "tokens": self.tokens,
             "samples": self.samples, "scale": asdict(self.scale) if self._config.fp16.enabled else None,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the counters from ``state_dict()``; a fixed loss scale stays as configured."""
+        """Restores the counters and a dynamic loss scale from ``state``, which ``state_dict`` returned. A fixed loss
+        scale stays as configured.
+        """
         self.made, self.skipped, self._in_a_row = state["made"], state["skipped"], state["in_a_row"]
         self.tokens, self.samples = state["tokens"], state["samples"]
         if state["scale"] is not None and self.scale.dynamic:
@@ -383,10 +390,10 @@ class Update:
             self.scale = replace(self.scale, **{name: scale[name] for name in ("value", "forgiven", "good")})
 
     def check(self, outcome: UpdateOutcome) -> None:
-        """Raises after too many skipped steps in a row.
+        """Raises if ``outcome`` is a skipped step and too many steps in a row were skipped.
 
         Raises:
-            EngineError: ``max_skipped_steps`` steps in a row were skipped; the same on every rank.
+            EngineError: ``max_skipped_steps`` steps in a row were skipped; all ranks raise.
         """
         allowed = self._config.max_skipped_steps
         if outcome.nonfinite is None or not allowed or self._in_a_row < allowed:

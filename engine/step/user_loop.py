@@ -59,7 +59,7 @@ class LoopState(Enum):
 
 @dataclass(slots=True)
 class LoopControl:
-    """Settings that the user's calls make for later steps of the loop, possibly before the model is sharded."""
+    """Settings of the user's training loop for later steps. Calls may set them before the model is sharded."""
 
     boundary: bool | None = None
     """True if the next ``step`` updates the weights; None: after ``gradient_accumulation_steps`` calls."""
@@ -74,7 +74,7 @@ class LoopControl:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Opens a block in which backwards do not reduce gradients; see :meth:`engine.Engine.no_sync`."""
+        """Opens a block in which backwards do not reduce gradients over ranks; see :meth:`engine.Engine.no_sync`."""
         self.held += 1
         try:
             yield
@@ -83,7 +83,7 @@ class LoopControl:
 
 
 class UserLoop:
-    """Training loop of the user (forward, backward, step) on this rank, with the state of its unfinished step."""
+    """State of a training loop in which the user calls forward, backward and step, on this rank."""
 
     def __init__(self, runner: StepRunner, runtime: RankRuntime, control: LoopControl) -> None:
         self._control = control
@@ -123,7 +123,7 @@ class UserLoop:
     # ------------------------------------------------------------------ the calls
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the model's output for one microbatch; see :meth:`engine.Engine.__call__`."""
+        """Runs the model on one microbatch and returns its output; see :meth:`engine.Engine.__call__`."""
         self._recover()
         self._runtime.gradient_guard.lift()
         runtime, training = self._runtime, torch.is_grad_enabled()
@@ -193,7 +193,7 @@ class UserLoop:
         return root
 
     def step(self, max_norm: float | None = None) -> FinishedStep | None:
-        """Updates the weights if an update is due, else returns None; see :meth:`engine.Engine.step`."""
+        """Updates the weights if this ends an accumulation, else returns None; see :meth:`engine.Engine.step`."""
         self._recover()
         if (step := self._step) is None or not step.microbatches:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
@@ -209,13 +209,13 @@ class UserLoop:
         return self._runner.finish(step)
 
     def zero_grad(self) -> None:
-        """Drops the gradients; see :meth:`engine.Engine.zero_grad`."""
+        """Drops the gradients of all microbatches since the last update; see :meth:`engine.Engine.zero_grad`."""
         self._recover()
         self._forget_gradients()
         self._runtime.reducer.reset()
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Makes reads of ``p.grad`` raise; see :meth:`engine.Engine.guard_gradients`."""
+        """Makes reads of parameters' ``grad`` raise; see :meth:`engine.Engine.guard_gradients`."""
         self._enter_loop()
         runtime = self._runtime
         if around is not None and "zero_grad" not in vars(around):
@@ -225,18 +225,18 @@ class UserLoop:
 
     @property
     def at_boundary(self) -> bool:
-        """True if ``step`` after this microbatch updates the weights."""
+        """True if a call of ``step`` after the running microbatch updates the weights."""
         return self._control.managed and self.unfinished + (not self._losses) >= self._accumulation
 
     @property
     def unfinished(self) -> int:
-        """Number of microbatches with accumulated gradients that wait for an update."""
+        """Number of microbatches with a backward since the last update."""
         return self._step.microbatches if self._step else 0
 
     def reduce_gradients(self) -> float:
         """Reduces the accumulated gradients over dp; returns the divisor of the average. Collective.
 
-        Inside an accumulation, the divisor counts all of its microbatches, including later ones.
+        Inside an accumulation, later microbatches count with the mean weight of the earlier ones.
 
         Raises:
             EngineError: under fp16, a loss was not scaled.
@@ -253,9 +253,7 @@ class UserLoop:
         return float(weight) * step.divides * to_come
 
     def clip(self, max_norm: float) -> float:
-        """Makes the next ``step`` clip the averaged gradient; returns its L2 norm. See
-        :meth:`engine.Engine.clip_gradients`.
-        """
+        """Makes the next ``step`` clip to ``max_norm``; returns the L2 norm of the averaged gradient. Collective."""
         if not max_norm > 0:
             raise EngineError(
                 f"clip_gradients was given max_norm {max_norm:g}, but max_norm must be above 0; pass math.inf to get "
@@ -274,7 +272,8 @@ class UserLoop:
         return gradient_norm(float(squared), divisor)
 
     def leave(self, call: str) -> None:
-        """Leaves the loop before ``call``, an engine method such as "train_batch"; drops forwards without a backward.
+        """Leaves the loop before ``call``, an engine method such as "train_batch"; forwards without a backward are
+        dropped.
 
         Raises:
             EngineError: an accumulation is unfinished.

@@ -19,10 +19,10 @@ def asked_method(config: Config, card: str | None) -> AskedMethod:
 
 
 def attention_rates(config: Config, card: str | None) -> AttentionRates:
-    """Returns the attention and link rates of the GPU ``card`` (the vendor's device name); assumed rates for an unknown
-    type.
+    """Returns the attention and link rates of the GPU type ``card`` (the vendor's device name). For an unknown type or
+    None, returns assumed rates.
 
-    The link rate is the one inside a node if each group of context ranks is on one node, else the one between nodes.
+    The link rate is the one inside a node if every group of context ranks is on one node, else the one between nodes.
     """
     words = set(re.split(r"[^a-z0-9]+", (card or "").lower()))
     names = words.intersection(known_gpus())

@@ -51,7 +51,9 @@ SLACK = 0.1
 
 
 class BlockSample(NamedTuple):
-    """Activation bytes per row of one transformer block on one tensor rank, counted in a dry run of a few blocks."""
+    """Activation bytes per row of one transformer block on one tensor rank. They are counted in a run of a few blocks
+    on shapes, without values.
+    """
 
     kept: float
     """Bytes of activations that a block stores until its backward."""
@@ -94,8 +96,8 @@ class StageParameters(NamedTuple):
 
 
 def stage_parameters(work: Workload, layout: TrainingLayout, stage: StageShare) -> StageParameters:
-    """Returns the number of parameters on a rank of ``stage`` before ZeRO. Experts that are divided among data ranks
-    are not sharded over tensor ranks.
+    """Returns the number of parameters on a rank of the pipeline stage ``stage``, before ZeRO shards them. Tensor ranks
+    shard all parameters except the experts that are divided among data ranks.
     """
     whole = stage.blocks * work.block_parameters + stage.outer_parameters
     if work.experts is None or layout.ep == 1:
@@ -105,8 +107,10 @@ def stage_parameters(work: Workload, layout: TrainingLayout, stage: StageShare) 
 
 
 def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) -> tuple[float, float, float]:
-    """Returns the bytes on a rank per microbatch: (stored activations of a block, logits, activations of a recomputed
-    block).
+    """Returns three numbers of bytes on a rank for one microbatch: (activations that a block stores until its backward,
+    logits, activations of a block while it is recomputed).
+
+    The last number is 0 without recomputation.
     """
     again = traits.products_again
     tokens = layout.micro * work.context / layout.cp
@@ -121,16 +125,15 @@ def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) 
 
 
 def blocks_held(layout: TrainingLayout, blocks: float, microbatches: float) -> float:
-    """Returns the number of (block, microbatch) pairs with activations on the GPU: ``blocks`` x ``microbatches``.
-
-    The number is at most 2 if the inputs of recomputed blocks are moved to the host.
+    """Returns the number of (block, microbatch) pairs with activations on the GPU at the same time: ``blocks`` x
+    ``microbatches``. It is at most 2 if recomputed blocks store their inputs on the host.
     """
     return min(2.0, blocks * microbatches) if layout.inputs == "host" else blocks * microbatches
 
 
 def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | None:
-    """Returns the exchange of token rows between ranks that share the experts of a block, in 16 bits; None if none
-    share them.
+    """Returns the sizes of the exchange of token rows, in 16 bits, between the ranks among which a block's experts are
+    divided; None if experts are not divided.
     """
     if layout.ep == 1 or work.experts is None:
         return None
@@ -140,8 +143,8 @@ def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | N
 
 
 def message_buffers(work: Workload, layout: TrainingLayout, stage: StageShare) -> float:
-    """Returns the bytes of a rank's communication buffers: two gathered blocks of ZeRO 3, and one round of exchanged
-    expert rows.
+    """Returns the bytes of a rank's communication buffers: two blocks with gathered parameters (ZeRO 3), and one round
+    of exchanged token rows if experts are divided among ranks.
     """
     block = stage_parameters(work, layout, replace(stage, blocks=1, outer_parameters=0.0)).over(layout, sharded=False)
     gathered = 2 * 2 * block if layout.stage == 3 and layout.dp * layout.cp > 1 else 0.0
@@ -150,7 +153,9 @@ def message_buffers(work: Workload, layout: TrainingLayout, stage: StageShare) -
 
 
 def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, stage: StageShare) -> RankMemory:
-    """Returns the estimated bytes by kind of the rank that needs the most, from closed formulas."""
+    """Returns the estimated GPU memory, by kind, of a rank with the share ``stage`` of the model. The estimate follows
+    from formulas in the sizes of ``work`` and ``layout``; nothing is run.
+    """
     held = stage_parameters(work, layout, stage)
     kept, logits, again = working_bytes(work, layout, traits)
     last = logits if layout.pp == 1 else logits * (stage.outer_parameters > 0)
@@ -239,7 +244,9 @@ class StepModel:
         self._work, self._gpu, self._node, self._traits = work, gpu, node, traits or EngineTraits()
 
     def estimate(self, layout: TrainingLayout) -> LayoutEstimate:
-        """Returns the estimated step time and memory of ``layout``, from closed formulas."""
+        """Returns the estimated step time and memory of ``layout``. The estimate follows from formulas; nothing is run
+        or traced.
+        """
         work, traits = self._work, self._traits
         roofline, links = Roofline(work, layout, self._gpu, traits), Links(layout, self._gpu, self._node)
         block, head, m = roofline.block(), roofline.head(), layout.microbatches

@@ -34,8 +34,8 @@ class ExchangedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertExchange:
-    """Sizes of one call of an MoE layer with experts divided among ranks, from which rows and bytes of the exchange
-    follow.
+    """Sizes of one call of an MoE layer with experts divided among ranks. From them follow the numbers of token rows
+    and bytes that ranks exchange.
     """
 
     experts: int
@@ -52,17 +52,23 @@ class ExpertExchange:
     ``list``: the same, and rows are sent without weights and numbers, all at once."""
 
     def held(self, rank: int) -> int:
-        """Returns the number of experts of expert rank ``rank``; if uneven, the first ranks have one more."""
+        """Returns the number of experts on expert rank ``rank``. If the ranks do not divide the experts evenly, each of
+        the first ranks has one more than each of the last.
+        """
         least, more = divmod(self.experts, self.ranks)
         return least + (rank < more)
 
     def even(self, rank: int) -> ExchangedRows:
-        """Returns the expected numbers of rows that expert rank ``rank`` exchanges if routing is even."""
+        """Returns the expected numbers of rows that expert rank ``rank`` sends to and receives from other ranks in a
+        call, if all experts are chosen equally often.
+        """
         own = self._rows_to(rank)
         return ExchangedRows(self.tokens * (self._rows_to_all() - own), self.tokens * (self.ranks - 1) * own)
 
     def mean(self) -> ExchangedRows:
-        """Returns the expected numbers of exchanged rows, averaged over the ranks, if routing is even."""
+        """Returns the expected numbers of rows that a rank sends and receives in a call, averaged over the ranks, if
+        all experts are chosen equally often.
+        """
         gives = self.tokens * self._rows_to_all() * (self.ranks - 1) / self.ranks
         return ExchangedRows(gives, gives)
 
@@ -76,30 +82,37 @@ class ExpertExchange:
 
     @property
     def limit(self) -> float:
-        """Largest number of rows that a rank receives from another rank in one round; further rows follow in further
-        rounds.
+        """Largest number of rows that a rank receives from each other rank in one round of the exchange. If there are
+        more rows, further rounds follow.
         """
         share = max(1, 2 * self.tokens * self.chosen // self.ranks)
         return self._most_of_one if self.form == "list" else min(self._most_of_one, share)
 
     @property
     def rounds_repeat(self) -> bool:
-        """True if some routing needs several rounds of the exchange; the backward then repeats the forward's rounds."""
+        """True if some choices of experts need several rounds of the exchange; the backward then runs the forward's
+        rounds again.
+        """
         return self.limit < self._most_of_one
 
     @property
     def round_bytes(self) -> float:
-        """Largest number of bytes of rows and results in one round on a rank, sent and received."""
+        """Largest number of bytes on a rank in one round of the exchange: sent and received token rows, and the
+        experts' results for them.
+        """
         received = self.ranks * self.limit
         given = min(received, self.tokens * (min(self.chosen, self.ranks) if self.form == "token" else self.chosen))
         return (received + given) * (self._row_bytes + self._result_bytes)
 
     def forward_bytes(self, rows: ExchangedRows) -> float:
-        """Returns the bytes that a rank sends in a forward if it exchanges ``rows``."""
+        """Returns the bytes that a rank sends in the forward of one call: token rows, results of its experts, and
+        routing. ``rows``: numbers of rows that the rank sends and receives.
+        """
         return rows.gives * self._row_bytes + rows.gets * self._result_bytes + self._routing_bytes
 
     def backward_bytes(self, rows: ExchangedRows) -> float:
-        """Returns the bytes that a rank sends in a backward if it exchanges ``rows``, without a repeated forward.
+        """Returns the bytes that a rank sends in the backward of one call, without a recomputed forward. ``rows``:
+        numbers of rows that the rank sends and receives in the forward.
 
         Expert numbers, which the forward sends with the rows, have no gradients.
         """
@@ -107,7 +120,9 @@ class ExpertExchange:
         return rows.gives * self._result_bytes + rows.gets * row
 
     def sent_bytes(self, rows: ExchangedRows, forwards: int = 1) -> float:
-        """Returns the bytes that a rank sends in ``forwards`` forwards and one backward if it exchanges ``rows``."""
+        """Returns the bytes that a rank sends in ``forwards`` forwards and one backward of one call. ``rows``: numbers
+        of rows that the rank sends and receives in each forward.
+        """
         return forwards * self.forward_bytes(rows) + self.backward_bytes(rows)
 
     def _rows_to(self, rank: int) -> float:

@@ -33,8 +33,8 @@ LARGEST_STATE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FormCost:
-    """Cost per step and rank of one form of MoE experts: sharded along their width over tensor ranks, or full on each
-    tensor rank.
+    """Cost per step and rank of one way to store MoE experts on tensor ranks: either sharded along their width, or in
+    full on each tensor rank.
     """
 
     expert_bytes: float
@@ -49,12 +49,12 @@ class FormCost:
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends in a step over all axes."""
+        """Bytes that a rank sends in a step, summed over the axes ep, tp and dp."""
         return round(self.expert_bytes + self.tensor_bytes + self.gradient_bytes)
 
     def seconds(self, links: Links, gpu: GpuSpec) -> float:
-        """Returns the seconds of a step for the experts' matrix products on ``gpu`` plus their sent bytes on
-        ``links``.
+        """Returns the seconds per step of the experts' matrix products on ``gpu``, plus the seconds to send their bytes
+        over ``links``. The two are not taken to overlap.
         """
         over_data = self.gradient_bytes / links.ring("dp+cp").rate
         sent = self.expert_bytes / links.experts().rate + self.tensor_bytes / links.ring("tp").rate + over_data

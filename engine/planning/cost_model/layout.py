@@ -55,7 +55,9 @@ class TrainingLayout:
 
     @property
     def keeps_gradient_shards(self) -> bool:
-        """True if a rank stores only its shard of the gradients: ZeRO 2 or 3 that reduces every microbatch."""
+        """True if a rank accumulates only its shard of the gradients: ZeRO 2 or 3 with a reduction after every
+        microbatch.
+        """
         return self.stage >= 2 and self.reduction == "microbatch"
 
     @property
@@ -148,7 +150,9 @@ def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool =
 
 
 def idle_over_useful(layout: TrainingLayout) -> float:
-    """Returns the ratio of pipeline idle time to compute time in a step."""
+    """Returns the ratio of a rank's pipeline idle time to its compute time in a step of ``layout``; 0 without a
+    pipeline.
+    """
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if p == 1:
         return 0.0
@@ -159,8 +163,8 @@ def idle_over_useful(layout: TrainingLayout) -> float:
 
 
 def microbatches_held(layout: TrainingLayout) -> float:
-    """Returns the number of microbatches with stored activations at the peak, on the pipeline rank that has the
-    most.
+    """Returns the largest number of microbatches for which a pipeline rank stores activations at the same time, on the
+    rank that stores the most.
     """
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if layout.schedule in ("gpipe", "looped-bfs"):

@@ -30,10 +30,10 @@ def tensor_groups_cross(tp: int, node: int) -> bool:
 
 
 def placement_picture(grid: Grid, node: int) -> str:
-    """Returns a table as text, with one line for each node of ``node`` GPUs: its ranks and their coordinates on each
-    axis.
+    """Returns a table as text, with one line for each node of ``node`` GPUs: the node's ranks, and their coordinates on
+    the axes pp, dp, cp and tp.
 
-    The column of context ranks is left out if there is only one.
+    The column of cp is left out if there is one context rank.
     """
     lines = list(_lines(grid, node))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -81,7 +81,9 @@ class Links:
         self._out = gpu.network_rate * gpu.reached.network
 
     def ring(self, axis: Literal["dp+cp", "cp", "tp"]) -> LinkSpeed:
-        """Returns the link speed per rank of a ring collective over ``axis``."""
+        """Returns the link speed of each rank in a ring collective over ``axis``: the speed inside a node if every ring
+        stays in one node, else that of the network between nodes.
+        """
         parts = self._parts(axis)
         stride = min(stride for stride, _ in parts)
         if all(stride * size <= self._node for stride, size in parts):
@@ -91,9 +93,10 @@ class Links:
         return LinkSpeed(self._gpu.network_latency, rate)
 
     def experts(self) -> LinkSpeed:
-        """Returns the link speed between the ranks that share experts, which are adjacent context and data ranks.
+        """Returns the speed at which a rank exchanges token rows with the ranks that share its experts, which are
+        adjacent context and data ranks.
 
-        Only rows to ranks of other nodes use the network.
+        Only rows to ranks of other nodes use the network between nodes.
         """
         near, ranks = max(1, self._node // min(stride for stride, _ in self._parts("dp+cp"))), self._layout.ep
         if ranks <= near:
@@ -107,7 +110,9 @@ class Links:
         return [part for part in parts if part[1] > 1] or parts[:1]
 
     def hop(self) -> LinkSpeed:
-        """Returns the link speed from a pipeline stage to the next one."""
+        """Returns the speed of the link from a pipeline stage to the next stage: inside a node, or of the network
+        between nodes.
+        """
         layout = self._layout
         if layout.order == "tp-pp-dp":
             if self._grid.stride("dp") <= self._node:

@@ -73,8 +73,8 @@ class LongestRun:
 
 
 def longest_length(memory_of: Callable[[int], float], limit: float, step: int) -> int:
-    """Returns the largest multiple of ``step`` up to LONGEST with at most ``limit`` bytes of memory; 0 if there is
-    none.
+    """Returns the largest multiple of ``step``, in tokens, for which ``memory_of`` returns at most ``limit`` bytes; 0
+    if there is none. The search ends at 2^34 tokens.
 
     ``memory_of``: function that returns the bytes for rows of a length; it must not fall as the length grows.
     """
@@ -108,11 +108,13 @@ def long_layouts(work: Workload, world: int, node: int) -> Iterator[TrainingLayo
 def longest_runs(
     work: Workload, layouts: Iterator[TrainingLayout], memory_bytes: float, sample: LengthSample | None = None
 ) -> list[LongestRun]:
-    """Returns the longest row that fits for each layout, the longest first; counted layouts come before others.
+    """Returns the longest row that fits in memory for each layout. Layouts with bytes counted by ``sample`` come before
+    others; among each kind, the longest row is first.
 
-    ``memory_bytes``: memory of a GPU. ``sample``: function that counts the bytes of blocks in a dry run; None: closed
-    forms only. With ``sample``, the first layout is counted, all layouts with equal blocks are corrected by its counts,
-    and the list is sorted again. This repeats until the first layout is a counted one, or cannot be counted.
+    ``memory_bytes``: memory of a GPU. ``sample``: function that counts the bytes of a block in a run on shapes; None:
+    formulas only. With ``sample``, blocks of the first layout are counted, all layouts with the same settings of a
+    block use these counts, and the list is sorted again. This repeats for at most four kinds of blocks, until the first
+    layout is a counted one or cannot be counted.
     """
     limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
     runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)
@@ -141,8 +143,8 @@ def _blocks_of(layout: TrainingLayout) -> Hashable:
 
 
 def bytes_at(length: int, lengths: Sequence[int], counted: Sequence[float]) -> float:
-    """Returns the bytes for rows of ``length`` tokens, by Lagrange interpolation of the bytes ``counted`` at
-    ``lengths``.
+    """Returns the bytes for rows of ``length`` tokens, at least 0, by Lagrange interpolation. ``counted``: bytes that
+    were counted for rows of ``lengths`` tokens.
     """
     weights = (prod((length - other) / (own - other) for other in lengths if other != own) for own in lengths)
     return max(0.0, sum(weight * one for weight, one in zip(weights, counted, strict=True)))

@@ -76,9 +76,10 @@ def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[Traini
 
 
 def zero_stages(shards: int) -> tuple[tuple[int, Reduction], ...]:
-    """Returns the pairs (ZeRO stage, when gradients are reduced) to try for ``shards`` data and context ranks.
+    """Returns the pairs (ZeRO stage, "step" or "microbatch") to try for ``shards`` data and context ranks. The second
+    value is the time at which gradients are reduced.
 
-    ZeRO 2 that reduces once a step is left out, because it equals ZeRO 1.
+    ZeRO 2 with one reduction per step is left out, because its costs equal the costs of ZeRO 1.
     """
     several: tuple[tuple[int, Reduction], ...] = ((1, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch"))
     return ((0, "step"), *several) if shards > 1 else ((0, "step"),)
@@ -92,7 +93,9 @@ def _runs(pp: int, microbatches: int, kind: str, virtual: int, blocks: int) -> b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Result of a layout search: estimates of the layouts that fit in memory, the fastest first, and counts."""
+    """Result of a layout search: the estimates of all layouts that fit in memory, the fastest first, and the numbers of
+    layouts and grids that were tried.
+    """
 
     tried: int
     grids: int
@@ -103,7 +106,8 @@ class SearchResult:
 
 
 def search_layouts(work: Workload, model: StepModel, wish: Wish) -> SearchResult:
-    """Returns all layouts that fit in memory, ranked by the step time of their closed-form estimates.
+    """Estimates every valid layout by formulas, and returns the result: the layouts that fit in memory, the fastest
+    first, and the layout that needs the least memory.
 
     Raises:
         PlanError: no grid with this number of ranks can run the model with this batch size.
@@ -127,10 +131,8 @@ def _rank(one: LayoutEstimate) -> tuple[float, float]:
 
 
 def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
-    """Returns the layout that fits in memory and differs from ``layout`` in the fewest settings; the fastest of
-    several.
-
-    Returns None if no layout fits.
+    """Returns the estimate of the layout in ``result`` that differs from ``layout`` in the fewest settings. Of several
+    such layouts it is the fastest. None: no layout of the search fits in memory.
     """
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
@@ -150,9 +152,10 @@ SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
-    """Returns the settings that differ between two layouts, by name: (value in ``before``, value in ``after``).
+    """Returns the settings that differ between two layouts, such as "grid" or "zero": name -> (value in ``before``,
+    value in ``after``).
 
-    A number of microbatches that changes only because the number of data ranks does is not listed.
+    A number of microbatches is not listed if it differs only because the number of data ranks does.
     """
     found: dict[str, tuple[object, object]] = {}
     for name, members in SETTINGS.items():
@@ -173,17 +176,18 @@ sample. None: no sample.
 
 
 class LayoutChoice:
-    """Iterator over layouts that should fit, the fastest first, for a caller that counts the bytes of each in a whole
-    plan.
+    """Iterator over the estimates of layouts that probably fit in memory, the fastest first. Its caller makes a whole
+    plan for each layout, counts the plan's bytes, and passes them to :meth:`learn`.
 
-    :meth:`learn` takes the counted bytes. Later estimates of similar layouts are multiplied by the ratio of counted to
-    estimated bytes. Layouts are similar if recomputation is equal, and both or neither have split backwards and context
-    ranks.
+    Later estimates of similar layouts are multiplied by the ratio of counted to estimated bytes. Two layouts are
+    similar in three conditions: their recomputation is equal, both or neither have schedules with split backwards, and
+    both or neither have several context ranks.
 
     Args:
-        ranked: estimates that fit, the fastest first.
+        ranked: estimates that fit by formulas, the fastest first.
         limit: bytes of a rank that a layout may use.
-        working: bytes of activations and buffers from sampled blocks, which replace the closed forms.
+        working: function that returns the bytes of activations and buffers from sampled blocks, or None. Its result
+            replaces that of the formulas.
     """
 
     def __init__(self, ranked: Sequence[LayoutEstimate], limit: float, working: Working = lambda *_: None) -> None:
@@ -202,25 +206,29 @@ class LayoutChoice:
         return self
 
     def learn(self, estimate: LayoutEstimate, counted: RankMemory) -> None:
-        """Records ``counted``, the bytes in the plan of ``estimate``'s layout, and corrects later estimates by them."""
+        """Records ``counted``, the bytes of a whole plan for the layout of ``estimate``. Later estimates of similar
+        layouts are multiplied by the ratio of counted to estimated bytes.
+        """
         self._tried.add(estimate.layout)
         before = self._known(estimate, False)
         if before > 0:
             self._factors[_held_alike(estimate.layout)] = (counted.activations + counted.buffers) / before
 
     def pass_over(self, layout: TrainingLayout) -> None:
-        """Excludes ``layout`` from the choice, because it was planned already."""
+        """Excludes ``layout`` from this iterator, because the caller has already made a plan for it."""
         self._tried.add(layout)
 
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
-        """Returns the corrected estimate of a rank's bytes for the layout of ``one``; ``fresh``: True if blocks may be
-        sampled anew.
+        """Returns the estimated bytes of a rank for the layout of ``one``, corrected by the counts that :meth:`learn`
+        received. ``fresh``: True if the callback ``working`` may sample blocks anew.
         """
         working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)
 
     def likely(self) -> tuple[LayoutEstimate, ...]:
-        """Returns the estimates of layouts that are not tried yet and probably fit, the fastest first."""
+        """Returns the estimates of layouts that probably fit, the fastest first. Layouts that the iterator has yielded,
+        or that :meth:`learn` or :meth:`pass_over` received, are left out.
+        """
         return tuple(one for one in self._ranked if one.layout not in self._tried and self.need(one) <= self._limit)
 
     def _known(self, one: LayoutEstimate, fresh: bool) -> float:

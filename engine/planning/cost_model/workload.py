@@ -16,8 +16,8 @@ Side = Literal["inner", "outer", "none"]
 
 
 class Product(NamedTuple):
-    """Matrix products of one token with weights of one shape [``inner``, ``outer``]; tensor ranks shard the dim
-    ``cut``.
+    """Matrix products of one token with ``times`` weights, each of shape [``inner``, ``outer``]. ``cut`` names the dim
+    that tensor ranks shard, or is "none".
     """
 
     inner: int
@@ -27,26 +27,28 @@ class Product(NamedTuple):
 
     @property
     def weights(self) -> float:
-        """Number of weight elements of all ``times`` products."""
+        """Number of weight elements of all ``times`` products, before tensor ranks shard them."""
         return self.inner * self.outer * self.times
 
     def narrow(self, tp: int) -> float:
-        """Returns the smaller of the two sides of the weight on one of ``tp`` tensor ranks."""
+        """Returns the smaller dim of the weight shard on one of ``tp`` tensor ranks."""
         inner = self.inner / tp if self.cut == "inner" else self.inner
         outer = self.outer / tp if self.cut == "outer" else self.outer
         return min(inner, outer)
 
 
 class CutAmount(NamedTuple):
-    """Amount, such as bytes, in two parts: ``cut`` is sharded over tensor ranks, ``whole`` only under sequence
-    parallelism.
+    """Amount per tensor-parallel group, such as bytes, in two parts. Tensor ranks always divide ``cut`` among them, and
+    ``whole`` only under sequence parallelism.
     """
 
     cut: float
     whole: float
 
     def on(self, tp: int, sequence: bool) -> float:
-        """Returns the amount on one of ``tp`` tensor ranks; ``sequence``: True with sequence parallelism."""
+        """Returns the amount on one of ``tp`` tensor ranks. ``sequence``: True with sequence parallelism, so that
+        ``whole`` is divided too.
+        """
         return self.cut / tp + self.whole / (tp if sequence else 1)
 
 
@@ -101,8 +103,8 @@ class Workload:
         return self.blocks * self.block_parameters + self.outer_parameters
 
     def flops_of_token(self) -> float:
-        """Returns the model FLOPs to train one token: three times the forward. Attention counts all pairs of a row,
-        without the causal mask.
+        """Returns the model FLOPs to train one token: three times the FLOPs of its forward. Attention counts all token
+        pairs of a row, also pairs that a causal mask removes.
         """
         block = sum(2 * product.weights for product in self.products) + 4 * self.attention * self.context
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
@@ -189,8 +191,8 @@ def is_model_config(raw: object) -> bool:
 
 
 def decoder_shape_of(raw: Mapping[str, Any]) -> DecoderShape | None:
-    """Returns the decoder's sizes from ``raw``, a Hugging Face model configuration; None for model types with other
-    blocks.
+    """Returns the decoder's sizes from ``raw``, a Hugging Face model configuration. None if its model type is unknown
+    here, has blocks of another kind, or lacks a size.
     """
     family = raw.get("model_type")
     found = {name: next((raw[key] for key in keys if raw.get(key)), None) for name, keys in SIZES.items()}

@@ -14,7 +14,9 @@ from engine.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTraffic:
-    """Bytes that a rank exchanges over the axis "ep" in a step, and the placement of experts on the ranks."""
+    """Bytes that a rank exchanges in a step with the ranks that share its experts (axis "ep"), and the placement of
+    experts on these ranks.
+    """
 
     expected: float
     """Bytes that it sends in a step, on average, if routing is even."""
@@ -27,8 +29,8 @@ class ExpertTraffic:
 
 
 def expert_traffic(plan: Plan, work: Workload, coord: Coord) -> ExpertTraffic | None:
-    """Returns the traffic of divided experts at the grid position ``coord`` for rows of ``work``; None if no experts
-    are divided among data ranks.
+    """Returns the traffic of token rows at the grid position ``coord``, if experts are divided among data ranks; else
+    None. ``work``: sizes of the model and its rows.
     """
     if plan.shared_experts is None or work.experts is None:
         return None

@@ -54,12 +54,12 @@ class PlanCosts:
 
     @property
     def experts(self) -> ExpertTraffic | None:
-        """Traffic of divided experts on the first rank; None if no experts are divided among data ranks."""
+        """Traffic of token rows on the first rank, if experts are divided among data ranks; else None."""
         return self.exchanges[0] if self.exchanges else None
 
     @property
     def fullest(self) -> RankMemory:
-        """Memory of the pipeline rank that needs the most bytes."""
+        """Estimated memory of the pipeline rank that needs the most bytes."""
         return max(self.memory, key=lambda rank: rank.total)
 
     @property
@@ -99,7 +99,8 @@ def planned_layout(plan: Plan) -> TrainingLayout:
 def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: BlockSample | None = None) -> PlanCosts:
     """Returns the estimated memory and time of ``plan`` on GPUs of type ``gpu``, with ``node`` GPUs per node.
 
-    ``sample``: activation bytes of the plan's blocks, counted in a dry run; None: closed formulas.
+    ``work``: sizes and costs of the model. ``sample``: activation bytes of the plan's blocks, counted in a run on
+    shapes; None: they are estimated by formulas.
     """
     layout, traits = planned_layout(plan), EngineTraits()
     time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))

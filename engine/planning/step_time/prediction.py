@@ -62,7 +62,7 @@ Pattern = Literal["all_reduce", "all_gather"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLinks:
-    """Link speeds inside and between the hosts of a cluster, measured once for all grids."""
+    """Link speeds inside and between the hosts of a cluster. They do not depend on the grid of ranks."""
 
     within: LinkSpeed
     """Link between two ranks of a host; the rate per rank while all of them send."""
@@ -143,7 +143,9 @@ _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """Compute seconds of one rank that would run the whole model alone, without parallelism inside the model."""
+    """Compute seconds that one rank would need for the whole model, if neither its layers nor its stages were divided
+    among ranks.
+    """
 
     forward: float
     """Forward seconds of a microbatch."""
@@ -175,9 +177,9 @@ class StepTime:
 
 
 def predict_step(plan: Plan, computation: Computation, links: AxisLinks) -> StepTime:
-    """Returns the predicted time of a training step of ``plan`` after the first two steps.
+    """Returns the predicted time of a training step of ``plan``, as it is from the third step on.
 
-    ``computation``: compute seconds of one rank. ``links``: link speeds of the plan's grid.
+    ``computation``: compute seconds of a rank that has the whole model. ``links``: link speeds of the plan's grid.
     """
     return _Prediction(plan, computation, links).step()
 
@@ -185,14 +187,14 @@ def predict_step(plan: Plan, computation: Computation, links: AxisLinks) -> Step
 def play_schedule(
     schedule: Schedule, seconds: Mapping[tuple[Op, int], float], hop: Hop = lambda action, target: (0.0, 0.0)
 ) -> StepTimeline:
-    """Returns the timeline of a schedule: an action starts once its rank is free and its inputs have arrived.
+    """Simulates ``schedule`` and returns its timeline. An action starts when its rank has ended the action before it
+    and all its inputs have arrived.
 
-    A rank sends its messages one after the other. If messages take no time, the result equals that of
-    :func:`~engine.parallel.pipeline.schedule.simulate.simulate`.
+    A rank sends its messages one after the other. Without ``hop``, messages take no time.
 
     Args:
-        seconds: duration of each operation and stage.
-        hop: function (action, target rank) that returns the seconds of sending, and further seconds until arrival.
+        seconds: duration by (operation, stage).
+        hop: function (action, target rank) that returns (seconds of sending, further seconds until arrival).
 
     Raises:
         ScheduleError: the schedule is incomplete or deadlocks.

@@ -28,8 +28,8 @@ MANY_HEADS = 1 << 20
 
 
 class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch dispatch mode that counts FLOPs and memory bytes of the operators inside it: matrix products, attention,
-    others.
+    """Torch dispatch mode that counts FLOPs and memory bytes of the operators that run inside it, separately for matrix
+    products, attention and all other operators.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,9 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of the results of products and attention."""
 
     def usual_width(self) -> int:
-        """Returns the inner width of most of the counted matrix products, which serves as the model's hidden size."""
+        """Returns the most frequent inner width of the counted matrix products, as an estimate of the hidden size; 1 if
+        there are none.
+        """
         widths: dict[int, float] = {}
         for (inner, _), count in self.products.items():
             widths[inner] = widths.get(inner, 0.0) + count
@@ -93,7 +95,8 @@ class _AttentionByBlocks(TorchFunctionMode):
 
 
 def traced_workload(program: Program, row: Batch) -> Workload:
-    """Returns the workload of a model for rows shaped like ``row``, counted in a run of the model on shapes.
+    """Returns the sizes and costs of training the model on rows with the shapes of ``row``. They are counted in a run
+    of the model on shapes, without values.
 
     Raises:
         PlanError: the model cannot be traced.
