@@ -73,7 +73,7 @@ def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
 
 def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> str | None:
     """Checks if the experts of a layer can be divided among groups of ``experts`` ranks. Returns None, or the end of an
-    error sentence that begins with the number.
+    error sentence that begins with ``experts``.
 
     ``experts`` must divide the ``dp`` data x ``cp`` context ranks, and fit ZeRO shard groups of ``shard_size`` data
     ranks (None: one group of all).

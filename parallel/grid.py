@@ -61,8 +61,8 @@ class GridAxis:
 
 
 class Spread(NamedTuple):
-    """Axes over which a kind of parameters, with their optimizer state, is sharded, replicated and summed, and the
-    number of ZeRO shards.
+    """Axes for one kind of parameters: the axis over which ZeRO shards them, axes along which they are equal, and axes
+    over which their gradients are summed; also the number of ZeRO shards.
     """
 
     sharding: Axis = "dp"
@@ -95,7 +95,7 @@ def shown_axes(sizes: Mapping[str, int]) -> tuple[GridAxis, ...]:
 
 
 class Coord(Mapping[str, int]):
-    """Position of a rank in the grid: its index along each axis. An axis that is not given has index 0."""
+    """Position of a rank in the grid: its index along each axis. The index along an axis that is not given is 0."""
 
     __slots__ = ("_indices",)
 
@@ -155,7 +155,7 @@ class Grid:
 
     Args:
         rank: global number of this rank.
-        order: axes from the fastest-varying with the rank to the slowest.
+        order: axes, from the fastest-varying to the slowest.
         shard_size: number of neighbouring data ranks that share one copy of the state that ZeRO shards; None: all data
             ranks.
         experts: number of neighbouring data and context ranks among which the experts of a layer are divided.
@@ -248,8 +248,8 @@ class Grid:
 
     @property
     def sharding(self) -> Axis:
-        """Name of the axis over which ZeRO shards: :attr:`sums`, or with several shard groups the part of it inside one
-        group.
+        """Name of the axis over which ZeRO shards: the part of :attr:`sums` inside one shard group, or all of
+        :attr:`sums` without such groups.
         """
         if not self.data_axes:
             return self.sums
@@ -257,9 +257,7 @@ class Grid:
 
     @property
     def shard_line(self) -> Axis:
-        """Name of the axis that contains all shard groups of ZeRO, each one a run of neighbouring ranks. It is the axis
-        :attr:`sums`.
-        """
+        """Name of the axis along which each ZeRO shard group is a run of neighbouring ranks: the axis :attr:`sums`."""
         return self.sums
 
     @property
@@ -277,15 +275,15 @@ class Grid:
 
     @property
     def spread(self) -> Spread:
-        """Axes over which ordinary parameters, which are not of experts, are sharded, replicated and summed."""
+        """Axes over which parameters outside experts are sharded and replicated, and their gradients summed."""
         return Spread(
             self.sharding, self.shard_groups, self.sums, self.copies, self.shard_copies, self.size(self.sharding)
         )
 
     @property
     def expert_spread(self) -> Spread:
-        """Axes over which the parameters of experts are sharded, replicated and summed. They exclude the axis ``ep``,
-        along which ranks have different experts.
+        """Axes over which the parameters of experts are sharded and replicated, and their gradients summed. The axes
+        exclude the axis ``ep``, along which ranks have different experts.
         """
         sharding: Axis = "edp_shard" if self.data_axes else "edp"
         return Spread(sharding, "edp_replicate", "edp", "edp", "edp_replicate", self.size(sharding))

@@ -34,8 +34,8 @@ from engine.parallel.grid import ShardHolder
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows ``start`` up to, but without, ``stop`` of a sharded dim. ``holders``: indices, along one axis, of the ranks
-    that store these rows.
+    """Rows from ``start`` to ``stop`` - 1 of a sharded dim. ``holders``: indices, along one axis, of the ranks that
+    store these rows.
     """
 
     start: int
@@ -100,8 +100,8 @@ class ShardRow:
         return tuple(each for each in self.ranges if holder.tp in each.holders)
 
     def expert_ranges(self, holder: ShardHolder) -> tuple[Range, ...]:
-        """Returns the ranges of experts along ``expert_dim`` that the rank ``holder`` stores. They are several if its
-        experts are not consecutive.
+        """Returns the ranges of experts along ``expert_dim`` that the rank ``holder`` stores. Experts that are not
+        consecutive give several ranges.
         """
         return tuple(each for each in self.experts if holder.ep in each.holders)
 
@@ -158,11 +158,11 @@ class ShardRow:
         return holder.pp == self.owners[0] and any(each.holders[0] == holder.tp for each in self.ranges)
 
     def copies(self, holder: ShardHolder) -> tuple[tuple[int, int], ...]:
-        """Returns ranges [start, stop) of the flattened shard on the rank ``holder`` that other ranks store too, and
-        that global norms count on one of these.
+        """Returns the ranges [start, stop) of the flattened shard on the rank ``holder`` that global norms count on
+        another rank, which stores them too.
 
-        The result is not empty only for a shard that also has rows of its own, such as a fused QKV weight with a shared
-        key.
+        The result is empty if global norms count no part of the shard on the rank ``holder``. A fused QKV weight with a
+        shared key is an example with such ranges.
         """
         own = [(each.stop - each.start, each.holders[0] == holder.tp) for each in self.tensor_ranges(holder)]
         if self.dim is None or not any(first for _, first in own):

@@ -69,7 +69,7 @@ class GroupedStack(NamedTuple):
         """Returns the output [T, H] of ``module`` for the rows ``x`` [T, H], computed by grouped products. The host
         does not wait for the GPU.
 
-        ``numbers`` [T, k]: numbers of the k experts of each row; ``weights`` [T, k]: their routing weights. A number
+        ``numbers`` [T, k]: indices of the k experts of each row; ``weights`` [T, k]: their routing weights. An index
         outside the range of experts adds nothing.
         """
         stacks = module._parameters

@@ -270,8 +270,8 @@ def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Ker
 
 
 class ActivatedLinear(NamedTuple):
-    """Names of a linear layer and an activation module in one parent module, and the activation function, to be fused
-    into one kernel.
+    """Names of a linear layer and an activation module in one parent module, and the activation function. One kernel
+    can compute both modules.
     """
 
     linear: str

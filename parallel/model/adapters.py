@@ -25,8 +25,8 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Returns the name in the base model of the parameter or module ``name`` of a PEFT model, without PEFT's prefixes
-    and wrappers.
+    """Returns ``name``, the name of a parameter or module in a PEFT model, without PEFT's prefixes and wrappers: its
+    name in the base model.
     """
     return _WRAPPED.sub("", name.removeprefix(PREFIX))
 

@@ -41,7 +41,7 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed
     with parameters.
 
     Args:
-        deep: True takes the chains inside the elements of a chain as blocks (Swin).
+        deep: if True, a chain element with a chain inside is not a block; elements of the inner chain are (Swin).
         mixed: True accepts children of any classes as a chain, even single layers (VGG: convolutions and norms).
         closed: names of modules with lists of modules that are not chains, such as lists of experts.
     """
@@ -53,7 +53,7 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed
 
 
 def open_units(units: Units, names: Iterable[str]) -> Units:
-    """Replaces the units with these ``names`` by their children, so that a trace also records the tensors between the
+    """Replaces each unit named in ``names`` by its children, so that a trace also records the tensors between the
     children.
     """
     opened = set(names)
@@ -68,8 +68,8 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
 
 
 def open_around(units: Units, names: Iterable[str]) -> Units:
-    """Replaces each unit that contains a module in ``names`` by its children, again and again, until this module is
-    itself a unit.
+    """Replaces each unit that contains a module in ``names`` by its children, repeatedly, until this module is itself a
+    unit.
 
     Names without a module, or of a module without parameters, are ignored.
     """

@@ -26,10 +26,10 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class QuietMode(TorchFunctionMode):
-    """Base of torch function modes that layers and fused kernels ignore: under them they still use the engine's
-    kernels.
+    """Base of torch function modes that layers and fused kernels ignore: the engine's kernels still run inside such a
+    mode.
 
-    Under any other mode, such as a tracer, they call torch's functions, so that the mode sees each operation.
+    Inside any other mode, such as a tracer, layers call torch's functions, so that the mode sees each operation.
     """
 
 

@@ -32,8 +32,7 @@ def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
-    """Returns a dict from each module to which PEFT adapters add a term, to the name of the outermost adapter module
-    around it.
+    """Returns a dict from each module adapted by PEFT to the name of the outermost adapter module around it.
 
     If two parameters of one module have adapters, the adapter of the second one wraps the adapter of the first one.
     """

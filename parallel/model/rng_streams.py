@@ -339,7 +339,7 @@ class HostDraws:
                 self.keyed, self._watched = False, None
 
     def unit(self, seed: int) -> None:
-        """Seeds Python's and NumPy's generators with ``seed`` at the begin or end of a unit (block or other outermost
+        """Seeds Python's and NumPy's generators with ``seed`` at the start or end of a unit (block or other outermost
         module), if the running forward is seeded.
         """
         self._look()

@@ -136,7 +136,7 @@ class AttributeState:
 
     def read(self) -> State:
         """Returns the values of all attributes that are read, without the ones that :meth:`settle` has excluded.
-        Returns one and the same object until a value changes.
+        Returns the same object until a value changes.
         """
         now = {place: value for place, value in self._plain() if place not in self._idle}
         if now != self._last:

@@ -42,8 +42,8 @@ class RunningModules:
             self._running -= 1
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``forward`` and returns its result. Until then all code counts as code that computes with shards, so it
-        reads the sizes of shards.
+        """Calls ``forward`` and returns its result. While it runs, all code counts as code that computes with shards,
+        so it reads the sizes of shards.
         """
         self._running += 1
         try:

@@ -43,8 +43,8 @@ ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:
-    """Returns ``x`` unchanged (Megatron-LM's f). Backward sums the gradient of ``x`` over the tensor ranks; its traffic
-    is counted under the label "column inputs".
+    """Returns ``x`` unchanged (Megatron-LM's f). Backward sums the gradient of ``x`` over the tensor ranks; this
+    traffic is counted under the label "column inputs".
 
     ``owned``: True if no other code reads the gradient of the result, as after a plain matrix product, so that the sum
     may overwrite it; False copies it first. ``passed``: callback for the end of this sum.

@@ -48,7 +48,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 class GradsWanted(NamedTuple):
-    """Unfinished computations of the weight and bias gradients of one product, which its backward offers to a
+    """Weight and bias gradients of one product that are not computed yet. The product's backward offers them to a
     :class:`DeferralPolicy`.
     """
 

@@ -62,8 +62,8 @@ class Overlap(NamedTuple):
 
 
 class Repeats(Protocol):
-    """Interface of a cache for the results of a forward's collectives: recomputation in backward reads them and sends
-    nothing again.
+    """Interface of a cache for the results of a forward's collectives: recomputation in backward reads them and
+    communicates nothing.
     """
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
@@ -78,7 +78,7 @@ class TensorAxis:
     """Collectives over the tensor axis: the group of tensor ranks that have the same data and pipeline coordinates as
     this rank.
 
-    While ``dry`` is set nothing is communicated, for runs on shapes: sums leave the local tensor as it is, gathers
+    While ``dry`` is set nothing is communicated, for runs on shapes: sums do not change the local tensor, gathers
     repeat it, and scatters take one slice, so that all shapes are right. Each collective is then reported to
     ``listener``. If ``repeats`` is set, each collective is run or repeated by this cache.
     """
@@ -243,7 +243,7 @@ class TensorAxis:
         return received
 
     def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports an exchange of rows to the listener of a dry axis, in which rank r sends ``sent[r]`` bytes. On an
+        """Reports an exchange of rows, in which rank r sends ``sent[r]`` bytes, to the listener of a dry axis. On an
         axis that communicates, does nothing.
 
         ``whole``: the tensor with the rows. ``made``: for an exchange of the backward, the forward's result from which

@@ -30,13 +30,13 @@ from torch.utils._pytree import TreeSpec
 
 
 class FromValue(NamedTuple):
-    """Source of an output leaf: the traced tensor with the number ``value`` in the trace."""
+    """Source of an output leaf: the traced tensor with the number ``value``."""
 
     value: int
 
 
 class FromArgument(NamedTuple):
-    """Source of an output leaf: the argument of the call that is leaf number ``argument`` of all its arguments."""
+    """Source of an output leaf: the leaf with index ``argument`` among all argument leaves of the call."""
 
     argument: int
 
@@ -64,8 +64,8 @@ Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
 class Sample(NamedTuple):
-    """Description of a tensor among the recorded arguments of a call, which stands in place of the tensor. The tensor
-    depends on a parameter, or is one.
+    """Description that stands in place of a tensor among the recorded arguments of a call. The tensor depends on a
+    parameter, or is one.
     """
 
     source: int | str
@@ -85,8 +85,8 @@ other tensors.
 
 @dataclass
 class Material:
-    """Recorded arguments and saved bytes of traced calls, from which measurements of time and memory rebuild these
-    calls.
+    """Arguments of traced calls, and the bytes that operations between the calls save for backward, recorded for
+    measurements of time and memory.
     """
 
     arguments: list[Arguments] = field(default_factory=list)
@@ -102,8 +102,8 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Structure of an output as a pytree, with the source of each leaf, from which a rank that skips the call rebuilds
-    the output.
+    """Structure of an output as a pytree, with the source of each leaf. A rank that skips the call rebuilds the output
+    from these sources.
     """
 
     spec: TreeSpec
@@ -143,7 +143,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Size of the tensor in bytes, which one transfer between stages sends."""
+        """Size of the tensor in bytes: the size of one transfer between stages."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -169,8 +169,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """Record of one torch function in code between units ("glue") that reads a parameter, or a tensor that depends on
-    one. Units are blocks and other outermost modules.
+    """Record of one call of a torch function between units ("glue"). It reads a parameter, or a tensor that depends on
+    a parameter. Units are blocks and other outermost modules.
     """
 
     name: str
@@ -240,8 +240,8 @@ class ModelTrace:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the report at the start of a run: a note if operations ran on zeros, which may have decided on a
-        shape or a branch.
+        """Lines for the report at the start of a run: a note if operations ran on zeros, because real data may lead to
+        other shapes or branches.
         """
         if not self.on_zeros:
             return ()
@@ -319,7 +319,7 @@ def trace_difference(before: ModelTrace, now: ModelTrace) -> str | None:
     if the traces are equal.
 
     The text completes a sentence that begins with "the forward". Events differ in their operation, in the traced
-    tensors that they read, or in shape, dtype and gradient of the ones that they make. Line numbers are ignored.
+    tensors that they read, or in shape, dtype and gradient of the tensors that they make. Line numbers are ignored.
     """
     for old, new in zip_longest(_events(before), _events(now)):
         if old is None:

@@ -44,8 +44,8 @@ class OpenCall:
 
 @dataclass(frozen=True)
 class ValueSource:
-    """Origin of a traced tensor: the index of the module call or operation that made it, with the numbers of the traced
-    tensors it was computed from.
+    """Origin of a traced tensor: the index of the module call or operation that made it, and the numbers of the traced
+    tensors from which it was computed.
     """
 
     maker: Literal["call", "glue"]
@@ -118,11 +118,11 @@ class TensorProvenance:
         return frozenset(self._buffers[id(tensor)] for tensor in tensors if id(tensor) in self._buffers)
 
     def read(self, tensors: Iterable[Tensor], reader: str, here: OpenCall | None) -> tuple[list[int], set[str]]:
-        """Returns (numbers, names) of the traced tensors and of the parameters among ``tensors``, which an operation or
-        call reads.
+        """Returns (numbers of the traced tensors, names of the parameters) among ``tensors``, the tensors that an
+        operation or call reads.
 
-        ``reader``: its name, for error messages. ``here``: the module call in progress, or None. A tensor made inside
-        another call that has not returned it is recorded as a problem.
+        ``reader``: name of the operation or call, for error messages. ``here``: the module call in progress, or None. A
+        tensor made inside another call that has not returned it is recorded as a problem.
         """
         inputs: dict[int, None] = {}
         parameters = set()
@@ -217,7 +217,7 @@ class TensorProvenance:
 
     def refuse_hidden(self, leaf: Any, arguments: list[Any], who: str) -> None:
         """Records a problem if ``leaf``, an output of a call, is an object of unknown class with tensors of the model
-        inside: a pipeline stage cannot send them.
+        inside: a pipeline stage cannot send such an object.
 
         ``who``: beginning of the error sentence; ``arguments``: leaves of the call's arguments, which are accepted as
         outputs.

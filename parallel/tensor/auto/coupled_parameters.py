@@ -80,12 +80,12 @@ class NeededRows:
         self._seen: dict[tuple[str, int], Needed] = {}
 
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
-        """Returns the weight rows that each of ``tp`` ranks needs to compute its slice of every tensor in ``inputs``,
-        from backward runs.
+        """Finds, by backward runs, the weight rows that each of ``tp`` ranks needs to compute its slice of every tensor
+        in ``inputs``.
 
-        The result maps each weight name to a list by rank of a list by dim of bool masks. It is cached by ``row``, the
-        name of the weight that multiplies ``inputs``. A cached result for a multiple of ``tp`` ranks is merged, without
-        a new backward.
+        Returns a dict from weight name to bool masks, indexed [rank][dim]. The result is cached by ``row``, the name of
+        the weight that multiplies ``inputs``. If the result for a multiple of ``tp`` ranks is cached, its masks are
+        merged and no backward runs.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
@@ -100,8 +100,8 @@ class NeededRows:
         """Returns the gradients of the scalar ``out`` by parameter name, for the parameters in ``names`` that ``out``
         depends on.
 
-        The tuple has one gradient for a dense parameter, and one for each zero factor of a low-rank weight. ``again``:
-        True to retain the autograd graph for another backward.
+        The tuple has one gradient for a dense parameter, and two for a low-rank weight (see :func:`gradient_leaves`).
+        ``again``: True to retain the autograd graph for another backward.
         """
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
         grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
@@ -142,11 +142,10 @@ class NeededRows:
         return self.gradients(out, self._parameters, again=True)
 
     def reaching(self, tensors: Iterable[Tensor]) -> dict[str, tuple[Tensor, ...]]:
-        """Returns, by name, the gradients of all parameters that any of ``tensors`` depends on, from a backward with
-        random output gradients.
+        """Runs backward from ``tensors`` with random output gradients. Returns, by name, the gradients of all
+        parameters that any of ``tensors`` depends on.
 
-        The tuple of a dense parameter has one gradient, the tuple of a low-rank weight one for each of its zero
-        factors.
+        The tuple has one gradient for a dense parameter, and two for a low-rank weight (see :func:`gradient_leaves`).
         """
         out = sum((self._random_sum(tensor) for tensor in tensors), torch.zeros(()))
         return self.gradients(out, self._parameters, again=True)
@@ -161,8 +160,8 @@ class NeededRows:
 
 
 def is_partition(rows: Sequence[Tensor]) -> bool:
-    """Returns True if every index of a dim is in one of the bool masks ``rows``, one mask per rank, and not all masks
-    are equal.
+    """Returns True if every index of a dim is in at least one of the bool masks ``rows``, one mask per rank, and not
+    all masks are equal.
     """
     table = torch.stack(list(rows))
     return bool(table.any(0).all()) and not bool(table.all()) and bool((table != table[0]).any())
@@ -216,8 +215,8 @@ class CoupledParameters:
 
 
 class GradientSparsity:
-    """Search for the parameters of ``block`` that must be sharded together. It reads them from the zeros in the
-    gradients of one recorded run of the block.
+    """Search for the parameters of ``block`` that must be sharded together: it looks for zeros in the gradients of one
+    recorded run of the block.
 
     ``block``: a copy with random weights in eval mode; ``given``: its arguments, with random hidden states; ``others``:
     names of parameters that this search leaves out; ``used``: indices of the block's output leaves that the model

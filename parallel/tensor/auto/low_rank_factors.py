@@ -34,8 +34,8 @@ Z.
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Weight, or view of a weight, stored as a sum of products of two low-rank factors. Its methods, views and
-    products, compute with the factors and never form the full weight, except :meth:`full`.
+    """Weight, or view of a weight, stored as a sum of products of two low-rank factors. Only :meth:`full` forms the
+    full weight; all other methods compute with the factors.
     """
 
     terms: tuple[Term, ...]
@@ -252,7 +252,7 @@ class Factors:
         ``letters``: einsum letters of the dims of ``x`` and of the weight; ``out``: letters of the result.
 
         Raises:
-            NoRuleError: an operand has one letter twice, or neither factor has a dim of the weight.
+            NoRuleError: an operand has one letter twice, or some dim of the weight belongs to neither factor.
         """
         of_x, of_w = letters
         if len(set(of_w)) < len(of_w) or len(set(of_x)) < len(of_x) or NEITHER in self.kinds:

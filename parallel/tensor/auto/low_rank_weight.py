@@ -79,14 +79,14 @@ class Parts:
         return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
-        """Returns the same parameter with new zero factors P and Q, autograd leaves that receive the parameter's
-        gradient.
+        """Returns the same parameter with new factors P and Q, filled with zeros: autograd leaves that receive the
+        parameter's gradient.
         """
         return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
-        """Returns the slice of the parameter at indices ``rows`` of dim ``dim``. It has new zero factors P and Q, the
-        autograd leaves that receive its gradient.
+        """Returns the slice of the parameter at indices ``rows`` of dim ``dim``. Its factors P and Q are new and filled
+        with zeros: autograd leaves that receive its gradient.
         """
         where, shape = torch.tensor(rows), list(self.shape)
         shape[dim] = len(rows)
@@ -182,8 +182,7 @@ def low_rank_parameter(
     """Returns a random low-rank parameter of ``shape`` [.., O, I]. Its entries have the usual magnitude of a dense
     parameter, about 1 / sqrt(I).
 
-    ``weight``: the parameter's name; ``refused``: a set to which the names of parameters are added that code reads in
-    full.
+    ``weight``: the parameter's name; ``refused``: set that collects the names of parameters that code reads in full.
     """
     *experts, outputs, inputs = shape
     ones = (1,) * len(experts)
@@ -200,10 +199,10 @@ def low_rank_parameter(
 
 
 def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
-    """Returns the leaf tensors that receive the gradient of ``parameter``: ``parameter`` itself, or the two zero
-    factors if it is a low-rank weight.
+    """Returns the leaf tensors that receive the gradient of ``parameter``: ``parameter`` itself, or for a low-rank
+    weight its two factors of zeros.
 
-    A zero factor has the parameter's dims, with size one for the dims that belong to the other factor of its product,
+    Such a factor has the parameter's dims, with size one for the dims that belong to the other factor of its product,
     and a last dim of size one.
     """
     if isinstance(parameter, LowRankWeight) and parameter.parts is not None:
@@ -212,8 +211,8 @@ def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Returns an integer that identifies the storage of ``tensor``. Views of one tensor have the same number; live
-    tensors with different storages have different ones.
+    """Returns an integer that identifies the storage of ``tensor``. Views of one tensor have the same number, live
+    tensors with different storages different numbers.
     """
     whole = tensor.factors.twin if isinstance(tensor, LowRankWeight) else tensor
     return int(whole.untyped_storage()._cdata)

@@ -78,9 +78,8 @@ _NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm
 class MatmulTrace(TorchFunctionMode):
     """Torch function mode that records the products of activations with parameters of ``block`` in its list ``seen``.
 
-    ``cut_off``: names of parameters; the results of products with them are detached from the graph. So that gradients
-    show every dependency, inside the mode ReLU computes leaky ReLU, and norms treat their mean and variance as
-    constants.
+    ``cut_off``: names of parameters; the results of products with them are detached from the graph. Inside the mode,
+    ReLU computes leaky ReLU, and norms treat mean and variance as constants, so that gradients show every dependency.
     """
 
     def __init__(self, block: nn.Module, cut_off: Collection[str] = ()) -> None:

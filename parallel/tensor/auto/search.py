@@ -64,7 +64,7 @@ class Decided:
 
     @property
     def why(self) -> str:
-        """Reason for the strategy of this group, as text for reports, with the integer attributes that it divides."""
+        """Text for reports: reason for this group's strategy, and integer attributes that the strategy divides."""
         return f"divided {', '.join(self.way.changes)}{self.note}" if self.way.changes else self.note
 
 
@@ -317,8 +317,8 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
 
 
 def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
-    """Returns the strategy ``way`` with names relative to the block. It was found for the module at ``path``, so its
-    names are relative to this module.
+    """Converts the names in ``way``, a strategy for the module at ``path``, from names relative to this module to names
+    relative to the block.
     """
     styles = {f"{path}.{name}".rstrip("."): style for name, style in way.styles.items()}
     return way._replace(styles=styles, changes=tuple(f"{path}.{change}" for change in way.changes))

@@ -71,9 +71,9 @@ def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = Tr
     """Returns the strategy "view": the block's code reads each sharded parameter as a DTensor-like global tensor of the
     full shape.
 
-    ``partial``: True leaves the gradients of replicated parameters between column layers and row layer partial on each
-    rank, to be summed later. False sums such a gradient in backward, at each place where the replicated tensor meets a
-    sharded one (example: a positional key common to all heads).
+    With ``partial``, gradients of replicated parameters between column layers and row layer stay partial on each rank,
+    and are summed later. Otherwise backward sums such a gradient wherever the replicated tensor meets a sharded tensor
+    (example: a positional key common to all heads).
     """
     styles = {name: "partial" for name in group.partial if partial}
     for name, cut in group.cuts.items():
@@ -133,7 +133,7 @@ def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) ->
     """Returns the integer attributes that may have to be divided by ``tp`` when ``group`` is sharded: ``tp`` divides
     their value, or their value divides ``tp``.
 
-    It considers the modules with parameters of ``group`` and all modules around them, without linear layers. For each
+    It considers the modules with parameters of ``group`` and all modules around them, except linear layers. For each
     module, attributes that the module's methods read come first.
     """
     paths: dict[str, None] = {}
@@ -175,8 +175,8 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def with_numbers(way: ShardingStrategy, chosen: Sequence[Number]) -> ShardingStrategy:
-    """Returns the strategy "local+": the strategy ``way``, in which also each integer attribute in ``chosen`` is
-    divided by the number of ranks.
+    """Returns the strategy ``way`` changed to "local+": it also divides each integer attribute in ``chosen`` by the
+    number of ranks.
     """
     changed = dict(way.styles)
     for module, attribute in chosen:

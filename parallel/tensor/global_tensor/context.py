@@ -123,7 +123,7 @@ class GlobalTensorContext:
 
     def current(self, sets: Sets) -> Sets:
         """Returns the sharding, in the running forward, of a tensor that had the sharding ``sets`` when the model was
-        traced. Here both are the same; subclasses may return another one.
+        traced. This class returns ``sets`` itself; a subclass may return another sharding.
         """
         return sets
 

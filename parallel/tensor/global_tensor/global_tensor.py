@@ -261,8 +261,8 @@ def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
 
 
 def follow_grad(x: GlobalTensor) -> None:
-    """Sets ``requires_grad`` of the global tensor ``x`` to that of its shard. In-place writes and ``requires_grad_``
-    call it.
+    """Copies ``requires_grad`` from this rank's shard to the global tensor ``x``. In-place writes and
+    ``requires_grad_`` call it.
     """
     wanted = x.local.requires_grad
     with torch._C.DisableTorchFunction():  # which also bypasses function modes

@@ -23,9 +23,7 @@ def runs_from(indices: NDArray[np.int64]) -> Runs:
 
 
 def one_run(start: int, stop: int) -> Runs:
-    """Returns the indices from ``start`` up to, but without, ``stop``, as one run: an array [1, 2], or [0, 2] if there
-    are none.
-    """
+    """Returns the indices from ``start`` to ``stop`` - 1 as one run: an array [1, 2], or [0, 2] if there are none."""
     return np.array([(start, stop)] if start < stop else [], np.int64).reshape(-1, 2)
 
 

@@ -100,7 +100,7 @@ class Index:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Distinct values among the bit masks :attr:`holders`: each one a set of ranks that store some index."""
+        """Distinct values among the bit masks :attr:`holders`: each one has all ranks that store some index."""
         _, masks = depth([one_run(0, self.size), *self.runs], [0, *(1 << rank for rank in range(len(self.runs)))])
         return tuple(np.unique(masks[:-1]).tolist())
 
@@ -128,7 +128,7 @@ class Index:
 
     @cached_property
     def owned(self) -> "Index":
-        """Sharding in which each index is only on the first of the ranks that store it here."""
+        """Sharding in which each index is only on the first of the ranks that store it in this sharding."""
         masks = self.holders
         first = masks & -masks
         return Index((held[first[held] == 1 << rank] for rank, held in enumerate(self.ranks)), self.size)
@@ -200,9 +200,7 @@ def common(a: Index | None, b: Index | None) -> Index | None:
 
 
 def replaced(entries: Sequence[Entry], place: int, entry: Entry) -> tuple[Entry, ...]:
-    """Returns a copy of ``entries``, one size or index set for each dim, in which the element at ``place`` is
-    ``entry``.
-    """
+    """Returns a copy of ``entries``, one size or index set for each dim, with ``entry`` at index ``place``."""
     return (*entries[:place], entry, *entries[place + 1 :])
 
 

@@ -113,8 +113,8 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
 
 
 def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields pairs (dims of ``old``, dims of ``new``): a reshape from shape ``old`` to ``new`` turns the first dims
-    into the second ones.
+    """Yields pairs (dims of ``old``, dims of ``new``): a reshape from shape ``old`` to ``new`` turns the first dims of
+    a pair into its second dims.
 
     Both are lists of neighbouring dims with the same product of sizes, as short as possible.
 
@@ -200,8 +200,8 @@ def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
     """Restricts ``index``, the sharding of a dim, to the indices ``taken`` of a slice. Returns (old, new), in which
     each rank has the taken indices that it stores.
 
-    ``old`` numbers them as in the full dim. ``new`` numbers them from 0, as in the sliced dim; it is None if every rank
-    stores all of them.
+    ``old`` has indices of the full dim. ``new`` has indices of the sliced dim, which begins at 0; None if every rank
+    stores all taken indices.
     """
     asked = runs_from(taken)
     held = [meet(own, asked) for own in index.runs]

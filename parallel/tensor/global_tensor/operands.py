@@ -70,7 +70,7 @@ def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
 
 
 def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
-    """Returns this rank's shard of ``tensor``, sharded as an operand of an operation with a result sharded as ``sets``.
+    """Returns this rank's shard of ``tensor``, as operand of an operation with a result sharded as ``sets``.
 
     Dims of operand and result are aligned from the last dim, as in a broadcast.
     """
@@ -114,8 +114,8 @@ def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) 
 
 
 def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
-    """Returns a copy of ``plain`` that may be combined with shards. Backward sums its gradient over the ranks by an
-    all-reduce.
+    """Returns a copy of ``plain`` that may be combined with shards. Backward sums the gradient of ``plain`` over the
+    ranks by an all-reduce.
 
     The copy is cached, so that all uses of ``plain`` share one all-reduce.
     """

@@ -134,8 +134,7 @@ def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
     """Shards a plain tensor [B, S, H] evenly along S over the ranks, which gives the layout of activations under
     sequence parallelism. Each rank takes a slice.
 
-    Other tensors are returned unchanged: with another number of dims, or with an S that the number of ranks does not
-    divide.
+    A tensor with another number of dims, or with an S that the number of ranks does not divide, is returned unchanged.
     """
     if context.axis.size == 1 or x.ndim != 3 or x.shape[-2] % context.axis.size:
         return x

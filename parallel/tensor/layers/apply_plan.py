@@ -83,8 +83,8 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
 def apply_plan(
     model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str] = ()
 ) -> GlobalTensorContext:
-    """Shards ``model`` in place to this tensor rank as ``plan`` says, without communication. Returns the context of its
-    global tensors.
+    """Shards ``model`` in place as ``plan`` says, for this tensor rank, without communication. Returns the context of
+    its global tensors.
 
     Parameter objects and state-dict names do not change, so ties, optimizers and hooks stay valid. The model may be on
     the meta device. ``already_cut``: names of parameters that already contain this rank's shard.

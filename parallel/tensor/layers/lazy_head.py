@@ -93,14 +93,14 @@ def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, pat
     ``apply_plan`` has sharded the layer as a head over ``axis``. ``kernels`` select the implementation of a chunk.
 
     Constraints:
-        - Weights are read when the loss is computed, after the module has returned, and when its backward begins. A
+        - The weights are read after the module has returned: by the loss, and at the start of the loss's backward. A
           head must not be lazy if its weights are freed or replaced by then. (ZeRO 3 does not free the weights of the
           last gather group.)
         - Lazy logits stay on their pipeline stage: only a head on the stage of the loss may be lazy.
-        - Lazy logits must be read before the weights are updated; a first read after that raises. The
-          parameter's version counter detects this, so code that writes past autograd must increment the counter.
-        - The loss's backward computes the gradient of the weight: backward hooks on the module miss
-          this gradient; hooks on parameters get it.
+        - Lazy logits must be read before the weights are updated; a first read after that raises. The parameter's
+          version counter detects this, so code that writes past autograd must increment the counter.
+        - The loss's backward computes the gradient of the weight: backward hooks on the module miss this gradient;
+          hooks on parameters get it.
         - Outside training (no gradients, a dry axis, the meta device, a function mode as in traces, compilation) the
           head returns computed logits.
 

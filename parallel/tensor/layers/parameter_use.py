@@ -34,7 +34,7 @@ _KINDS = 1024
 
 
 class ParameterUseCheck:
-    """Check that a forward uses parameters, adapters and sharded layers in the way that the tensor plan was made for.
+    """Check that a forward uses parameters, adapters and sharded layers as the tensor plan assumes.
 
     It runs in the first forward for each combination of input shapes and dtypes. ``plan``: None without tensor
     parallelism. ``followed``: True if the forward was traced; the trace has then shown that no sharded layer runs
@@ -158,8 +158,8 @@ class OutsideReads(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records the torch functions of this thread inside the context: parameters read by code outside their module
-        in ``names``, parameters used with plain tensors only in ``plain``.
+        """Watches the torch functions of this thread inside the context. Adds to ``names`` the sharded parameters that
+        code outside their module reads, and to ``plain`` the parameters that meet only plain tensors in some operation.
         """
         handles: list[RemovableHandle] = []
         for layer in self._layers:

@@ -178,7 +178,7 @@ class TrafficRecorder(CollectiveRecorder):
 
     @property
     def read_outside(self) -> tuple[str, ...]:
-        """Names of sharded parameters that code outside the modules that own them reads."""
+        """Names of sharded parameters that are read by code outside their own modules."""
         return tuple(self._reads.names)
 
     @property
@@ -191,7 +191,7 @@ class TrafficRecorder(CollectiveRecorder):
     @property
     def used_both_ways(self) -> frozenset[str]:
         """Names of replicated parameters that are used with sharded activations and also with full ones. Parameters
-        with a style of the plan for partial gradients are left out.
+        with partial gradients in the plan are left out.
         """
         both = self._partial & self._reads.plain
         names = (name for name, p in self._model.named_parameters() if id(p) in both)
@@ -255,7 +255,7 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, rank: int = 0)
 
 @dataclass(frozen=True, slots=True)
 class LogitUse:
-    """Collectives of one tensor rank that one microbatch's logits need after the head, and the functions that gather
+    """Collectives that one tensor rank runs for one microbatch's logits after the head, and the functions that gather
     the full logits.
     """
 

@@ -67,8 +67,7 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of ``func`` on lazy logits, which are not computed for it: it runs on their hidden states
-    ``x``. Example: a view.
+    """Applies ``func``, such as a view, to lazy logits without computing them: it runs on their hidden states ``x``.
 
     Returns ``NotImplemented`` if ``func`` needs the computed logits. ``args`` and ``kwargs``: the arguments of ``func``
     after the logits.
@@ -141,8 +140,8 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
 
 def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
-    """Returns lazy logits that are ``change``, such as a view, of the logits of ``source``. ``change`` runs when they
-    are first read.
+    """Returns lazy logits: the result of ``change``, such as a view, on the logits of ``source``. ``change`` runs when
+    this result is first read.
 
     ``part``: result of ``change`` on the hidden states of ``source``.
     """

@@ -214,7 +214,7 @@ def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question
     """Returns the softmax terms that ``question`` selects for lazy logits. It computes the logits from ``hidden`` in
     chunks of tokens and never stores all of them.
 
-    ``product``: the head that computes them. The softmax statistics are cached in ``hidden`` for other losses.
+    ``product``: the head that computes the logits. The softmax statistics are cached in ``hidden`` for other losses.
     """
     shared, axis = hidden.softmax, hidden.vocabulary.axis
     known = None if shared.parts is None else Softmax(*shared.parts[:2])

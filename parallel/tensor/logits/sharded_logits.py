@@ -207,7 +207,7 @@ def gather_logits(tree: Any) -> Any:
 def compute_lazy(tree: Any, unread: bool = False) -> None:
     """Computes the lazy logits in ``tree`` before ZeRO 3 frees the head's weight; communicates nothing.
 
-    ``unread``: computes only logits without a loss; a user's loop may compute the loss after it has run a backward.
+    ``unread``: True to skip logits that a loss has used; a user's loop may use all others after a backward.
     """
     for logits in _found(tree):
         if logits.waits and not (unread and _source_of(logits)._in_loss):

@@ -20,8 +20,8 @@ def token_values(
     dict from name ("log_probs" and ``names``) to a tensor [B, S] in fp32, or bool for "is_top1".
 
     Args:
-        logits_BSV: logits [B, S, V], plain or sharded over axis tp; sharded ones all-reduce a few numbers per token,
-            label "loss".
+        logits_BSV: logits [B, S, V], plain or sharded over axis tp; for sharded logits, collectives with the label
+            "loss" combine the ranks' per-token results.
         labels_BS: int64 [B, S], from 0 to V - 1.
         names: "entropy" (with gradients), "log_sum_sq_probs" (log of the sum of squared probabilities), "mean_logits"
             and "is_top1" (True if the label has the largest logit), all three without gradients.

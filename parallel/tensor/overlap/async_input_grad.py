@@ -53,7 +53,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Settings of the operation f of Megatron-LM, which brings a tensor to the column layers of a parallel region.
+    """Settings of Megatron-LM's operation f: it brings a tensor to the column layers of a parallel region.
 
     ``owned``: True if no other code reads the gradient of f's result, so that the sum over "tp" may overwrite it.
     ``passed``: callback for the end of this sum in backward, or None.
@@ -139,7 +139,7 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 def has_own_weights(layer: nn.Module) -> bool:
     """Returns True if the gradients of weight and bias of ``layer`` may be computed later than the input gradient.
 
-    False if one of both is frozen, parametrized or has hooks, or if another function computes the layer's product.
+    False if weight or bias is frozen, parametrized or has hooks, or if another function computes the layer's product.
     """
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():

@@ -233,7 +233,7 @@ def _computed_in(x: Tensor) -> torch.dtype:
 
 
 class SharedInPieces(Shared):
-    """Input of several column layers that is sharded along the sequence.
+    """Input, sharded along the sequence, of several column layers.
 
     The first plain linear layer gathers it in chunks while it multiplies; all other layers read the gathered rows.
     """
@@ -269,7 +269,7 @@ class SharedInPieces(Shared):
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
     """Returns True if a product should communicate in chunks, or in tiles of one kernel, instead of all rows at once.
 
-    ``rows``: number of rows of a rank; ``part``: tensor with a rank's rows, read for its bytes and dtype;
+    ``rows``: number of rows of a rank; ``part``: tensor with a rank's rows, read for its size in bytes and its dtype;
     ``operation``: the kind of product. False if activations are encoded for transfers, because chunks would split the
     blocks of the encoding.
     """

@@ -207,7 +207,7 @@ COPIED_BYTES = 4 << 20
 
 @contextmanager
 def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Iterator[None]:
-    """Copies ``part_BLK``, this rank's rows and contiguous, to the symmetric memory of all tensor ranks inside the
+    """Copies ``part_BLK``, this rank's rows (contiguous), to the symmetric memory of all tensor ranks inside the
     context, with a signal for each ``tile_rows`` rows.
 
     A product launched inside the context (``launch_gather_product`` with half "multiply") waits for the signals.
@@ -257,8 +257,8 @@ def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call:
 
 
 def rows_of_a_copy(part_BLK: Tensor, tile_rows: int) -> int:
-    """Returns the number of rows of ``part_BLK`` in one copy: the smallest multiple of ``tile_rows`` that has at least
-    ``COPIED_BYTES`` bytes.
+    """Returns the number of rows of ``part_BLK`` that one copy transfers: the smallest multiple of ``tile_rows`` that
+    has at least ``COPIED_BYTES`` bytes.
     """
     tile_bytes = tile_rows * part_BLK.shape[-1] * part_BLK.element_size()
     return tile_rows * -(-COPIED_BYTES // tile_bytes)

@@ -34,7 +34,7 @@ AllToAll = Callable[[list[Tensor]], list[Tensor]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRoute:
     """Destination rank of each row in a call of :func:`dispatch_product` or :func:`product_return`, and the symmetric
-    memory of all ranks through which their kernels send the rows.
+    memory through which the kernels send rows to other ranks.
     """
 
     rows: ExpertRows
@@ -60,11 +60,10 @@ def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tens
 
 
 def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
-    """Multiplies ``rows`` [R, K], received from other ranks and sorted by expert, then by source rank, by their
-    experts' matrices in ``weight`` [X, K, N]. Returns the products to their source ranks: [T, N] for the T tokens of
-    this rank, sorted by expert.
+    """Multiplies each of ``rows`` [R, K], received from source ranks, by its expert's matrix in ``weight`` [X, K, N],
+    and sends the products back. Returns [T, N] for the T tokens of this rank, sorted by expert.
 
-    Gradients flow to ``rows`` and ``weight``.
+    ``rows`` are sorted by expert, then by source rank. Gradients flow to ``rows`` and ``weight``.
 
     Raises:
         EngineError: as for :func:`dispatch_product`.
@@ -77,7 +76,7 @@ def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
 
 def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
     """Sends ``tokens``, sorted by expert, to the ranks of their experts by the all-to-all ``exchange``, then multiplies
-    the rows of each expert by its matrix in ``weight``.
+    the rows of each expert by the expert's matrix in ``weight``.
 
     It is the reference implementation of :func:`dispatch_product`.
     """
@@ -86,8 +85,8 @@ def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows,
 
 
 def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Multiplies the rows ``whole`` of each expert by its matrix in ``weight``, and sends the products to the ranks
-    from which the rows came, by the all-to-all ``exchange``.
+    """Multiplies the rows of each expert in ``whole`` by the expert's matrix in ``weight``, and sends the products to
+    the ranks from which the rows came, by the all-to-all ``exchange``.
 
     It is the reference implementation of :func:`product_return`.
     """

@@ -74,7 +74,7 @@ def register_hook(context: "GlobalTensorContext", func: Function, input: Any, ho
     tensor, and may return another gradient or None.
 
     Raises:
-        NoRuleError: some elements are on several ranks, so that each rank's gradient is only a part of it.
+        NoRuleError: some elements are on several ranks, so that each of these ranks has only a part of their gradient.
     """
     if not held_once(input.sets):
         raise NoRuleError("a hook cannot get the gradient of a shard with elements on several ranks, which is partial.")

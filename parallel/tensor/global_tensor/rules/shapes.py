@@ -48,8 +48,8 @@ def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
 
 
 def is_view_of(piece: Tensor, local: Tensor) -> bool:
-    """Returns True if ``piece``, which an operation has returned for ``local``, shares its memory (as a view, or as
-    ``local`` itself).
+    """Returns True if ``piece``, the result of an operation on ``local``, shares the memory of ``local``: as a view, or
+    as ``local`` itself.
     """
     return piece is local or piece._is_view()
 
@@ -222,8 +222,8 @@ def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
 
 
 def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``tile`` of a global tensor: as ``repeat``, but the given numbers are for the last dims; dims before them
-    are not repeated.
+    """Runs ``tile`` of a global tensor: as ``repeat``, but with fewer numbers than dims, only the last dims are
+    repeated.
     """
     times = given_sizes(sizes, dims=dims)
     return repeat(context, func, input, repeats=(*(1,) * (input.ndim - len(times)), *times))

@@ -173,7 +173,7 @@ def tensor_split(
     """Runs ``tensor_split`` of a global tensor: ``indices_or_sections`` is the number of slices, or the indices of the
     full dim at which slices begin.
 
-    If a number does not divide the dim, the first slices have one index more.
+    If the number of slices does not divide the dim, the first slices have one index more.
 
     Raises:
         NoRuleError: the borders are a tensor, or are not ascending.
