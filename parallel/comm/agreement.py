@@ -82,7 +82,7 @@ def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> 
 
 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, patience: float | None = None) -> bytes:
-    """Calls ``make()`` on rank 0 alone and returns its bytes on every rank.
+    """Calls ``make()`` on rank 0 alone and returns the result, bytes, on every rank.
 
     Two all-reduces over the world, label "start", move tensors on ``device``: 16 bytes with the length, then the bytes.
     With ``patience`` (seconds), ``make`` may run longer than the timeout of a collective: until ``make`` returns, all

@@ -22,8 +22,8 @@ class Channel(NamedTuple):
     """First-in-first-out sequence of messages of one ``flow`` from pipeline stage ``source`` to stage ``target``.
 
     ``flow`` is "forward" (activations), "backward" (their gradients) or "state" (training state, between two steps).
-    Messages wait only for earlier messages of their own channel: an activation never waits for a gradient, or for
-    another pair of stages. For the flow "state", ``source`` and ``target`` are indices of axis pp instead of stages.
+    Messages wait only for earlier messages of their own channel: an activation never waits for a gradient, or for a
+    message of another pair of stages. For the flow "state", ``source`` and ``target`` are indices of axis pp.
     """
 
     flow: Flow
@@ -45,7 +45,7 @@ def state_link(source: int, target: int) -> Link:
 
 
 def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
-    """Divides ``links`` into rounds such that no rank is an end of two links of one round.
+    """Divides ``links`` into rounds such that no rank is in two links of the same round.
 
     The two-rank process groups of one round can thus be created at once. A chain of pipeline stages needs two rounds
     for activations and two for gradients, however long it is. Links of the flow "state" are left out, because they use
@@ -65,10 +65,11 @@ def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
 
 
 class Backend(Protocol):
-    """Interface for communication along the axes of a grid; each method with the result ``Wait`` starts a call.
+    """Interface for communication along the axes of a grid.
 
-    Such a method returns a function that blocks until the call is complete. In collectives, the tensor ``shard`` may be
-    a view of this rank's slice of ``full``. Methods that prepare groups, and ``close``, do nothing by default.
+    Each method with the result ``Wait`` starts a call and returns a function that blocks until the call is complete. In
+    collectives, the tensor ``shard`` may be a view of this rank's slice of ``full``. Methods that prepare groups, and
+    ``close``, do nothing by default.
     """
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
@@ -155,8 +156,7 @@ class Backend(Protocol):
         """Starts to sum ``tensor`` in place over the indices ``stages`` of axis pp; returns a function that waits."""
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
-        """Allocates ``size`` bytes on each rank of ``axis``, which all ranks of ``axis`` can write; every rank calls
-        it.
+        """Allocates ``size`` bytes on each rank of ``axis``; every rank calls it and can write the memory of all.
 
         Returns None on all ranks if the devices cannot share memory.
         """

@@ -58,7 +58,7 @@ class Pending:
         return self._wait is not None
 
     def beside(self, work: Callable[[], None]) -> "Pending":
-        """Registers ``work``, which ``wait`` runs before it blocks, to overlap with the communication; returns self."""
+        """Registers ``work`` to run during the communication: ``wait`` calls it before it blocks. Returns self."""
         self._beside = work
         return self
 
@@ -169,7 +169,7 @@ class Comm:
         """True if groups, and frozen parameters of the model, belong to another engine."""
 
     def lend(self) -> "Comm":
-        """Returns a Comm over this one's process groups for another engine; ``close`` of it leaves the groups open."""
+        """Returns a Comm for another engine over the same process groups, which the new Comm does not close."""
         lent = Comm(self.grid, self._backend)
         lent.reports, lent.joint, lent.failures, lent.recorder = self.reports, self.joint, self.failures, self.recorder
         lent._symmetric, lent.borrows = self._symmetric, True
@@ -200,7 +200,7 @@ class Comm:
 
     @contextmanager
     def noted(self, call: str) -> Iterator[None]:
-        """Records the block in this rank's flight file, a log, as the call named ``call``, which every rank makes."""
+        """Records the block in this rank's flight file, a log, as ``call``, name of a call that every rank makes."""
         if self.recorder is None:
             yield
             return
@@ -245,7 +245,10 @@ class Comm:
         self._backend.link(links)
 
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Starts to send ``tensor``, unchanged until the wait, over ``link``; default ``label``: the link's flow."""
+        """Starts to send ``tensor`` over ``link``; the default ``label`` is the link's flow.
+
+        ``tensor`` must not change before the wait.
+        """
         call = partial(self._backend.send, tensor, link.target, link.channel)
         route = self._route(EventKind.SEND, link, link.target)
         return self._issue("send", tensor, "pp", label or link.channel.flow, call, route)
@@ -257,7 +260,7 @@ class Comm:
         return self._issue("receive", tensor, "pp", label or link.channel.flow, call, route)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
-        """Starts to sum ``full`` [ranks * s] over ``axis`` into this rank's slice ``shard`` [s]; may write ``full``."""
+        """Starts to sum ``full`` [ranks * s] over ``axis`` into this rank's ``shard`` [s]; may overwrite ``full``."""
         return self._issue("reduce_scatter", full, axis, label, lambda: self._backend.reduce_scatter(shard, full, axis))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
@@ -265,9 +268,9 @@ class Comm:
         return self._issue("all_gather", full, axis, label, lambda: self._backend.all_gather(full, shard, axis))
 
     def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
-        """Opens memory that kernels of all ranks of ``axis`` can write; None where unsupported. Every rank calls it.
+        """Opens memory that kernels of all ranks of ``axis`` can write; returns None if unsupported.
 
-        ``sizes``: the largest data of one call. ``seconds``: timeout of a kernel's wait for data of another rank.
+        Every rank calls it. ``sizes``: the most data of one call. ``seconds``: timeout of a kernel's wait for data.
         """
         if (known := self._symmetric.get((axis, sizes))) is not None:  # of the engine that lends its groups
             return known
@@ -278,16 +281,16 @@ class Comm:
         return buffer
 
     def in_kernel(self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait]) -> Pending:
-        """Names and counts the collective ``op``, which a kernel performs itself.
+        """Counts a collective of type ``op`` that a kernel performs; ``label`` is its name in counts and errors.
 
-        ``call`` launches that kernel and returns a function that waits. ``full``: only its size and dtype are read.
+        ``call`` launches the kernel and returns a function that waits. ``full``: only its size and dtype are read.
         """
         return self._issue(op, full, axis, label, call)
 
     def bring_status(self) -> None:
-        """Starts to copy to the host the status words in which communicating kernels report timeouts.
+        """Starts to copy the status words, in which communicating kernels report timeouts, to the host.
 
-        The next :meth:`check_kernels` reads these copies, and so need not wait for kernels launched after this call.
+        The next :meth:`check_kernels` reads the copies, so it does not wait for kernels launched after this call.
         """
         for buffer in self._symmetric.values():
             buffer.bring_status()
@@ -296,7 +299,7 @@ class Comm:
         """Checks that no communicating kernel has timed out; on a GPU, call it after the end of the step.
 
         Raises:
-            EngineError: a kernel timed out; the message names the rank, tile and call of which no data has arrived.
+            EngineError: a kernel timed out; the message names the call, the sending rank and the missing tile.
         """
         try:
             for buffer in self._symmetric.values():
@@ -346,7 +349,7 @@ class Comm:
         return self._launch(work, axis, label, call, self._axis_route(axis))
 
     def filled(self, pending: Pending) -> Pending:
-        """Makes the wait of ``pending`` first compute work of another microbatch, if any; returns ``pending``."""
+        """Makes the wait of ``pending`` begin with work of another microbatch, if there is any; returns ``pending``."""
         return pending if self.fill_wait is None else pending.beside(self._use_wait)
 
     def _use_wait(self) -> None:
@@ -354,7 +357,7 @@ class Comm:
             self.fill_wait()
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates the groups of :meth:`gather_parameters` with the same arguments. Every rank of the world calls it."""
+        """Creates the groups for :meth:`gather_parameters` with these arguments. Every rank of the world calls it."""
         if axis is None:
             self._backend.open_gathers(within or self.grid.shard_group)
         elif self.grid.size(axis) > 1:
@@ -365,8 +368,8 @@ class Comm:
     ) -> Pending:
         """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``), as one call.
 
-        It uses the group of :meth:`open_gathers`: ``within`` neighbouring data ranks, by default all that share ZeRO
-        shards, or all ranks of ``axis``.
+        The group, from :meth:`open_gathers`, has all ranks of ``axis``, or ``within`` neighbouring data ranks; without
+        either, the data ranks over which ZeRO divides parameters.
         """
         within = within or self.grid.shard_group if axis is None else None
         elements = sum(full.numel() for full, _ in pairs)
@@ -390,9 +393,9 @@ class Comm:
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
-        """All-gathers the bytes ``said``, of equal length on all ranks, over the ranks that share ZeRO shards.
+        """All-gathers the bytes ``said``, of equal length on all ranks, over the ranks of ZeRO sharding.
 
-        Returns the bytes by rank. Only the hosts communicate, so no rank synchronizes with a device.
+        Returns the bytes of each rank, by index. Only the hosts communicate: no rank synchronizes with a device.
         """
         size = self.grid.size(self.grid.sharding)
         answers: list[bytes] = [said] if size == 1 else []

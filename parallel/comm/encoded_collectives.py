@@ -93,9 +93,8 @@ class ActivationFormat:
 class EncodedCollectives:
     """Collectives over one axis that quantize the tensors they send, for contiguous tensors in fp32, bf16 or fp16.
 
-    In shapes, ``ranks`` is the size of the axis and p the number of elements of one rank's slice. An all-reduce is an
-    all-to-all and an all-gather, which its wait issues; all ranks must therefore wait for their all-reduces in the same
-    order.
+    In shapes, ``ranks`` is the size of the axis and p the number of elements of one rank's slice. An all-reduce starts
+    an all-to-all, and its wait issues an all-gather; so all ranks must wait for their all-reduces in the same order.
     """
 
     def __init__(self, comm: Comm, axis: Axis, form: ActivationFormat, kernels: Kernels) -> None:

@@ -110,7 +110,7 @@ class FailedCalls:
         return EngineError(self._verdict) if self._verdict and _REMEDY in self._verdict else None
 
     def close(self) -> None:
-        """Keeps the thread of a vote from later ending this rank's communication; a second call does nothing."""
+        """Prevents a running vote from ending this rank's communication later; a second call does nothing."""
         self._exits.set()
         atexit.unregister(self._exits.set)
 

@@ -91,7 +91,7 @@ class HostBarrier:
         self._tell(*self._told[0])
 
     def meet(self) -> None:
-        """Blocks until all ranks have arrived; writes that they made to shared memory before are then visible.
+        """Blocks until all ranks have arrived; their earlier writes to shared memory are then visible.
 
         Raises:
             RuntimeError: a rank has ended or did not arrive in time.

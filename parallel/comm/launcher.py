@@ -104,7 +104,7 @@ _DIGITS = 9
 
 
 def check_rank(rank: int, size: int, launcher: str) -> None:
-    """Raises GridError unless ``rank`` < ``size``, the number of ranks; the message contains ``launcher``, its name."""
+    """Raises GridError unless ``rank`` < ``size``, the number of ranks; ``launcher``: a name for the message."""
     if rank >= size:
         raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}, since ranks count from 0; let {launcher} set both.")
 

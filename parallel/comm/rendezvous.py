@@ -244,7 +244,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 
 class FailureReports:
-    """Reports of failed collectives in the store, by which a rank finds the ranks that did not join its collective.
+    """Reports in the store on failed collectives, by which a rank finds the ranks that did not join its collective.
 
     Args:
         store: store of the job, with a prefix of this engine.
@@ -257,8 +257,8 @@ class FailureReports:
         """Reports that the collective ``what`` failed on this rank, and reads the reports of the other ranks in
         ``peers``.
 
-        Returns text, for an error message, that names the ``peers`` that did not join the collective or were in another
-        one; '' if unknown. Takes a few seconds at most, even if the process of the store has ended or hangs.
+        Returns text, for an error message, that names the ``peers`` that did not join the collective or were in a
+        different one; '' if unknown. Takes a few seconds at most, even if the process of the store has ended or hangs.
         """
         words: list[str] = []
         asking = threading.Thread(target=self._ask, args=(what, peers, words.append), daemon=True)

@@ -68,7 +68,7 @@ class SharedMemory:
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Wait:
         """Starts to sum ``tensor`` in place over the axis; returns a function that waits.
 
-        ``op`` "max" takes the elementwise maximum instead, with NaN above all numbers.
+        ``op`` "max" takes the elementwise maximum instead; a NaN on any rank gives NaN.
         """
         return self._start(self._all_reduce(tensor.data, op))
 

@@ -49,10 +49,10 @@ class PeerWatch:
     """Thread that detects, until ``close``, that other ranks of an axis have ended.
 
     Args:
-        links: file descriptor of a socket to each watched rank, by its index on the axis; no other process has the
+        links: file descriptor of a socket to each watched rank, by its index on the axis; only the watched rank has the
             other end.
         ended: int32 [ranks of the axis] of zeros in host memory; when a rank ends or closes its socket, the element at
-            its index becomes 1, 2, ... in order of the ends.
+            its index becomes 1, 2, ... in the order in which ranks end.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
@@ -147,9 +147,7 @@ class SlotSizes:
 
     @property
     def slots(self) -> int:
-        """Bytes of all slots in one rank's memory: for each of two successive calls, one slot per rank that sends to
-        it.
-        """
+        """Bytes of all slots in one rank's memory: one slot per rank for each of two successive calls."""
         return 2 * self.ranks * padded_bytes(self.capacity)
 
     @property
@@ -247,7 +245,7 @@ class SymmetricBuffer:
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:
-        """Returns a view of the int32 words by which this rank reports its data to index ``owner`` of the axis.
+        """Returns a view of the int32 words in which this rank reports arrived data to index ``owner`` of the axis.
 
         The view has one word for each tile that a slot can have. When tile i of this rank's data for the call ``epoch``
         has arrived on ``owner``, this rank writes ``epoch`` to word i.

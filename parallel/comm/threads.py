@@ -65,8 +65,8 @@ class _Rank(Generic[Result]):
 class Turns:
     """Scheduler that runs ``size`` ranks as threads of one process, one at a time.
 
-    A rank runs until it waits for another, so the order of execution is the same in every run. Each rank has its own
-    random state, also of ``generators``, the generators of devices that several ranks share.
+    A rank runs until it waits for another rank, so the order of execution is the same in every run. Each rank has its
+    own random state, also in ``generators``, the random generators of devices with several ranks.
     """
 
     def __init__(self, size: int, generators: Sequence[torch.Generator] = ()) -> None:
@@ -219,7 +219,7 @@ class _Round:
 
 @dataclass(slots=True)
 class Rounds:
-    """Collectives among the thread ranks ``ranks``: the n-th call of every rank belongs to the same collective."""
+    """Collectives among the thread ranks ``ranks``: the n-th calls of all ranks form one collective."""
 
     turns: Turns
     ranks: Sequence[int]
@@ -228,7 +228,7 @@ class Rounds:
     """How many collectives a rank has issued."""
 
     def bring(self, rank: int, call: Any, part: Tensor) -> Callable[[], list[Tensor]]:
-        """Contributes a copy of ``part`` of rank ``rank`` to its next collective.
+        """Contributes a copy of ``part`` to the next collective of rank ``rank``.
 
         ``call`` describes the collective and must be equal on all ranks. Returns a function that waits for all ranks
         and returns their parts in order of rank, on the device of ``part``.
@@ -329,8 +329,8 @@ class _Post:
 class ThreadBackend(Backend):
     """Backend of a rank that is a thread of this process; a group or channel is opened at its first use.
 
-    ``share_bytes`` returns None: a process interprets only one kernel at a time, so kernels that wait for each other
-    would deadlock.
+    ``share_bytes`` returns None: kernels that wait for each other would deadlock, because Triton's interpreter runs
+    only one kernel of a process at a time.
     """
 
     def __init__(self, grid: Grid, turns: Turns, post: _Post) -> None:

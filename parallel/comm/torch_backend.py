@@ -58,9 +58,9 @@ exchange, or a channel of messages."""
 class TorchBackend:
     """Backend between processes, over torch.distributed: one process group per axis of several ranks.
 
-    An axis of all ranks uses the group of the world. Groups opened here are destroyed by ``close``, see
-    :class:`~engine.parallel.comm.world.OwnedGroups`. With gloo the group of the world is opened here too, so that
-    ``close`` ends all connections of this engine, and none of another one.
+    An axis of all ranks uses the group of the world. ``close`` destroys the groups that this backend has opened, see
+    :class:`~engine.parallel.comm.world.OwnedGroups`. With gloo the backend opens a group of the world too, so that
+    ``close`` ends all connections of this engine, and none of another engine.
 
     NCCL runs all messages of a group on one stream in the order of issue, and each message blocks the stream until its
     other end is ready. Pipeline ranks issue their messages in different orders. So with NCCL (or ``linked`` = True)
@@ -124,8 +124,8 @@ class TorchBackend:
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
         """Allocates ``size`` bytes per rank of ``axis``: shared host memory on CPUs, torch's symmetric memory on GPUs.
 
-        Returns None on all ranks if CPU ranks run on several hosts or may not share memory, or if a GPU cannot reach
-        another.
+        Returns None on all ranks if CPU ranks run on several hosts or may not share memory, or if a GPU cannot access
+        another GPU.
         """
         group = self._groups[axis]
         assert group is not None
@@ -136,10 +136,9 @@ class TorchBackend:
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the groups for ``all_to_all``: the indices ``members`` of the data axis, for each coordinate of other
-        axes.
+        """Creates groups of the indices ``members`` of the data axis, one per coordinate of the other axes.
 
-        Does nothing if ``members`` are all data ranks, which have a group already, or a single one.
+        They are for ``all_to_all``. Does nothing for a single member, or for all data ranks, which have a group.
         """
         if len(members) in (1, self._grid.size(self._grid.shard_line)) or _DataMembers(members) in self._groups:
             return
@@ -215,9 +214,7 @@ class TorchBackend:
         return _exchange(group, data) if self._agreement is None else self._agreement.exchange(data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the groups for ``sum_over_stages``: the indices ``stages`` of axis pp, for each coordinate of other
-        axes.
-        """
+        """Creates groups of indices ``stages`` of axis pp for ``sum_over_stages``, one per coordinate of other axes."""
         if stages not in self._groups:
             self._groups[stages] = self._among(stages)
 

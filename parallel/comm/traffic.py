@@ -43,7 +43,7 @@ def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Number of calls and sent bytes of one label on one axis, on one rank. Receives are not counted."""
+    """Numbers of calls and of bytes sent by one rank over one axis under one label. Receives are not counted."""
 
     axis: Axis
     label: str
@@ -99,7 +99,7 @@ class Tally:
         return Tally(Traffic(row.axis, row.label, row.calls * count, row.bytes * count) for row in self.rows())
 
     def since(self, earlier: "Tally") -> "Tally":
-        """Returns the traffic that was added to this tally since ``earlier``, a :meth:`copy` of it made before."""
+        """Returns the traffic added to this tally since ``earlier``, a :meth:`copy` of this tally."""
         before = {(row.axis, row.label): row for row in earlier.rows()}
         return Tally(
             Traffic(row.axis, row.label, row.calls - old.calls, row.bytes - old.bytes) if old else row
@@ -109,5 +109,5 @@ class Tally:
         )
 
     def copy(self) -> "Tally":
-        """Returns a copy that later calls of this tally leave unchanged."""
+        """Returns a copy; later additions to this tally do not change the copy."""
         return Tally(self.rows())

@@ -49,7 +49,7 @@ logger = logging.getLogger("trine")
 class Lender:
     """Process groups and frozen parameters that one engine lends to later engines on the same grid.
 
-    The borrowing engine neither writes, moves nor frees the tensors, and ends before the lender.
+    The borrowing engine neither writes, moves nor frees the parameters, and ends before the lender.
     """
 
     comm: Comm

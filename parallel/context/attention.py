@@ -31,7 +31,7 @@ class KeyAttention(NamedTuple):
     scale: float
 
     def rules(self, number: int, rows: Tensor | None, unseeing: Tensor | None) -> Iterator[tuple[SeenBlock, BlockRule]]:
-        """Yields the blocks (queries, keys) to compute for one parcel of received keys, each with the rule of its mask.
+        """Yields pairs (block of queries and keys, rule of its mask) to compute for one parcel of received keys.
 
         Blocks without visible keys are left out. ``number``: index of the parcel in ``flow``. ``rows``: mask of this
         rank's queries, [.., queries or 1, keys of all ranks or 1]; None: no mask. ``unseeing``: True for each query

@@ -75,10 +75,10 @@ def work_balance(work: Indices, index: Index) -> WorkBalance:
 def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
     """Returns a sharding of positions over ``ranks`` context ranks by which all ranks have nearly equal attention work.
 
-    ``work`` [S]: for each of S positions, the number of (query, key) pairs of its query. Each rank has as many
-    positions as under the zig-zag sharding, which is returned if its work is even enough (``EVEN``). Otherwise ranks
-    have 2, 4, 8, .. chunks, of at least ``LEAST_CHUNK`` positions, and exchange parts of them, until the work is even.
-    Chunks have sizes that are multiples of ``unit``.
+    ``work`` [S]: for each of S positions, the number of (query, key) pairs of its query. Returns the zig-zag sharding
+    if it divides the work evenly enough (``EVEN``). Otherwise ranks have as many positions as in that sharding, in 2,
+    4, 8, .. chunks of at least ``LEAST_CHUNK`` positions, and exchange parts of chunks until the work is even. Chunks
+    have sizes that are multiples of ``unit``.
     """
     plain = zigzag(len(work), ranks, unit)
     best, found = work_balance(work, plain).most_over_mean, plain

@@ -35,7 +35,7 @@ class Parcel(NamedTuple):
 
 
 class KeyFlow(NamedTuple):
-    """Order in which one rank receives the keys and values of an attention, in parcels of one communication each."""
+    """Order in which one rank receives the keys and values of an attention: parcels, each in one communication."""
 
     parcels: tuple[Parcel, ...]
     axis: TensorAxis
@@ -111,9 +111,7 @@ def _nothing() -> None:
 
 
 def own_keys(length: int, axis: TensorAxis) -> KeyFlow:
-    """Returns the key flow without communication, for ranks that store the keys of all ``length`` positions of their
-    heads.
-    """
+    """Returns the key flow without communication, for ranks that store all ``length`` positions of their key heads."""
     return KeyFlow((Parcel(one_run(0, length)),), axis)
 
 

@@ -372,7 +372,7 @@ def _ends(block: Tensor) -> Tensor:
 
 
 class HostTwins:
-    """Host copies of short integer tensors that a forward has on a device, so that reading values needs no wait.
+    """Host copies of short integer tensors that a forward has on a device, for reading their values without a wait.
 
     The first copies come from ``torch.arange`` and from a batch in host memory; the host then repeats each operation on
     its copies. For example, transformers reads position ids in each forward to see if rows contain several documents.
@@ -413,7 +413,7 @@ class HostTwins:
             self._known[id(tensor)] = tensor, tensor._version, twin
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Returns the host copy of ``tensor``; None if there is none, or if ``tensor`` has been written since."""
+        """Returns the host copy of ``tensor``; None if there is none, or if ``tensor`` was written after the copy."""
         _, version, twin = self._known.get(id(tensor), (None, 0, None))
         return twin if twin is not None and tensor._version == version else None
 

@@ -30,8 +30,8 @@ Places = tuple[Runs | None, ...]
 class Boxes(NamedTuple):
     """Plan of a resharding on one rank.
 
-    It lists the slices of the local tensor that this rank sends to each rank, and the places in the result of the
-    slices that it receives. The slice for this rank itself is copied.
+    It lists the slices of the local tensor that this rank sends to each rank, and the place in the result for each
+    slice that it receives. The slice for this rank itself is copied.
     """
 
     gives: tuple[Places, ...]
@@ -269,7 +269,7 @@ def expect(
     """Reports the bytes that each rank would send in one exchange, if ``axis`` is in a dry run; otherwise does nothing.
 
     The exchange reshards the tensors ``given`` by the plans ``boxes``. ``made``: tensor with a backward that makes the
-    exchange; None: it belongs to the forward.
+    exchange; None: the exchange belongs to the forward.
     """
     if axis.dry:
         sizes = (each.sent(x, axis.size) for x, each in zip(given, boxes, strict=True))

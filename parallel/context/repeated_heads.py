@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``expand``; if it repeats one dim of size one, records the tensor before the repeat in the result.
+    """Computes ``expand``; if it repeats one dim of size one, records in the result the tensor before the repeat.
 
     Attention then sends the tensor before the repeat, which is smaller, between ranks.
     """
@@ -26,7 +26,7 @@ def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``repeat_interleave``, and records the tensor before the repeat in the result.
+    """Computes ``repeat_interleave``, and records in the result the tensor before the repeat.
 
     Attention then sends the tensor before the repeat, which is smaller, between ranks.
     """
@@ -37,7 +37,7 @@ def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_reshape(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``reshape``; if it joins a repeated dim with the heads, records the unrepeated heads in the result.
+    """Computes ``reshape``; if it joins a repeated dim with the heads, records in the result the unrepeated heads.
 
     Attention then sends the tensor before the repeat, which is smaller, between ranks.
     """

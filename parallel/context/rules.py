@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def attend_gathered(context: "GlobalTensorContext", func: Function, given: "GivenAttention") -> GlobalTensor:
-    """Computes the attention ``func`` of torch for this rank's queries over keys and values gathered from all ranks.
+    """Computes ``func``, torch's attention, for this rank's queries over keys and values gathered from all ranks.
 
     Returns the output as a global tensor, sharded as the queries. Autograd stores the gathered keys and values for
     backward.
@@ -112,7 +112,7 @@ def context_cross_entropy(context: "GlobalTensorContext", func: Function, *args:
     """Computes ``F.cross_entropy`` on logits [N, V] or [N, V, ..] that are sharded along rows: N rows, V classes.
 
     A mean or a sum is over the rows of all ranks. The mean all-reduces two numbers over axis cp, the sum of losses and
-    the number of rows that count.
+    the number of targets other than ``ignore_index``.
 
     Raises:
         NoRuleError: classes are sharded or weighted, or the target is a distribution.

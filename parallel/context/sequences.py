@@ -177,7 +177,7 @@ class ContextOfSequences(AttendingContext):
             self._is_noted = True
 
     def next_age(self) -> int:
-        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the number so far."""
+        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns their number so far."""
         self._age += 1
         return self._age
 

@@ -19,7 +19,7 @@ _NEWEST = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Recorded collective, message or computation; ``begun`` and ``ended`` are ``time.monotonic_ns`` of its host."""
+    """Recorded collective, message or computation; ``begun`` and ``ended`` are times of its host (``monotonic_ns``)."""
 
     sequence: int
     kind: EventKind
@@ -58,7 +58,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamWaits:
-    """Totals of one rank's waits for one stream of collectives or messages since its start."""
+    """Totals, since the start of a rank, of its waits for one stream of collectives or messages."""
 
     kind: EventKind
     axis: str

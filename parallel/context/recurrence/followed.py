@@ -17,7 +17,7 @@ from engine.parallel.tensor.global_tensor.redistribute import full
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Module that gets gathered, full sequences, because its code raises an error on sharded ones."""
+    """Module that receives full sequences, because its code raises an error on sharded sequences."""
 
     module: str
     place: str

@@ -39,9 +39,9 @@ _Rows = Callable[[], Indices]
 def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: _Rows) -> Index:
     """Returns the sharding of a result that has ``size`` rows and is computed from rows sharded as ``have``.
 
-    The sharding is ``have`` if ``have`` has ``size`` rows too, otherwise the sharding of the batch's sequence of this
-    length. If there is no such sequence, each row is on the rank of its source row. The callback ``near`` returns the
-    source row of each row, and ``key`` identifies these rows in the cache.
+    The sharding is ``have`` if ``have`` has ``size`` rows too, otherwise the sharding of the batch's sequence of length
+    ``size``. If there is no such sequence, each row is on the rank of its source row. The callback ``near`` returns the
+    source rows, and ``key`` identifies them in the cache.
     """
     if size == have.size:
         return have
@@ -141,7 +141,7 @@ def convolve_positions(
 ) -> Any:
     """Computes ``F.conv1d`` on [.., C, S], C channels and S positions, with S sharded.
 
-    Each rank receives the rows before and after its own that its windows read.
+    Each rank receives the positions of other ranks that its windows read.
 
     Raises:
         NoRuleError: the stride is not one, or another dim is sharded.
@@ -200,8 +200,8 @@ def _windows(held: Runs, reach: int, before: int, length: int) -> Indices:
 def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, **kwargs: Any) -> Any:
     """Computes ``cumsum`` or ``cumprod`` along ``dim``, also if this dim is sharded.
 
-    Each rank then scans its runs of neighbouring rows alone. The totals of all runs are all-gathered, and each run
-    adds, or multiplies by, the totals of earlier runs.
+    Each rank then scans its own runs of neighbouring rows. The totals of all runs are all-gathered, and each run adds,
+    or multiplies by, the totals of earlier runs.
     """
     dim = positive_dim(dim, input.ndim)
     if type(input) is not GlobalTensor or input.sets[dim] is None:

@@ -30,7 +30,7 @@ HALO = "halo"
 
 
 class RowRun(NamedTuple):
-    """Run of neighbouring rows, from ``start`` to before ``stop``, of own rows, of received rows or of constants."""
+    """Run of rows from ``start`` to before ``stop``: all are own rows, all are received rows, or all are constant."""
 
     source: int
     """0: rows of this rank; 1: received rows; -1: constants."""

@@ -42,7 +42,7 @@ _CONTENT = frozenset((
 
 
 class SequenceState(Protocol):
-    """Interface of the context of tensors sharded along positions, for rules of tensors that one rank stores."""
+    """Interface of a context of sharded sequences, for the rules of tensors that a single rank stores."""
 
     relay: Relay
     placed: Mapping[Any, Any]
@@ -50,11 +50,11 @@ class SequenceState(Protocol):
     written: Any
 
     def next_age(self) -> int:
-        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the number so far."""
+        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns their number so far."""
 
 
 class PlacedTensor(GlobalTensor):
-    """Tensor that only rank ``rank`` of the axis stores; other ranks store its shape, as a meta tensor ``local``."""
+    """Tensor that only rank ``rank`` of the axis stores; on other ranks ``local`` is a meta tensor of its shape."""
 
     rank: int
     age: int
@@ -79,7 +79,7 @@ class PlacedTensor(GlobalTensor):
         """Wraps ``local`` as a tensor that a single rank stores; on other ranks ``local`` is a meta tensor.
 
         ``home``: (rank that stores it, number of the slice that decided the rank). ``carried``: True for a result of
-        several slices, such as the state of a loop. ``device``: device of the tensor on the rank that stores it.
+        several slices, such as a recurrent state. ``device``: device of the tensor on the rank that stores it.
         """
         x: PlacedTensor = Tensor._make_wrapper_subclass(
             PlacedTensor,
@@ -125,8 +125,8 @@ class PlacedTensor(GlobalTensor):
     def on(self, rank: int) -> "PlacedTensor":
         """Returns this tensor as stored on rank ``rank``; all ranks call it.
 
-        Sends the tensor, unless ``rank`` stores it or has received a copy since the last write in place to such a
-        tensor.
+        Sends the tensor, unless ``rank`` stores it or has received a copy since the last write in place to any
+        :class:`PlacedTensor`.
         """
         if rank == self.rank:
             return self
@@ -143,7 +143,7 @@ class PlacedTensor(GlobalTensor):
     def everywhere(self, reason: str) -> Tensor:
         """Broadcasts the tensor from its rank and returns it as a plain tensor on every rank; all ranks call it.
 
-        ``reason``: text under which the context counts this gather.
+        ``reason``: text under which the context counts this broadcast.
         """
         context = self.views
         context.note_gather(reason)
@@ -181,8 +181,8 @@ def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTen
     The result is a tensor on the rank that stores these rows. Communicates nothing.
 
     Raises:
-        NoRuleError: the rows are on several ranks, another dim is sharded too, or autocast is enabled, because it
-            chooses dtypes that meta tensors do not show.
+        NoRuleError: the rows are on several ranks, another dim is sharded too, or autocast is enabled: meta tensors do
+            not show the dtypes that autocast chooses.
     """
     context, index = x.views, x.sets[dim]
     nested = type(x.local) is GlobalTensor  # over tensor ranks

@@ -157,7 +157,7 @@ def blank_of_placed(context: "GlobalTensorContext", func: Function, input: Any, 
 def gathered_or_blank(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Computes a function that has no rule: gathers its sharded arguments and runs it on every rank.
 
-    If the function writes in place into a result of ``zeros_like`` that nothing has written to, it gets a newly made
+    If the function writes in place into a result of ``zeros_like`` that nothing has written to, the function gets a new
     full tensor instead of a gathered one.
     """
     name, target = function_name(func), args[0] if args else None
@@ -187,7 +187,7 @@ def gathered_value(value: Any, name: str) -> Any:
     """Returns ``value`` as a plain tensor on every rank if it is sharded or on a single rank; otherwise returns it
     unchanged.
 
-    Items of a tuple are converted one by one. ``name``: function under which the context counts the gather.
+    Items of a tuple are converted one by one. ``name``: function name under which the context counts the gather.
     """
     if type(value) is PlacedTensor:
         return value.everywhere(name)

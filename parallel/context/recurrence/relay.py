@@ -35,11 +35,10 @@ class Relay:
         self.token = None
 
     def send(self, local: Tensor, source: int, targets: tuple[int, ...], label: str, device: torch.device) -> Tensor:
-        """Sends ``local`` from rank ``source`` to the ranks ``targets``; returns a tensor with its values on ``source``
-        and targets.
+        """Sends ``local`` from rank ``source`` to the ranks ``targets``; returns a tensor with the sent values there.
 
-        Other ranks get a tensor without elements. All ranks call it, with ``local`` of equal shape, dtype and
-        ``requires_grad``; only ``source`` reads the values.
+        ``source`` gets these values too, other ranks a tensor without elements. All ranks call it, with ``local`` of
+        equal shape, dtype and ``requires_grad``; only ``source`` reads the values.
         """
         axis = self._axis
         size = local.numel() * local.element_size()

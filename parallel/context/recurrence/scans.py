@@ -49,7 +49,7 @@ class Carry(NamedTuple):
 
 
 def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches methods of ``model`` so that scan functions they call run on each rank's own positions.
+    """Patches methods of ``model`` so that their calls of scan functions run on each rank's own positions.
 
     A scan is a function outside the model that can take and return a state; ranks pass the state on in order of
     position. A trial must first prove that the result equals that of a run on the whole sequence. Custom autograd

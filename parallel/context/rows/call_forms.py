@@ -67,7 +67,7 @@ class CallForm:
         return bool(self.spec == flatten_leaves(((None,) * len(self.leaves), {}))[1])
 
     def call(self, function: Callable[..., Any], leaves: Iterable[Any]) -> Any:
-        """Calls ``function`` with the flat list ``leaves``, as :meth:`match` returns it, nested again as arguments."""
+        """Calls ``function`` with arguments rebuilt from ``leaves``, a flat list as :meth:`match` returns it."""
         if self.positional:
             return function(*leaves)
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)

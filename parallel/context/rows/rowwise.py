@@ -97,7 +97,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Returns True if user code has registered hooks on submodules of ``module``, so that it sees inner values."""
+    """Returns True if submodules of ``module`` have hooks from user code, which can thus see inner values."""
     return bool(module._modules) and any(
         not _is_own(hook)
         for each in module.modules()
@@ -137,7 +137,7 @@ def run_rowwise(model: nn.Module, found: Iterable[RowwiseModule], patches: Forwa
 
 @contextmanager
 def running_rowwise(model: nn.Module, found: Iterable[RowwiseModule]) -> Iterator[None]:
-    """Patches the modules ``found`` as :func:`run_rowwise` does, for the block only, in which the forward is traced."""
+    """Patches the modules ``found`` as :func:`run_rowwise` does, but only in the block, which traces the forward."""
     patches = ForwardPatches()
     run_rowwise(model, found, patches)
     try:

@@ -113,7 +113,7 @@ class ScheduleDecision:
         """Formats ``ranking`` as lines of text.
 
         The first line is the choice. A line for each of the (at most six) fastest kinds within the memory limit
-        follows, then a line for each reason of a rejection with the rejected kinds.
+        follows, then a line for each reason of rejection, with the kinds rejected for it.
         """
         fit = [tried for tried in self.ranking if not tried.refused]
         lines = [
@@ -136,8 +136,8 @@ def choose(
 ) -> ScheduleDecision:
     """Simulates all ``kinds`` of schedule and chooses the one with the fastest step within the memory limit.
 
-    Returns the chosen schedule with the figures of all kinds. A gain of at most 1 % does not justify more stages or a
-    less simple kind. Every rank computes the same result, without communication.
+    Returns the chosen schedule with the figures of all kinds. A step that is at most 1 % faster does not justify more
+    stages or a less simple kind. Every rank computes the same result, without communication.
 
     Args:
         cuts: for each number of stages per rank, the cost of every stage, or the reason why the model has no such cut.

@@ -34,10 +34,9 @@ def glue_flops(trace: ModelTrace) -> dict[int, int]:
 
 
 def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """Sums numbers of the operations between module calls, by the module call before each operation.
+    """Sums ``of_glue``, one value for each operation between module calls, over the operations after each call.
 
-    ``of_glue`` contains one number for each such operation of ``trace``. Returns the sums, keyed by the index of the
-    call; operations before the first call count for call 0.
+    Returns the sums, keyed by the index of the call in ``trace``; operations before the first call count for call 0.
     """
     found: dict[int, int] = {}
     for glue, number in zip(trace.glue, of_glue, strict=True) if trace.calls else ():

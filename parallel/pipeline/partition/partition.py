@@ -232,9 +232,9 @@ def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int
 def balance(cost: Sequence[float], edges: Sequence[int], stages: int) -> list[int]:
     """Divides the sequence ``cost`` into ``stages`` runs so that the largest sum of a run is minimal.
 
-    Returns the start indices of runs 1 to ``stages`` - 1, all from ``edges``, the indices at which a run may start.
-    ``edges`` ascend, exclude 0 and number at least ``stages`` - 1. Among equally good divisions, returns the one with
-    the earliest starts.
+    Returns the start indices of runs 1 to ``stages`` - 1, all from ``edges``, the indices at which a run may start: at
+    least ``stages`` - 1 ascending indices without 0. Among equally good divisions, returns the one with the earliest
+    starts.
     """
     before = [0, *accumulate(cost)]
     ends = [0, *edges, len(cost)]

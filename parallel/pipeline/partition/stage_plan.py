@@ -73,7 +73,7 @@ class Planner:
     Args:
         trace: recorded forward of the model.
         stage_of_call: stage of each call in ``trace``.
-        held: names of the parameters stored on each stage, if a stage cannot get others; empty: no restriction.
+        held: names of the parameters that each stage stores and may use; empty: no restriction.
     """
 
     def __init__(self, trace: ModelTrace, stage_of_call: Sequence[int], held: Sequence[Collection[str]] = ()) -> None:

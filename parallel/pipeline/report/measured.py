@@ -17,7 +17,7 @@ _OPS = tuple(Op)
 def measured_timeline(schedule: Schedule, executor: Executor, comm: Comm, device: torch.device) -> StepTimeline:
     """Gathers the start and end of every action of all pipeline ranks in the last step that ``executor`` ran.
 
-    Times are seconds from the start of the first action, and all ranks of axis pp get the same result. They leave an
+    Times are seconds from the start of the first action, and all ranks of axis pp get the same result. All ranks end an
     all-reduce at nearly the same moment, which aligns their clocks. Waits for messages count as idle time. Communicates
     over axis pp, label "timeline": the all-reduce, and an all-gather of 5 fp64 values per action, on ``device``.
 

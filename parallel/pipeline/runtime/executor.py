@@ -101,8 +101,8 @@ class StageRunner(Protocol):
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Returns a context in which the executor runs another action.
 
-        During collectives in the context, weight gradients that the I action of ``stage`` and ``microbatch`` has
-        deferred are computed; :meth:`weights` later computes the rest.
+        Collectives in the context overlap with weight gradients that the I action of ``stage`` and ``microbatch`` has
+        deferred; :meth:`weights` computes the rest later.
         """
 
 
@@ -155,7 +155,7 @@ class Executor:
     def run(self, row: RankSchedule, runner: StageRunner) -> None:
         """Runs all actions of ``row``, this rank's schedule; ``runner`` computes them.
 
-        No stored microbatch remains afterwards, also if an action raises.
+        Afterwards no microbatch remains stored, even if an action raises.
         """
         try:
             self._play(row, runner, range(len(row.actions)))
@@ -210,7 +210,7 @@ class Executor:
     def do(self, action: Action, runner: StageRunner, beside: Action | None = None) -> None:
         """Runs ``action``: waits for its receives, computes by ``runner``, and sends the results.
 
-        ``beside``: a W action; during collectives of ``action``, ``runner`` computes its deferred weight gradients.
+        ``beside``: a W action; ``runner`` computes weight gradients of it during the collectives of ``action``.
         """
         self.post(action, runner)
         part, arrivals = self._posted.pop(action)

@@ -69,10 +69,10 @@ class DeferredWeightGrads:
         """Gradients that were computed ahead."""
 
     def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
-        """Defers the weight gradient of the parameter ``name``, which the callback ``compute`` returns.
+        """Defers ``compute``, a callback that returns the weight gradient of the parameter ``name``.
 
         ``main``: main gradient of the parameter, a sum of its gradients, to which the W action adds the result. None:
-        the method :meth:`compute` passes the result to the callback that it gets.
+        :meth:`compute` passes the result to its callback ``take``.
         """
         self._work.append(_Deferred(name, compute, _version(compute), main))
 

@@ -238,9 +238,9 @@ class Stage:
             received: a leaf tensor for each value of ``plan.receives``; in training it requires a gradient if the
                 value's ``grad`` is set.
 
-        Returns the program's result (on the last stage) and the tensors to send. The caller runs backward from ``sent``
-        with the sum of the gradients of all receivers; ``.grad`` of ``received`` then contains the gradients for
-        earlier stages.
+        Returns the program's result (on the last stage) and ``sent``, the tensors to send. The caller runs their
+        backward with the sum of the gradients of all receivers; ``.grad`` of ``received`` then contains the gradients
+        for earlier stages.
 
         Raises:
             EngineError: the program takes another path than in the trace, or a value has another shape.

@@ -93,7 +93,7 @@ class StageForward:
         yield
 
     def takes(self, unit: str) -> bool:
-        """Returns True if the trace has calls of the module ``unit`` and no other unit, a recorded module, runs now."""
+        """Returns True if the trace has calls of the module ``unit``, and no other recorded module is running."""
         return not self.inside and unit in self.trace.unit_names
 
     def skips_next(self) -> bool:
@@ -157,7 +157,7 @@ class StageForward:
 
         The result consists of received values, and of NaN for all other tensors. ``output``: structure of the result.
         ``writes``: (position in ``arguments``, value number) of tensors that the call writes in place; received values
-        of them are written too.
+        are written to these tensors.
         """
         for position, number in writes:
             if number in self._received:
@@ -166,7 +166,7 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Stores the tensors in the result ``out`` of a call or operation that other stages receive; returns ``out``.
+        """Stores the tensors that other stages receive from ``out``, a result of a call or operation; returns ``out``.
 
         ``output``: structure of ``out``. ``writes``: (position in ``arguments``, value number) of tensors written in
         place.

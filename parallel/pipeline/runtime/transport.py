@@ -122,8 +122,8 @@ class _Sent(NamedTuple):
 class CommTransport:
     """Transport between pipeline ranks over ``comm``; two stages of one rank exchange tensors directly.
 
-    A sent tensor stays allocated until its send completes. For a tensor sent to a neighbouring stage, the schedule
-    contains a point at which this wait costs no time. Other sent tensors stay allocated until their gradient returns,
+    A sent tensor stays allocated until its send completes. For a tensor sent to a neighbouring stage, the schedule has
+    a point at which a wait for the send costs no time. Other sent tensors stay allocated until their gradient returns,
     or until the end of the step.
 
     Args:
@@ -206,8 +206,8 @@ class CommTransport:
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
         """Waits until the sends from ``stage`` to its neighbouring stages have completed, and frees the sent tensors.
 
-        Waits only for sends of this ``flow`` and ``microbatch``. Their receives are posted already, so the wait takes
-        at most the time of a transfer.
+        Waits only for sends of this ``flow`` and ``microbatch``. The receives of these sends are posted already, so the
+        wait takes at most the time of a transfer.
         """
         for sent in self._near.pop((flow, stage, microbatch), ()):
             sent.pending.wait()
@@ -262,9 +262,9 @@ class ReceiveBuffers:
         return tensor.untyped_storage()._cdata in self._lent
 
     def give(self, tensor: Tensor) -> bool:
-        """Returns the buffer that shares memory with ``tensor`` to the pool, if no other tensor shares this memory.
+        """Puts the buffer that shares memory with ``tensor`` back into the pool, if no other tensor shares this memory.
 
-        Returns True if the buffer will be reused; False if other tensors share its memory, or if no buffer in use
+        Returns True if the buffer is in the pool again; False if other tensors share its memory, or if no buffer in use
         shares memory with ``tensor``.
         """
         own = self._lent.pop(tensor.untyped_storage()._cdata, None)

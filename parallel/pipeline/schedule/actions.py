@@ -135,7 +135,7 @@ class Schedule:
         actions.
 
         Each key is an F, B or I action of the rank; its value is the rank's next W action after it. The key is absent
-        unless the I action that the W action belongs to comes before it.
+        unless the I action of the W action comes before the key.
 
         For example:
 
@@ -214,7 +214,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 def loop(ranks: int, virtual_stages: int) -> Placement:
-    """Returns the placement of a loop: stage s on rank s % ``ranks``, with ``virtual_stages`` stages per rank."""
+    """Returns the loop placement: stage s on rank s % ``ranks``, with ``virtual_stages`` stages per rank."""
     return tuple(tuple(range(rank, ranks * virtual_stages, ranks)) for rank in range(ranks))
 
 
@@ -227,7 +227,7 @@ def v_shape(ranks: int) -> Placement:
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:
-    """Divides ``microbatches`` into consecutive rounds; each round passes all stages of a loop before the next starts.
+    """Divides ``microbatches`` into consecutive rounds; a round passes all stages before the next round starts.
 
     For m microbatches on p ranks there are m // p rounds of nearly equal sizes, each at least p if m >= p, and one
     round if m < p. A round of fewer than p microbatches leaves ranks idle, and each microbatch above p costs memory.

@@ -39,7 +39,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
     Rank r has the stages r and 2p-1-r, each with half of the rank's layers. The bubble is (p-1)/(6m+p-1), and a rank
     has at most 2p + 1 live activations of a stage. In the steady state, a rank pairs every forward of one of its stages
-    with a whole backward of its other stage. The messages of one can thus overlap with the compute of the other.
+    with a whole backward of its other stage. Messages of each can thus overlap with the other's computation.
     """
     rows = tuple(tuple(_Row(ranks, rank).fill(microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", 2 * ranks, microbatches, rows, v_shape(ranks))

@@ -136,7 +136,7 @@ def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
 def there_and_back(placement: Placement, microbatches: int) -> Schedule:
     """Makes a schedule of all forwards, then all backwards in the reverse order, for any placement of stages on ranks.
 
-    It serves a user's own loop, which computes the loss between forwards and backwards. The activations of all
+    It is for training code of the user that computes the loss between forwards and backwards. The activations of all
     microbatches are live on every rank.
     """
     there = forward_only(placement, microbatches)
@@ -175,7 +175,7 @@ Rows = tuple[tuple[Action, ...], ...]
 def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
     """Returns one or two divisions of ``microbatches`` into consecutive rounds of at most ``ranks`` microbatches.
 
-    The first division has rounds of ``ranks`` microbatches and a smaller last one; the second has the same number of
+    The first division has rounds of ``ranks`` microbatches and a smaller last round; the second has the same number of
     rounds, of nearly equal size. The second is left out if it equals the first.
     """
     count = -(-microbatches // ranks)
@@ -186,8 +186,7 @@ def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
 
 
 def long_rounds(ranks: int, microbatches: int) -> list[list[range]]:
-    """Returns a list with one division of ``microbatches``, by :func:`rounds`, if a round of it exceeds ``ranks``
-    microbatches.
+    """Returns a list with the division by :func:`rounds`, if it has a round of more than ``ranks`` microbatches.
 
     Otherwise returns an empty list. A schedule with such long rounds has a shorter step than one with
     :func:`short_rounds`, and needs more memory.
@@ -223,9 +222,9 @@ def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -
 def v_split(ranks: int, microbatches: int) -> Rows:
     """Makes the rows of ZB-V (Qi et al. 2023, section 6), with stages r and 2p-1-r on rank r of p.
 
-    A rank alternates between its two stages once both have begun. The rule needs at least 2p-1 microbatches; for fewer,
-    the actions of the missing microbatches are removed. A rank has at most 2p live activations, each of one stage.
-    Returns the actions of each rank.
+    A rank alternates between its two stages once both have begun. This order needs at least 2p-1 microbatches; for
+    fewer, the actions of the missing microbatches are removed. A rank has at most 2p live activations, each of one
+    stage. Returns the actions of each rank.
     """
     rows = (_v_row(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks))
     return tuple(tuple(action for action in row if action.microbatch < microbatches) for row in rows)
