@@ -25,7 +25,7 @@ _R = TypeVar("_R")
 def answered_by(answer: Answer) -> Iterator[None]:
     """Returns a context manager that redirects calls of functions with the decorator :func:`answerable` in this thread.
     Such a call does not run the function. It calls ``answer`` with a dict of the arguments by name, defaults included,
-    and returns its result.
+    and returns the result of ``answer``.
     """
     token = _ANSWER.set(answer)
     try:
@@ -35,8 +35,8 @@ def answered_by(answer: Answer) -> Iterator[None]:
 
 
 def answerable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns a wrapper of ``function``. Inside the context manager :func:`answered_by`, a call of the wrapper is
-    redirected to another function; elsewhere it calls ``function``.
+    """Returns a wrapper of ``function``. Inside the context manager :func:`answered_by`, a call of the wrapper calls
+    the function given there instead; elsewhere it calls ``function``.
     """
     known = signature(function)
 

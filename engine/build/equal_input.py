@@ -109,8 +109,8 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     """Raises on all ranks if weights or plans differ between ranks. All ranks of the world must call it.
 
     If ``initial_weights`` is "rank0", rank 0 first broadcasts its weights, which replace the weights of other ranks.
-    Then ranks compare three hashes by one all-reduce, label "equal weights". If these differ, all-gathers find the
-    ranks and the first parameter.
+    Then ranks compare three hashes by one all-reduce, label "equal weights". If a hash differs, all-gathers find the
+    deviating ranks and the first parameter that differs.
 
     Raises:
         PlanError: parameters, weights or plans differ between ranks.

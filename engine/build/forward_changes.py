@@ -109,8 +109,8 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Lets each linear layer that ``changes`` lists run in one kernel with the activation function after it. The layer
-    is unsharded, or its output features are sharded over tensor ranks.
+    """Fuses each linear layer listed in ``changes`` with the activation function after it into one kernel, if the layer
+    is unsharded or its output features are sharded over tensor ranks.
 
     Kernels may add weight gradients directly to accumulation buffers (main gradients). If they do, the forwards of
     other unsharded linear layers and embeddings are replaced too.

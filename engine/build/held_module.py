@@ -25,7 +25,7 @@ _NAMES = ("__reduce_ex__", "__deepcopy__")
 
 
 def lay_entries_apart(model: nn.Module, patches: ForwardPatches) -> None:
-    """Makes ``state_dict()`` of ``model`` return tensors that each have a storage of their own, until ``patches`` are
+    """Makes ``state_dict()`` of ``model`` return tensors that share no storage with each other, until ``patches`` are
     removed. Parameters are views of flat buckets, so pickling an entry would otherwise write the whole bucket.
     """
     for module in model.modules():

@@ -89,7 +89,7 @@ def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, request: Request
 ) -> tuple[FlatBucket, ...]:
     """Shards ``model`` in place: its parameters become views of this rank's flat buckets (1-D tensors of many
-    parameters) on ``device``. Returns the buckets of trained parameters, then the buckets of frozen ones.
+    parameters) on ``device``. Returns the buckets of trainable parameters, then the buckets of frozen ones.
 
     If ``request`` has a lender, an engine that shares its frozen weights, the model's frozen parameters become the
     lender's tensors. They must be on the meta device before.

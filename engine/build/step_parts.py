@@ -69,7 +69,7 @@ class PartRequest:
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """Flat buckets of trained parameters: 1-D tensors on this rank that each have many parameters."""
+        """Flat buckets of trainable parameters: 1-D tensors on this rank that each have many parameters."""
         return self.inventory.trained
 
 

@@ -59,7 +59,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
 
 
 def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
-    """Marks ``model`` as trained by an engine, so that a second engine refuses it, and returns it. Removing ``patches``
+    """Returns ``model``, marked as in use by an engine, so that a second engine refuses it. Removing ``patches``
     removes the mark.
 
     Raises:

@@ -21,8 +21,8 @@ from engine.errors import EngineError
 
 class SampleOrder:
     """Endless sequence of the indices of a dataset with ``samples`` samples. It runs through epochs; each epoch has
-    every index once. Without ``settings.shuffle`` the order is 0, 1, 2, ...; with it, each epoch has another random
-    order by ``settings.seed``.
+    every index once. Without ``settings.shuffle`` the order is 0, 1, 2, ...; with it, each epoch has a random order of
+    its own, from ``settings.seed``.
     """
 
     def __init__(self, samples: int, settings: LoaderSettings) -> None:
@@ -95,7 +95,7 @@ class PackedRows:
     of ``packing.length`` tokens. Because the lengths of all documents are known, a row is computed from its position
     alone.
 
-    With ``settings.shuffle``, each epoch packs the documents in another random order, and then shuffles its rows too.
+    With ``settings.shuffle``, each epoch packs the documents in a new random order, and then shuffles the rows too.
 
     Raises:
         EngineError: the documents have no tokens.

@@ -46,8 +46,8 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Settings to pad the 1-D tensors of a microbatch's samples at their end. The padded length is the one of the
-    longest such tensor in the microbatch, rounded up to a multiple of ``multiple``.
+    """Settings to pad the 1-D tensors of a microbatch's samples at their end, to the length of the longest such tensor,
+    rounded up to a multiple of ``multiple``.
 
     ``input_ids`` is padded with ``token``, ``labels`` with -100, every other 1-D tensor with 0.
 
@@ -64,9 +64,10 @@ class Padding:
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Keyword arguments of ``engine.data.loader``: ``shuffle`` with ``seed``, number of ``epochs``, last incomplete
-    step (``at_end``), reading ranks (``batches``), reading processes (``workers``), packing (``pack``) or padding
-    (``pad``) of documents, and the ``collate`` function. :class:`LoaderSettings` describes their values.
+    """Keyword arguments of ``engine.data.loader``: ``shuffle`` with ``seed``, number of ``epochs``, treatment of a last
+    incomplete step (``at_end``), ranks that read (``batches``), number of reader processes (``workers``), packing
+    (``pack``) or padding (``pad``) of documents, and the ``collate`` function. :class:`LoaderSettings` describes their
+    values.
     """
 
     shuffle: bool

@@ -129,9 +129,7 @@ class LoadingEngine(Protocol):
 
     @property
     def comm(self) -> Comm:
-        """Communication of this rank, with which one rank sends batches to others if the loader has ``batches =
-        "rank0"``.
-        """
+        """Communication of this rank, over which a loader with ``batches = "rank0"`` sends or receives batches."""
 
     @property
     def device(self) -> torch.device:
@@ -283,7 +281,7 @@ class StepLoader(Iterator[Batch]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at the position in ``state``, a result of ``state_dict``. Batch size, grid of ranks and number of
-        workers may differ from the run that saved it.
+        workers may have changed since the save.
 
         Raises:
             EngineError: ``state`` is not of a loader, or was saved with another order, dataset or packing.

@@ -345,8 +345,8 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 
 def own_state(given: Any) -> EngineError:
-    """Makes the error for a dataset or DataLoader, ``given``, on which the user has called ``load_state_dict``. It
-    would not begin at its first sample, as the engine's loader expects.
+    """Makes the error for a dataset or DataLoader, ``given``, on which the user has called ``load_state_dict``. Such a
+    dataset may not begin at its first sample, but the engine's loader counts samples from there.
     """
     return EngineError(
         f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "

@@ -146,7 +146,7 @@ class Sampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at the position in ``state``, a result of ``state_dict``. Batch size and number of data ranks may
-        differ from the run that saved it.
+        have changed since the save.
 
         Raises:
             EngineError: ``state`` is not of a sampler, or its seed or number of windows differs from this sampler's.
@@ -206,7 +206,7 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at the position in ``state``, a result of ``state_dict``. Batch size and number of data ranks may
-        differ from the run that saved it.
+        have changed since the save.
 
         Raises:
             EngineError: ``state`` is not of a sampler, or its seed or number of windows differs from this run's.
@@ -221,8 +221,8 @@ def evaluation_batches(
     together get every window (``context + 1`` successive tokens) exactly once.
 
     A batch has ``input_ids`` and ``labels``, int64 [rows, context]. Every rank gets the same number of batches, at most
-    ``limit``. Rows that only fill up the last batch have labels of -100. A loss that returns (sum, weight) ignores
-    them, and its weight can be 0 on a rank.
+    ``limit``. Rows that only fill up the last batch have labels of -100. A loss function that returns (sum, weight)
+    ignores these rows, and the weight can be 0 on a rank.
 
     Raises:
         EngineError: the corpus is shorter than one window, a size is below 1, or a rank is out of range.
@@ -398,8 +398,8 @@ class NpyTokens(_TokenFile):
 
 def token_file(path: str | Path) -> IndexedTokens | NpyTokens:
     """Opens a file of tokenized documents. A path with suffix ``.npy`` is returned as NpyTokens: each row of a 2-D
-    array is a document, and a 1-D array is one document. Any other path is taken as Megatron's pair of ``.bin`` and
-    ``.idx``, by either file or without suffix, and returned as IndexedTokens.
+    array is a document, and a 1-D array is one document. Any other path names Megatron's pair of files, by the suffix
+    ``.bin`` or ``.idx`` or without one, and is returned as IndexedTokens.
     """
     return NpyTokens(path) if Path(path).suffix == ".npy" else IndexedTokens(path)
 

@@ -120,8 +120,8 @@ class EqualRanksBackend(RecordingBackend):
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Writes this rank's slice of ``full`` to ``shard``, without other ranks. With ``exchanges``, and unless
-        ``axis`` is "tp", it instead allocates a temporary tensor of the size of ``full``, and sums its slices into
-        ``shard`` when the returned function is called. The dry run then counts these bytes; the values mean nothing.
+        ``axis`` is "tp", it instead allocates a temporary tensor of the size of ``full``, so that the dry run counts
+        its bytes. The returned function then sums this tensor's slices into ``shard``; the values mean nothing.
         """
         if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
@@ -191,9 +191,9 @@ class DryRunTransport:
             self._far[message] = tensor.detach().contiguous()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Returns a function that returns the received tensor. A message from another stage of this rank gives the
-        tensor that this stage has sent. A message from another rank gives a FakeTensor (without data) of ``shape`` and
-        ``dtype``, in a recorded buffer. ``exact`` has no effect.
+        """Returns a function that returns the received tensor. For a message from another stage of this rank, this is
+        the sent tensor. For a message from another rank, it is a FakeTensor (without data) of ``shape`` and ``dtype``,
+        in a recorded buffer. ``exact`` has no effect.
         """
         if self._is_own(message):
             return self._own.receive(message, shape, dtype)
@@ -207,9 +207,7 @@ class DryRunTransport:
         """Does nothing, because ``complete`` and ``delivered`` release the sent tensors."""
 
     def delivered(self, message: Message) -> None:
-        """Releases the stored tensor that was sent as ``message``, because a message that has come back proves that it
-        has arrived.
-        """
+        """Releases the stored tensor that was sent as ``message``, after a message in return has proved its arrival."""
         self._far.pop(message, None)
 
     def recycle(self, tensor: Tensor) -> None:
@@ -264,8 +262,8 @@ class DryRunStep:
     """Peak bytes of the final gradient reduction minus live bytes between steps."""
 
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
-        """Returns the live bytes of ``action`` in the full schedule, from the measured action with the same operation
-        and stage: of the first, second, middle or last microbatch.
+        """Returns the live bytes of ``action`` in the full schedule. They are the measured ones of the same operation
+        and stage for the first, second, middle or last microbatch, as ``number`` says.
 
         Args:
             number: index of ``action`` among the actions with its stage and operation, from 0.

@@ -27,11 +27,11 @@ class AlikeRun:
 
 def longest_run(model: nn.Module, called: Container[int] | None = None) -> AlikeRun | None:
     """Returns the repeating pattern with the most blocks at the end of any module list in ``model``. A pattern repeats
-    a period of one or several blocks at least twice; None if there is none.
+    a period of one or several blocks at least twice. Returns None without a pattern.
 
     Args:
-        called: ids (``id(module)``) of the modules that a forward calls. Lists in which it calls nothing are left out.
-            None: all lists count.
+        called: ids (``id(module)``) of the modules that a forward calls. Lists in which the forward calls nothing are
+            left out. None: all lists count.
     """
     runs = [
         run

@@ -36,8 +36,8 @@ def shortened_step(
     model: nn.Module, plan: Plan, run_dry: Callable[[nn.Module, Plan], DryRunStep], plan_of: PlanOf
 ) -> DryRunStep | None:
     """Returns the live bytes of each action in a training step without a pipeline. They are extrapolated from dry runs
-    of three copies of ``model`` with fewer blocks, which is faster than a dry run of all blocks. Returns None if this
-    is not exact, so that the whole model must be run.
+    of three copies of ``model`` with fewer blocks, which is faster than a dry run of all blocks. Returns None if the
+    extrapolation is not exact, so that the whole model must be run.
 
     Args:
         run_dry: callback that runs a model dry by its plan, and returns the live bytes.

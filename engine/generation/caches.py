@@ -81,15 +81,15 @@ class StageCaches:
         return self._of[stage]
 
     def shown(self) -> Any:
-        """Returns the cache of one of this rank's stages, for code that reads only its length, which is equal in all of
-        them.
+        """Returns the cache of any stage of this rank, for code that reads only the cache length: all have the same
+        length.
         """
         return next(iter(self._of.values()), self._first)
 
     def rehearsal(self) -> Any:
-        """Returns a cache for a trace of the model's forward that computes only shapes. It is empty before the first
-        such trace, which sees a prompt. Later its tensors have the shapes that the trace of the prompt has left,
-        without values.
+        """Returns a cache without values, for a trace of the model's forward that computes only shapes. The cache is
+        empty for the first trace, over the prompt. For later traces, its tensors have the shapes that the first trace
+        has left.
         """
         return copy.deepcopy(self._empty) if self._rehearsed is None else _shapes(self._rehearsed)
 
@@ -105,11 +105,12 @@ class StageCaches:
         return self._rehearsed is not None
 
     def advance(self, rows: int, positions: int, partly: bool) -> None:
-        """Adds ``positions`` to the length of the caches, after a forward of ``rows`` rows over so many new positions.
+        """Adds ``positions`` to the length of the caches, after a forward of ``rows`` rows over that many new
+        positions.
 
         Args:
-            partly: True if this rank computes only some of the model's layers. The cache layers of the others are then
-                extended with zeros, so that every layer has the same length.
+            partly: True if this rank computes only some of the model's layers. The cache layers of all other model
+                layers are then extended with zeros to the same length.
         """
         self.length += positions
         for cache in self._of.values() if partly else ():
@@ -118,9 +119,9 @@ class StageCaches:
 
 
 def extend_absent(layer: Any, rows: int, length: int) -> None:
-    """Extends ``layer``, a cache layer, to ``length`` positions if it is shorter, because another rank computes this
-    model layer. Code between layers reads the length of any of them, for example to build masks. Each new position is
-    one zero for each of ``rows`` rows.
+    """Extends ``layer``, the cache of a model layer that another rank computes, to ``length`` positions. Each new
+    position is one zero for each of ``rows`` rows. The model's code may read the cache length of any layer, for example
+    to build masks. Does nothing if ``layer`` is long enough.
     """
     states = getattr(layer, "has_previous_state", None)
     if isinstance(states, dict):  # of a recurrent layer; code between layers asks for the last one's

@@ -57,7 +57,7 @@ class GenerationForwards:
 
         At its begin, the ranks of a replica (with one copy of the model) compare hashes of the tensors ``checked``.
         With expert parallelism, or if each forward all-gathers parameters, all data ranks must run forwards together.
-        Its end then waits until the generations of all data ranks have finished, and joins their forwards until then.
+        At the end of the context, this rank then takes part in forwards of other data ranks until all have finished.
 
         Raises:
             EngineError: ranks of the replica were given different tensors.

@@ -91,9 +91,9 @@ class TextGenerator:
         return GeneratedText(tokens, [each for _, each in rows]) if asked else tokens
 
     def complete(self, requests: Sequence[GenerationRequest]) -> Completions:
-        """Returns a list for each request with its completions, one for each sample. All requests run as one batch, and
-        may have different options. Each data rank passes its own requests; the tensor and pipeline ranks that work for
-        it pass equal ones.
+        """Returns, for each request, the list of its completions, one for each sample. All requests run as one batch,
+        and may have different options. Each data rank passes its own requests, equal on all of its tensor and pipeline
+        ranks.
 
         A completion depends on its own request alone, except for rounding, because other requests change the shapes of
         matrix products.

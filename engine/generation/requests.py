@@ -98,8 +98,8 @@ class RequestBatch:
         self.prompts = any(each.prompt_logprobs for each in options)
 
     def complete(self, model: nn.Module, runtime: RankRuntime, runner: StepRunner, notes: set[str]) -> Completions:
-        """Generates text, and returns a list for each request with its completions, one for each sample. The result is
-        equal on all ranks with the same copy of the model. All ranks of the world must call it.
+        """Generates text, and returns, for each request, the list of its completions, one for each sample. The result
+        is equal on all ranks with the same copy of the model. All ranks of the world must call it.
 
         Args:
             runner: runner of forwards for a model without a usable key-value cache.

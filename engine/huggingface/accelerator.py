@@ -104,8 +104,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """Number of data ranks: groups of ranks that each train on different rows. It replaces accelerate's number of
-        processes.
+        """Number of data ranks, in place of accelerate's number of processes: ranks that train on the same rows count
+        as one.
         """
         return self.grid.row_ranks
 
@@ -220,8 +220,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return optimizer
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the user's own module, without the wrapper through which a loop runs it on the engine. Its parameters
-        share memory with the engine's. A model that the engine does not train is unwrapped as accelerate does.
+        """Returns the user's own module, without the wrapper that runs it on the engine. The module's parameters share
+        memory with the engine's parameters. A model that the engine does not train is unwrapped as accelerate does.
         """
         return model.module if isinstance(model, HostedModel) else super().unwrap_model(model, *args, **kwargs)
 
@@ -258,8 +258,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.hosted.zero_grad()
 
     def record(self, report: StepReport) -> None:
-        """Stores from ``report``, the report of a step, the gradient norm and the flag of a skipped step. Training loop
-        and callbacks read both here. The engine keeps the step's gradients readable until ``zero_grad``.
+        """Stores the fields ``grad_norm`` and ``skipped`` of ``report``, a step's report, for training loop and
+        callbacks. The engine keeps the step's gradients readable until ``zero_grad``.
         """
         self.grad_norm.fill_(report.grad_norm)
         self.skipped = report.skipped
@@ -310,11 +310,11 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
 
     def move_from(self, data_ranks: int) -> None:
-        """Moves a restored schedule to the step of the same update in this run. ``data_ranks`` is the number of
-        scheduler steps per update in the run that saved it; does nothing if this run makes as many.
+        """Moves a restored schedule to the scheduler step of the same update in this run. ``data_ranks`` is the number
+        of scheduler steps per update in the run that saved it. Does nothing if this run has the same number.
 
-        One exception: if the learning rate at the new step differs from the saved rate, and the saved step number gives
-        the saved rate also in this run, the schedule stays at that number.
+        Exception: the schedule stays at its saved step if only this step, and not the new one, has the saved learning
+        rate.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())

@@ -169,8 +169,8 @@ class Accelerator(SavedState):
         The batch size of a DataLoader in the same call becomes the number of rows of a microbatch.
 
         Raises:
-            ConfigError: a trained model comes without its optimizer, several trained models are passed, or the batch
-                size differs from the configuration's.
+            ConfigError: a trainable model is passed without its optimizer, several trainable models are passed, or the
+                batch size differs from the configuration's.
         """
         models: list[Any] = [each for each in args if isinstance(each, nn.Module) and _is_trained(each)]
         if models and models != [self.hosted]:
@@ -274,7 +274,7 @@ class Accelerator(SavedState):
         super().drop_gradients()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Returns the L2 norm of the gradient, averaged over data ranks, over the parameters of all ranks; 0-dim. The
+        """Returns the L2 norm of the full gradient (of all parameters, averaged over data ranks) as a 0-dim tensor. The
         gradients are unchanged: the next ``optimizer.step()`` clips them to ``max_norm``. All ranks of the world must
         call it.
 
@@ -328,7 +328,7 @@ class Accelerator(SavedState):
         )
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Raises ConfigError. In accelerate it lets ranks stop at different steps, but in the engine every rank must
+        """Raises ConfigError. accelerate's method lets ranks stop at different steps, but on the engine every rank must
         take part in every step.
         """
         raise ConfigError(

@@ -80,8 +80,8 @@ class ServedGeneration:
 
     def get_server_info(self) -> Mapping[str, Any]:
         """Returns the only vLLM setting that TRL reads, as ``{"model_config": {"logprobs_mode": mode}}``. ``mode`` is
-        "processed_logprobs" if all servers have this mode. Otherwise it is the mode of the first server with another
-        one, so that TRL warns of it.
+        "processed_logprobs" if all servers have this mode, else the mode of the first server that differs, so that TRL
+        warns of that mode.
         """
         others = [mode for mode in self._modes if mode != "processed_logprobs"]
         return {"model_config": {"logprobs_mode": (others or self._modes)[0]}}

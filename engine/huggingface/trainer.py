@@ -141,8 +141,8 @@ class WholeSteps:
         return self._own_loss(output, microbatch.get("labels"), microbatch.get(_COUNT))
 
     def add(self, inputs: Mapping[str, Any], count: Any) -> Tensor | None:
-        """Stores a microbatch. If it is the last of its accumulation, it runs the training step with all stored ones,
-        and returns the step's loss, 0-dim. Otherwise it returns None.
+        """Stores a microbatch and returns None. The call with the last microbatch of a training step instead runs the
+        step with all stored microbatches, and returns the step's 0-dim loss.
 
         In an epoch's last step, missing rows and microbatches are filled up without effect on the loss.
 
@@ -225,7 +225,8 @@ _SCHEDULE = "schedule"
 
 class Trainer(TrlLoop):
     """``transformers.Trainer`` that trains its model on the engine. Batch sizes, precision, optimizer, schedule and
-    clipping come from ``TrainingArguments``; ``per_device_train_batch_size`` is the number of rows of a data rank.
+    clipping come from ``TrainingArguments``; ``per_device_train_batch_size`` is the number of rows in a data rank's
+    microbatch.
 
     A TRL trainer can be a second base, without a pipeline: ``class Tuner(Trainer, trl.GRPOTrainer)``.
 
@@ -369,8 +370,8 @@ class Trainer(TrlLoop):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of the microbatch ``inputs``, and returns its loss, 0-dim. On a pipeline it stores
-        the microbatch and returns 0, except for the last one of an accumulation: that call runs the whole step, with
-        the update, and returns the step's loss.
+        the microbatch and returns 0, except in the call with the last microbatch of a step. That call runs the whole
+        step, with the update, and returns the step's loss.
 
         Args:
             num_items_in_batch: number of label tokens in the whole step; None: unknown.

@@ -38,8 +38,8 @@ _IGNORED = -100
 
 class TrlLoop(transformers.Trainer):
     """Base class of the engine's Trainer that adapts TRL's trainers to the engine: generation, rewards,
-    log-probabilities and the fused language-model head. If a subclass has no TRL trainer among its bases, it has no
-    effect.
+    log-probabilities and the fused language-model head. This class has no effect on a subclass without a TRL trainer
+    among its bases.
     """
 
     accelerator: EngineAccelerator

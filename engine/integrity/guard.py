@@ -38,14 +38,14 @@ class ComputedGradients:
         self._differs: Tensor | None = None
 
     def see(self, name: str, grad: Tensor) -> None:
-        """Adds the bits of ``grad`` to the sum of this run. ``grad`` is a gradient that backward has just computed for
-        the parameter ``name``, before any reduction over ranks.
+        """Adds a sum over the bits of ``grad`` to the parameter's sum in this run. ``grad`` is a gradient that backward
+        has just computed for the parameter ``name``, before any reduction over ranks.
         """
         self._sums[self._places[name]] += bit_sum(grad)
 
     def end(self, loss: Tensor) -> None:
-        """Ends a run of the step: the first call stores its sums, and the second compares with them. ``loss`` is the
-        sum of losses in the run on this rank.
+        """Ends a run of the step: the first call stores the sums over bits, and the second compares its own sums with
+        them. ``loss`` is the sum of losses in the run on this rank.
         """
         self._sums[-1] = bit_sum(loss)
         if self._before is None:
@@ -138,8 +138,8 @@ class Integrity(StepPart):
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
         """Computes and stores the digests of weights and optimizer state after a step. Every ``integrity.every`` steps
-        it then runs ``check``. It also does so after a skipped step, because a flipped bit may have caused it. All
-        ranks must call it.
+        it then runs ``check``. It also runs ``check`` after a skipped step, because a flipped bit may have caused it.
+        All ranks must call it.
 
         Args:
             step: state of the step; the traffic of the check does not count as its traffic.
@@ -184,8 +184,8 @@ class Integrity(StepPart):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Returns a context manager around a save of weights. It first checks them and optimizer state, so that no
-        corruption is saved, and stores new digests after the save. All ranks must enter it.
+        """Returns a context manager around a save of weights. It first checks weights and optimizer state, so that no
+        corruption is saved, and computes new digests after the save. All ranks must enter it.
 
         Raises:
             CorruptionError: this check, or an earlier one, found corruption, and ``integrity.on_failure`` is "raise".

@@ -43,14 +43,14 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     Args:
         engine_config: grid of ranks, ZeRO and other settings, as a dict or the path of a file.
-        module: name of the submodule that the engine shards; None: the only child of the LightningModule with trained
+        module: name of the submodule that the engine shards; None: the only child of the LightningModule with trainable
             parameters.
         whole: names of the tensors in a batch that are not divided into rows, such as image patches.
         more: ``cluster_environment`` and ``checkpoint_io``, as Lightning's strategies take them.
 
     Raises:
         ConfigError: the configuration contradicts Trainer; optimization is manual; or parameters outside of the
-            submodule are trained.
+            submodule are trainable.
     """
 
     precision_plugin: Any
@@ -186,8 +186,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Returns a context manager for the backwards of a step that are not its last one. In it, gradients are
-        accumulated, and the engine makes no update.
+        """Returns a context manager for each backward of a step except the last. In it, gradients are accumulated, and
+        the engine makes no update.
         """
         self._accumulating = True
         try:
@@ -196,9 +196,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             self._accumulating = False
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs the backward of a microbatch's 0-dim loss ``closure_loss`` on the engine, and returns this loss. Only
-        the last microbatch of a step has a loss weight, because Lightning has already divided each loss by their
-        number.
+        """Runs the backward of a microbatch's 0-dim loss ``closure_loss`` on the engine, and returns this loss. The
+        loss weight is 1 for the last microbatch of a step and 0 for others, because Lightning has already divided each
+        loss by the number of microbatches.
         """
         module, last = self.lightning_module, not self._accumulating
         loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -210,8 +210,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return done
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Makes one update: calls the callback ``closure``, which runs forward and backward of the last microbatch,
-        then Lightning's hooks before an update, then clips and updates by the engine. Returns the loss of ``closure``.
+        """Makes one update: calls ``closure`` (forward and backward of the last microbatch), then Lightning's hooks
+        before an update. Then the engine clips gradients and updates the weights. Returns the loss from ``closure``.
 
         Raises:
             EngineError: ``training_step`` has returned None.
@@ -272,7 +272,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         Args:
             group: process group; for a group other than the world, the result is Lightning's, with all ranks of the
                 group.
-            sync_grads: True: backward passes through the gather.
+            sync_grads: True: gradients flow back through the gather.
         """
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
         if not _is_world(group) or self.grid.size("replica") == 1:

@@ -54,8 +54,8 @@ class DecoderConfig:
 
     @property
     def residual_std(self) -> float:
-        """Initial standard deviation of the weights of the two projections in each layer that add to the residual
-        stream. It falls with the number of layers, so that the sum over all layers has a variance independent of depth.
+        """Initial standard deviation of weights in the two projections of a layer that write to the residual stream. It
+        falls with the number of layers, so that the sum over all layers has a variance independent of depth.
         """
         return INIT_STD / math.sqrt(2 * self.layers)
 

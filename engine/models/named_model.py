@@ -117,8 +117,8 @@ def huggingface_class(config: Any) -> Any:
     first class in ``config.architectures`` that exists, else a class with a language-model head, else one without a
     head.
 
-    If there are several classes with heads, a masked-language-model head comes first, unless ``config.is_decoder`` is
-    set.
+    If there are several classes with heads, the one with a masked-language-model head is taken, unless
+    ``config.is_decoder`` is set.
 
     Raises:
         PlanError: transformers is not installed.

@@ -72,7 +72,7 @@ class GroupState:
 def built_in_optimizer(config: OptimizerConfig) -> OptimizerFactory:
     """Returns a function that makes the configured optimizer. Its argument is a list of parameter groups over flat
     buckets, 1-D tensors that each have many parameters. If the configuration lists several optimizers, each group is
-    updated by the one it is assigned to.
+    updated by its assigned optimizer.
     """
     if not config.before:
         return _flat(config)
@@ -139,7 +139,7 @@ def _plain(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
 
 def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
     """Sets the state of torch's optimizer ``adam`` to zero moments and a step count of 1e9, so that its bias correction
-    has no effect. It must not have made a step before.
+    has no effect. ``adam`` must not have made a step before.
     """
     for weight in [weight for group in adam.param_groups for weight in group["params"]]:
         averages = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
@@ -213,8 +213,8 @@ Value = TypeVar("Value")
 @dataclass(frozen=True, slots=True)
 class MatrixOwners:
     """Assignment of matrices to the ranks that update them as a whole (Muon, SOAP, Shampoo). One of the data ranks that
-    share the shards of a matrix is its owner: it gets the gradient and makes the update. The costs of the owners are
-    balanced at each pipeline coordinate. If tensor ranks also shard the matrix, one of them is its owner among these.
+    share the shards of a matrix is its owner: it gets the gradient and makes the update. If tensor ranks also shard the
+    matrix, only one of them makes the update. The costs of the owners are balanced at each pipeline coordinate.
     """
 
     config: Config
@@ -240,8 +240,8 @@ class MatrixOwners:
         return tuple(tuple(range(first, first + count)) for first in range(0, grid.size(grid.sums), count))
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
-        """Returns the exchanges of gradients and updates with the owners of matrices, in which the rank at ``coord``
-        takes part. Returns None if no parameter of its pipeline rank is updated as a whole matrix.
+        """Returns the exchanges in which the rank at ``coord`` takes part: gradients to the owners of matrices, and
+        updates back. Returns None if no parameter on this pipeline rank is updated as a whole matrix.
         """
         rows = {row.name: row for row in self.rows if row.trainable and row.group in self.rules}
         rows = {name: row for name, row in rows.items() if coord.pp in row.owners}

@@ -115,8 +115,8 @@ def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle_momentum(update: int, p: Mapping[str, Any]) -> float:
-    """Returns the momentum (beta1) of update number ``update``, from 0, in DeepSpeed's OneCycle. While the learning
-    rate rises, it falls from ``cycle_max_mom`` to ``cycle_min_mom``; then it rises back.
+    """Returns the momentum (beta1) of update number ``update``, from 0, in DeepSpeed's OneCycle. The momentum falls
+    from ``cycle_max_mom`` to ``cycle_min_mom`` while the learning rate rises; then it rises back.
 
     Args:
         p: params of the schedule, by DeepSpeed's names.
@@ -168,8 +168,8 @@ _SCHEDULES: Mapping[str, Callable[..., float]] = {
 
 
 class GuardedSteps:
-    """Guard of a torch scheduler that the user has passed to the engine, which steps it after each update. While the
-    guard exists, calls of the scheduler's ``step`` by the user's code have no effect; the first one is logged as a
+    """Guard of a torch scheduler that the user has passed to the engine. The engine steps the scheduler after each
+    update. While the guard exists, the user's own calls of its ``step`` have no effect; the first such call logs a
     warning. ``lift`` ends the guard.
     """
 
@@ -308,7 +308,7 @@ def make_learning_rate(
 
     Args:
         given: function from update number to factor of the rate, function from optimizer to LRScheduler, or an
-            LRScheduler over the user's optimizer, which already has the parameter groups of ``optimizer``.
+            LRScheduler; this was made over the user's optimizer, which now shows the parameter groups of ``optimizer``.
 
     Raises:
         ConfigError: ``given`` returns neither a number nor an LRScheduler, or torch refuses the configured params.
@@ -413,13 +413,13 @@ def _from_callable(
 
 
 class UpdateScheduler(LRScheduler):
-    """Base class of torch schedulers with learning rates that depend only on the number of the update, from 0. Its
-    constructor already sets the rates of the first update in ``optimizer``.
+    """Base class of torch schedulers with learning rates that depend only on the number of the update, from 0. For a
+    new run, the constructor sets the rates of the first update in ``optimizer``.
 
     Args:
         optimizer: optimizer with the parameter groups that receive the rates.
-        last_batch_iteration: number of the last update that was made before; -1: none. For other values, the rates in
-            the groups stay until the next ``step``.
+        last_batch_iteration: number of the last update made, from 0; -1 for a new run. Otherwise the constructor leaves
+            the rates unchanged until the next ``step``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:

@@ -92,9 +92,9 @@ def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, 
 
 
 def show_inner(given: torch.optim.Optimizer, inner: torch.optim.Optimizer, scheduled: bool) -> Callable[[], None]:
-    """Replaces ``param_groups`` and ``state`` of the user's optimizer ``given`` by these of the engine's optimizer
-    ``inner``, so that the user's code and schedulers see the trained ones. Returns a function that restores the former
-    ones. Until then ``given.step()`` raises EngineError.
+    """Makes the user's optimizer ``given`` show ``param_groups`` and ``state`` of ``inner``, the engine's optimizer, to
+    the user's code and schedulers. Returns a function that restores the original attributes of ``given``. Until then
+    ``given.step()`` raises EngineError.
 
     Args:
         scheduled: True if the engine's schedule sets the learning rates. If False, each group of ``inner`` first gets
@@ -182,9 +182,9 @@ def assign_groups(
     options of each group. Groups are numbered in the order of their first parameters.
 
     If the configuration lists several optimizers, a parameter belongs to the first one with a ``match`` for its name,
-    else to the last; optimizers of matrices skip parameters that are not 2-D. The first entry in ``groups`` of this
-    optimizer that matches sets the options; ``no_weight_decay`` then removes the decay. A pattern may match any name of
-    a tied parameter.
+    else to the last; optimizers of matrices skip parameters that are not 2-D. The first matching entry in ``groups`` of
+    this optimizer sets the options; ``no_weight_decay`` then removes the decay. A pattern may match any name of a tied
+    parameter.
 
     Raises:
         ConfigError: a pattern matches no trainable parameter, or the last optimizer is one of matrices and a parameter

@@ -36,8 +36,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Widths(NamedTuple):
-    """Dtypes of a group of parameters, which have one dtype in forward: of the parameters, of accumulated gradients, of
-    masters (fp32 copies that the optimizer updates) and of optimizer moments.
+    """Dtypes for a group of parameters: of the parameters in forward, of accumulated gradients, of masters (fp32 copies
+    that the optimizer updates) and of optimizer moments.
     """
 
     compute: torch.dtype
@@ -85,7 +85,7 @@ class Precision:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     def parameter(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype that the trained parameter ``name`` has in forward. ``given`` is its dtype in the user's
+        """Returns the dtype that the trainable parameter ``name`` has in forward. ``given`` is its dtype in the user's
         model.
 
         Raises:
@@ -143,7 +143,7 @@ class Precision:
 
 
 def half_note(model: nn.Module, precision: Precision) -> str | None:
-    """Returns a note for the log at the engine's start, if ``model`` has trained bf16 or fp16 parameters although
+    """Returns a note for the log at the engine's start, if ``model`` has trainable bf16 or fp16 parameters although
     neither ``bf16`` nor ``fp16`` is enabled. Returns None otherwise.
     """
     if precision.compute is not None:

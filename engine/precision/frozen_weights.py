@@ -26,7 +26,7 @@ _ADAPTERS = ("*.lora_*", "*.modules_to_save.*", "*.original_module.*")
 
 def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
     """Returns the frozen weights that the setting ``quantize_frozen`` stores in few bits: their format (such as nf4) by
-    the first name of each weight. Returns {} if it is off.
+    the first name of each weight. Returns {} if ``quantize_frozen`` is off.
 
     Raises:
         ConfigError: a pattern of its ``skip`` matches no frozen parameter, or ``checkpoint.frozen`` is on.

@@ -13,7 +13,7 @@ from engine.config.sections import Fp16Config
 @dataclass(frozen=True, slots=True)
 class LossScale:
     """Factor by which the loss is multiplied before backward in one training step of an fp16 run, with the counters by
-    which a dynamic scale changes. The object is immutable; ``after`` returns the one of the next step.
+    which a dynamic scale changes. The object is immutable; ``after`` returns the loss scale of the next step.
     """
 
     value: float = 1.0

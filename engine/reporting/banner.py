@@ -38,8 +38,7 @@ from engine.precision.loss_scaler import make_loss_scale
 
 def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None) -> str:
     """Returns the text that the engine logs when it starts: one line for each topic, such as grid of ranks, parameters,
-    batch, precision, and the options that are on. The lines with the bytes of state and the bytes sent in a step count
-    rank 0.
+    batch, precision, and the options that are on. Bytes of state, and bytes sent in a step, are given for rank 0 only.
 
     Args:
         plan: plan of the run: its configuration, grid, parameters and expected traffic. Its notes become the last
@@ -111,8 +110,8 @@ def _copies_line(plan: Plan) -> dict[str, str]:
 
 def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
     """Returns a text table that compares the traffic of ``rank`` per training step as planned and as measured: bytes
-    sent and number of calls. Each row is a communication axis, such as "dp" (data parallel), with a label, such as
-    "gradients". Returns "" if nothing was planned and nothing sent, as for a job of one rank.
+    sent and number of calls. Each row is for one communication axis, such as "dp" (data parallel), and one label, such
+    as "gradients". Returns "" if nothing was planned and nothing sent, as for a job of one rank.
 
     Args:
         plan: plan of the run, with the planned traffic of each rank per step.
@@ -307,9 +306,9 @@ def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> d
 
 
 def reasons_table(reasons: Sequence[Reason]) -> str:
-    """Returns a text table that explains a tensor-parallel plan. The first line counts the groups of layers for each
-    strategy. Each further line is a group: the name pattern of its layers and their sharding style, the strategy (such
-    as "local" or "replicate"), the reason, and the MB of shardable weights that stay replicated.
+    """Returns a text table that explains a tensor-parallel plan. The first line has the number of layer groups for each
+    strategy (such as "local" or "replicate"). Each further line describes one group: name pattern and sharding style of
+    its layers, its strategy, the reason for it, and the MB of shardable weights that stay replicated.
     """
     hows = [reason.how for reason in reasons]
     counts = ", ".join(f"{hows.count(how)} {how}" for how in dict.fromkeys(hows))
@@ -432,9 +431,8 @@ logger = logging.getLogger("trine")
 
 @contextmanager
 def say_what_compiles(device: torch.device, rank: int) -> Iterator[None]:
-    """Returns a context manager that logs the Triton kernels that its block compiles: their names and number, the total
-    seconds, and the number found in Triton's cache. It logs nothing on other ranks than 0, and nothing if no kernel was
-    compiled.
+    """Returns a context manager that logs on rank 0 how many Triton kernels its block has compiled, with their names
+    and the total seconds, and how many it has found in Triton's cache. It logs nothing if no kernel was compiled.
     """
     knobs = _compilation_knobs() if rank == 0 and compiles_triton(device) else None
     if knobs is None:

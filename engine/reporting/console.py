@@ -20,11 +20,11 @@ SLOW_SECONDS = 2.0
 
 
 def open_console(rank: int) -> Callable[[], None]:
-    """Shows the log lines of the logger "trine" on stderr if ``rank`` is 0. Returns a function that ends this; a second
-    call of it does nothing.
+    """Shows the log lines of the logger "trine" on stderr if ``rank`` is 0. Returns a function that stops this output;
+    to call it again does nothing.
 
-    All engines of a process share one handler: it is removed when every one of them has called its function. On other
-    ranks nothing is added, and the returned function does nothing.
+    All engines of a process share one logging handler. It is removed once every engine has called its function. On
+    other ranks nothing is added, and the returned function does nothing.
     """
     if rank:
         return lambda: None

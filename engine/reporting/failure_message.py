@@ -35,8 +35,8 @@ class FailureMessage:
     """``sys.excepthook`` that prints an uncaught EngineError as one sentence instead of a traceback. The constructor
     installs it, and ``close`` removes it.
 
-    If ``close`` is called while an EngineError is being raised, the hook stays until that error is freed. The error may
-    be the one that ends the process.
+    If ``close`` is called while an EngineError is being raised, the hook stays until that error is freed, because that
+    error may end the process.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class FailureMessage:
         _tell_torchrun(sentence)
 
     def close(self) -> None:
-        """Restores the previous ``sys.excepthook``. If an EngineError is being raised, this happens only when the
-        object of this error is freed, so that the hook can still print it. A second call does nothing.
+        """Restores the previous ``sys.excepthook``. If an EngineError is being raised, the hook stays until this error
+        is freed, so that it can still print the error. A second call does nothing.
         """
         raised = sys.exc_info()[1]
         if isinstance(raised, EngineError):
@@ -115,8 +115,8 @@ def torchrun_error(sentence: str) -> str:
     """Returns the JSON text of an error file, in which a rank reports its failure to torchrun. torchrun prints
     ``sentence`` from it.
 
-    torchrun takes the file with the earliest time, in whole seconds, as root cause. The time is now; if ``sentence``
-    states that another rank had failed first, it is two seconds later.
+    torchrun takes the file with the earliest time, in whole seconds, as root cause. The text has the current time, or a
+    time two seconds later if ``sentence`` states that another rank had failed first.
     """
     late = _AFTER_SECONDS if is_consequence(sentence) else 0
     told = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}

@@ -58,9 +58,9 @@ class RunRecord:
         self._in_steps, self._attempts, self._stopped = 0.0, 0, False
 
     def take(self, report: StepReport, sent: Tally, due: bool) -> None:
-        """Counts a training step and its seconds. If ``due``, it also replaces ``rank-N.json``, the file of this global
-        rank N, and rank 0 appends a line to ``steps.jsonl``. If a file cannot be written, it warns and records nothing
-        more.
+        """Adds a training step and its seconds to the totals of the run. If ``due``, also replaces this rank's file
+        ``rank-N.json``, and on rank 0 appends a line to ``steps.jsonl``. If a file cannot be written, warns and writes
+        no further files.
 
         Args:
             report: the report of the step.

@@ -189,13 +189,13 @@ class StepReporter:
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
         """Returns this rank's report of a training step, after passing it to the run record, the step profile and the
         registered callbacks. It also writes the report to the sinks if ``made`` is a multiple of ``monitor.every``, if
-        the step was skipped, or if it is the first of this reporter.
+        the step was skipped, or if it is this reporter's first step.
 
         Args:
             step: state of the step on this rank: its seconds, figures, and the count of sent bytes at its begin.
             outcome: result of the step, equal on every rank.
             plan: plan of the run.
-            made: number of optimizer updates so far; it counts on when a run is resumed.
+            made: number of optimizer updates so far; a resumed run continues this count.
         """
         report = self.make(step, outcome, plan, made)
         self.attempts += 1
@@ -214,8 +214,8 @@ class StepReporter:
         return report
 
     def built(self, runtime: RankRuntime) -> None:
-        """Receives the parts of the engine that exist only after it is built. If ``monitor.report`` is set, it starts
-        the record for the command ``trine report``; if ``monitor.profile`` is set too, also the profile of some steps.
+        """Starts the recorders that need a built engine: if ``monitor.report`` is set, the record for the command
+        ``trine report``; if ``monitor.profile`` is set too, the profile of the steps that it names.
 
         Args:
             runtime: objects that run steps on this rank, with the plan of the run and the communication.

@@ -157,12 +157,12 @@ def utilisation(
     """Returns a tuple: the TFLOP/s of this rank, and its model FLOPs utilization, the TFLOP/s divided by the dense bf16
     peak of ``device``.
 
-    Both are None if ``parameter_tokens`` is None. The second is None if the peak of ``device`` is unknown, as for a
-    CPU.
+    Both are None if ``parameter_tokens`` is None. The utilization is None if the peak of ``device`` is unknown, as for
+    a CPU.
 
     Args:
-        parameter_tokens: number of parameters x number of tokens computed in ``seconds``; each counts as six
-            operations.
+        parameter_tokens: product of the number of parameters and the number of tokens computed in ``seconds``; it is
+            multiplied by six to get floating-point operations.
     """
     if parameter_tokens is None:
         return None, None

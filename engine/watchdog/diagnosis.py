@@ -52,8 +52,8 @@ def diagnose(
         views: last known state of each rank, by global rank.
         size: number of ranks of the job.
         timeout: seconds that a rank may wait for another rank.
-        silent: hosts from which no message arrives, with the seconds since the last one. If a rank waits too long, a
-            host that is silent for more than half of ``timeout`` is the cause.
+        silent: hosts from which no message arrives, with the seconds since their last message. If a rank waits too
+            long, a host that is silent for more than half of ``timeout`` is the cause.
     """
     waiting = {view.rank: view for view in views.values() if view.waiting is not None and view.runs}
     overdue = [view for view in waiting.values() if view.waiting is not None and view.waiting.seconds > timeout]

@@ -39,7 +39,7 @@ class Line:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queues ``message``, and sends as much of the queued bytes as the kernel accepts without blocking; a later
-        ``flush`` sends the rest. Closes the connection if more than 4 MiB stay unsent.
+        ``flush`` sends the rest. Closes the connection if more than 4 MiB then remain queued.
         """
         self._outward += json.dumps(message).encode() + b"\n"
         self.flush()
@@ -149,7 +149,7 @@ class Hub:
         return found
 
     def broadcast(self, message: Message) -> None:
-        """Sends a message to all connected hosts without blocking; the rest follows in later calls of ``poll``."""
+        """Queues a message for all connected hosts; ``poll`` sends the bytes that cannot be sent at once."""
         for line in self.lines:
             if line.open:
                 line.send(message)
@@ -180,8 +180,8 @@ class Spoke:
         """Time of the last contact with the hub."""
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[Message]:
-        """Returns the messages of the hub that have arrived. Begins a connection if there is none, at most once a
-        second, and sends queued messages.
+        """Returns the messages of the hub that have arrived. Sends queued messages. Without a connection, it tries to
+        connect, at most once a second.
 
         Args:
             seconds: longest wait. The wait ends earlier if the connection or a file descriptor of ``also`` is readable.
@@ -201,8 +201,8 @@ class Spoke:
         return found
 
     def send(self, message: Message) -> None:
-        """Sends a message to the hub without blocking; ``poll`` sends the rest. Drops the message if the hub is not
-        connected.
+        """Queues a message for the hub; ``poll`` sends the bytes that cannot be sent at once. Drops the message if
+        there is no connection to the hub.
         """
         if self._line is not None and self._line.open and not self._opening:
             self._line.send(message)

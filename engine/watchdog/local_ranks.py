@@ -193,8 +193,8 @@ class LocalRanks:
         return {rank: timed(local.file.events(), local.file.read().wall_offset) for rank, local in self.ranks.items()}
 
     def tell_launcher(self, rank: int, sentence: str) -> None:
-        """Writes ``sentence`` as cause of failure into the error file of ``rank``, which its launcher torchrun reads.
-        Does nothing if the file exists already, or if torchrun did not start the rank.
+        """Writes ``sentence`` as cause of failure into the error file of ``rank``; torchrun, the launcher, reads this
+        file. Does nothing if the file exists already, or if torchrun did not start the rank.
         """
         name = self.ranks[rank].file.read().identity.get(ERROR_VARIABLE, "")
         if not name or Path(name).exists():
@@ -207,8 +207,8 @@ class LocalRanks:
             temporary.unlink(missing_ok=True)
 
     def end(self, sentence: str) -> None:
-        """Kills all ranks of this host that still run, with SIGKILL, which also ends stopped processes. Before that, it
-        writes ``sentence`` as cause into the error files of these ranks, which torchrun reads.
+        """Writes ``sentence`` as cause into the error files of all running ranks of this host, for torchrun. Then kills
+        these ranks by SIGKILL, which also ends stopped processes.
         """
         for rank, local in self.ranks.items():
             if local.state:

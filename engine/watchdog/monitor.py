@@ -43,8 +43,8 @@ STRAGGLERS = "watchdog_stragglers.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPlace:
-    """Address, host name and global ranks of the hub, the monitor of the first host, to which all other monitors
-    connect.
+    """Address of the hub, and name and global ranks of its host. The hub is the monitor of the first host, and all
+    other monitors connect to it.
     """
 
     address: str
@@ -109,8 +109,8 @@ class Monitor:
             self.hub = Hub(orders.job, orders.hub.address)
 
     def run(self) -> None:
-        """Watches the ranks of this host. Returns when all of them have ended or closed their engines. After a reported
-        hang, it returns at a set time at the latest, and kills the ranks that still run.
+        """Watches the ranks of this host. Returns when all of them have ended or closed their engines. After a report
+        about a hang, it waits for this only until a set time, and then kills the ranks that still run.
         """
         poll = min(_MOST_POLL_SECONDS, self.orders.timeout / 20)
         try:
@@ -309,11 +309,11 @@ def _writing_into(folder: Path) -> Iterator[None]:
 
 def watch() -> None:
     """Starts a monitor, the watchdog of one host, in a background process. Its settings (``Orders``) are a line of JSON
-    on stdin. The hub is the monitor of the first host, to which the others connect. The calling process prints the
-    hub's TCP port, or 0 if this monitor is not the hub, and exits.
+    on stdin. The calling process prints a TCP port and exits. This is the port of the hub, the monitor of the first
+    host, to which other monitors connect; it is 0 if this monitor is not the hub.
 
-    The function returns in the background process at the monitor's end. It returns at once, and starts nothing, if
-    stdin ends before the line is complete, because the rank that started it has ended.
+    The function returns in the background process when the monitor has ended. If stdin ends within the line, because
+    the rank that writes it has ended, the function returns at once and starts nothing.
     """
     given = sys.stdin.readline()
     if not given.endswith("\n"):

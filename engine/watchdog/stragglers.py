@@ -97,8 +97,8 @@ def _is_message(stream: str) -> bool:
 
 class SlowLinks:
     """Detector of slow links; a link is a group of ranks with collectives, or a pair of sender and receiver. A link is
-    slow if its transfers take more than ``factor`` times as long as the median of links with equal calls, or as the
-    same link in its fastest earlier window. Each link is reported once.
+    slow if its transfers take more than ``factor`` times as long as the median over links with equal calls, or as in
+    the link's fastest earlier window (some training steps). Each link is reported once.
     """
 
     def __init__(self, factor: float) -> None:
@@ -210,9 +210,9 @@ class Stragglers:
         self.links = SlowLinks(self.factor)
 
     def look(self, views: Mapping[int, RankView], size: int) -> list[str]:
-        """Returns a sentence for each slow rank that was not reported before, and for each communication axis with slow
-        links that were not. The list is empty until every rank has made ``steps`` training steps since the last
-        comparison. It is also empty if a rank is missing, has ended, or has closed its engine.
+        """Returns a sentence for each slow rank, and for each communication axis with slow links; earlier reported
+        ranks and links are left out. The list is empty until every rank has made ``steps`` training steps since the
+        last comparison. It is also empty if a rank is missing, has ended, or has closed its engine.
 
         Args:
             views: current state of each rank, by global rank.

@@ -218,9 +218,8 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 def started_after(pid: int, written: int) -> bool:
-    """Returns True if the running process ``pid`` started more than a second after the time ``written``. It is then
-    another process than the one that wrote at that time, which has ended, and the system has given its pid away again.
-    Returns False if no process has this pid.
+    """Returns True if the running process ``pid`` started more than a second after the time ``written``. The process
+    that wrote at that time has then ended, and the system has reused its pid. Returns False if no process has this pid.
 
     ``written`` is in nanoseconds of the monotonic clock. That clock pauses while the machine is suspended, so after a
     suspension the result may be False by mistake.
@@ -235,8 +234,8 @@ def started_after(pid: int, written: int) -> bool:
 
 
 def exit_of(process: int) -> int | None:
-    """Returns the exit status of an ended process, encoded as ``os.wait`` does. Returns None if the kernel does not
-    report it, as before Linux 6.15.
+    """Returns the exit status of an ended process, encoded as ``os.wait`` does. Returns None if the kernel cannot
+    report it (before Linux 6.15).
 
     Args:
         process: pidfd, the Linux file descriptor of the process.

@@ -89,11 +89,11 @@ class Watchdog:
             remove_old(self._folder.parent)
 
     def close(self) -> None:
-        """Ends the recording of this rank, in its flight file. The last rank of a host that closes deletes the flight
-        files of all ranks of the host. A second call does nothing.
+        """Ends the recording of this rank, in its flight file. The last rank of a host to close its watchdog deletes
+        the flight files of all ranks of the host. A second call does nothing.
 
-        If it is called while an exception is being raised, which usually ends the process, the file stays, with the
-        message of the exception for the monitor.
+        If it is called while an exception is being raised, the file stays, with the message of the exception for the
+        monitor, because the exception usually ends the process.
         """
         if self._closed or os.getpid() != self._process:  # a forked child must not close its parent's files
             return
@@ -194,8 +194,8 @@ def _closed_well(path: Path) -> bool:
 
 
 def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:
-    """Returns the watchdog of this rank. Returns None if the configuration turns it off. If its flight file, in which
-    it records the rank's calls, cannot be created, it logs a warning and returns None.
+    """Returns the watchdog of this rank. Returns None if the configuration turns it off. If the flight file, in which a
+    watchdog records the rank's calls, cannot be created, logs a warning and returns None.
 
     Args:
         grid: grid of ranks, with the position of this rank.
