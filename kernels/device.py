@@ -94,8 +94,7 @@ def collectives_for(device: torch.device) -> str:
 
 
 def expected_link(kind: str) -> tuple[float, float]:
-    """Returns the pair (latency in seconds, bytes per second) to expect between two ranks on one node, a rough
-    estimate.
+    """Returns a rough estimate of (latency in seconds, bytes per second) between two ranks on one node.
 
     ``kind``: type of the ranks' devices, such as "cuda".
     """
@@ -116,8 +115,7 @@ def use_device(device: torch.device) -> None:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Returns ``device`` if it has an index, such as "cuda:1"; otherwise with the index of this thread's current
-    device.
+    """Returns ``device`` if it has an index, such as "cuda:1"; otherwise this thread's current device of the same type.
 
     The CPU is returned unchanged.
     """
@@ -188,8 +186,8 @@ def host_bytes(count: int, pinned: bool) -> torch.Tensor:
 
 
 def peak_allocated(device: torch.device) -> int | None:
-    """Returns the peak number of bytes that torch has allocated on ``device``; None on the CPU, for which torch does
-    not count.
+    """Returns the peak number of bytes that torch has allocated on ``device``; None on the CPU, where torch does not
+    count them.
     """
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None
 
@@ -225,7 +223,7 @@ def triton_target(capability: tuple[int, int]) -> Any:
 
 
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Makes the current stream of ``device`` wait for ``event`` of another stream, so that it may then use ``tensors``.
+    """Lets the current stream of ``device`` use ``tensors`` of another stream, after ``event`` of the other stream.
 
     The memory of ``tensors`` is not reused before the work of the current stream on them has ended. If ``event`` is
     None, nothing happens.
@@ -240,9 +238,7 @@ def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable
 
 
 class PostedCopy:
-    """Copy of ``tensor`` for another rank that runs in a thread of this process; the thread may read it on any
-    stream.
-    """
+    """Copy of ``tensor`` for another rank, a thread of this process, which may read the copy on any stream."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.detach().clone()
@@ -292,9 +288,7 @@ class SideStream:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Queues the work inside the context on this stream; it waits for all work queued on the current stream so
-        far.
-        """
+        """Queues the work inside the context on this stream, after all work queued on the current stream so far."""
         if self._stream is None:
             yield
             return
@@ -304,9 +298,7 @@ class SideStream:
 
     @contextmanager
     def after(self, events: Iterable[torch.Event | None]) -> Iterator[None]:
-        """Queues the work inside the context on this stream; it waits for ``events``, but not for the current
-        stream.
-        """
+        """Queues the work inside the context on this stream, after ``events``, but not after the current stream."""
         if self._stream is None:
             yield
             return

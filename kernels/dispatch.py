@@ -89,8 +89,8 @@ class MainGradients:
     def use(self, weight: Tensor) -> MainGradient | None:
         """Returns the main gradient to which the backward of a matrix product with ``weight`` may add.
 
-        None: ``weight`` is not itself a registered parameter (such as a view of one), needs no gradient, or is used
-        inside torch.compile.
+        None: ``weight`` is not itself a registered parameter (a view is not), needs no gradient, or is used inside
+        torch.compile.
         """
         if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
             return None
@@ -101,7 +101,7 @@ class MainGradients:
 def is_executed(node: Any) -> bool:
     """Returns True if the running backward executes the autograd node ``node``.
 
-    A nested ``torch.autograd.grad`` inside a recomputed block computes other gradients, and may leave the node out.
+    A nested ``torch.autograd.grad`` inside a recomputed block computes other gradients, and may skip the node.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -163,8 +163,8 @@ def shipped_choices() -> tuple[TunedChoice, ...]:
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
     """Returns the row in ``rows`` that applies to ``operator`` on rows of ``width`` elements; None if there is none.
 
-    Rows that name the ``device`` precede rows for "*", which means any GPU. Among these the one with the largest width
-    up to ``width`` applies. "*" excludes the CPU.
+    Rows that name the ``device`` precede rows for "*", which means any GPU, but not the CPU. Of several such rows, the
+    one with the largest width up to ``width`` applies.
     """
     held = [
         row
@@ -229,8 +229,8 @@ class Kernels:
         """Returns the object that chooses the implementation of a linear layer's matrix products with inputs like
         ``x``.
 
-        This is ``self``, or ``REFERENCE`` (always PyTorch) if Triton is the faster one for no width, so that the
-        layer's three products need no further lookups.
+        It is ``self``, or ``REFERENCE`` (always PyTorch) if Triton is not faster at any width, so that the layer's
+        three products need no further lookups.
         """
         if self.mode == "reference":
             return self
@@ -363,8 +363,8 @@ def _is_seen(tensor: Tensor) -> bool:
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Returns a faster equivalent of ``function.apply`` for eager mode, without torch.compile; its first argument must
-    be a tensor.
+    """Returns a faster equivalent of ``function.apply`` for eager mode, without torch.compile; calls pass a tensor as
+    first argument.
     """
     plain = _plain_apply(function)
 
@@ -377,7 +377,7 @@ def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 class FusedOperator(Generic[R]):
-    """Torch custom operator made from a Python function of tensors, which is called directly in eager mode.
+    """Torch custom operator made from a Python function of tensors; eager mode calls the function directly.
 
     The function takes positional arguments and returns new tensors. It may write only to the arguments named in
     ``mutates``.
@@ -393,8 +393,8 @@ class FusedOperator(Generic[R]):
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
         """Registers the callback ``fake``, and returns it.
 
-        ``fake`` gets tensors without content (meta or fake tensors), and returns such outputs of the correct shape and
-        dtype.
+        ``fake`` gets tensors without content (meta or fake tensors), and returns outputs without content, of the
+        correct shape and dtype.
         """
 
         def on_shapes(*args: Any) -> R:

@@ -58,7 +58,7 @@ class ProductSizes(NamedTuple):
 class OverlapChoice:
     """Row of ``overlap.json``: the fastest way, by measurement, to overlap one matrix product with its communication.
 
-    It applies to products of these columns and depth with at least ``rows`` rows.
+    It applies to products with its ``columns`` and ``depth``, and at least ``rows`` rows.
     """
 
     operation: Operation
@@ -92,7 +92,7 @@ class OverlapChoices:
         """Returns the row for ``operation`` on a product of ``sizes`` in ``dtype``; None if no such product was
         measured.
 
-        The row applies from its own number of rows up to that of the next row.
+        Of several measured products with at most ``sizes.rows`` rows, the largest one's table row is returned.
         """
         product = (sizes.columns, sizes.depth)
         held = [
@@ -175,7 +175,7 @@ class Mailbox:
 
 
 class Missing(NamedTuple):
-    """First signal that a kernel has not received: that ``rank`` has written ``tile`` in call number ``epoch``."""
+    """First missing signal: ``rank`` has not reported that it has written ``tile`` in call number ``epoch``."""
 
     rank: int
     tile: int
@@ -191,7 +191,7 @@ def read_status(word: int) -> Missing | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """Counts of the token rows that each rank sends to each expert, as the rank ``rank`` uses them.
+    """Counts of the token rows that each rank sends to each expert, as seen from rank ``rank``.
 
     All ranks have the same ``counts``.
     """
@@ -246,14 +246,11 @@ class ExpertRows:
         return self.received.sum(0)
 
     def most_rows(self) -> int:
-        """Returns the largest number of rows that any rank sends to the experts of one rank, which may be the same
-        rank.
-        """
+        """Returns the largest number of rows that any rank sends to the experts of one rank, possibly its own."""
         return int(self.counts.view(self.ranks, self.ranks, -1).sum(2).max())
 
     def most_tiles(self, height: int) -> int:
-        """Returns the largest number of tiles that any rank sends to the experts of one rank, which may be the same
-        rank.
+        """Returns the largest number of tiles that any rank sends to the experts of one rank, possibly its own.
 
         A tile is a run of at most ``height`` rows for one expert. The result is at least 1.
         """

@@ -226,7 +226,7 @@ class Config:
 
     @cached_property
     def row_ranks(self) -> int:
-        """Number of data ranks, each of which reads other rows of the batch."""
+        """Number of data ranks that read different rows of the batch."""
         return self.dp
 
     @cached_property
@@ -287,7 +287,7 @@ class Config:
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the config as JSON values; ``load_config`` makes the same config of them, without ``notes``."""
+        """Returns the config as JSON values; ``load_config`` makes an equal config from them, without ``notes``."""
         return dump_section(self)
 
 

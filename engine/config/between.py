@@ -226,9 +226,7 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
-    """Adds a problem for each setting of ``integrity`` that has no effect because ``integrity.every`` is 0, which
-    checks nothing.
-    """
+    """Adds a problem for each setting of ``integrity`` that has no effect at ``integrity.every`` 0 (no checks)."""
     if integrity.every:
         return
     for key, asks in (("rerun", integrity.rerun), ("on_failure", integrity.on_failure != "raise")):

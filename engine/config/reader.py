@@ -249,10 +249,10 @@ def move(raw: dict[str, Any], target: str, value: object, origin: str, problems:
 
 
 def put_at(raw: dict[str, Any], path: str, value: object) -> object:
-    """Sets the dotted key ``path`` in ``raw`` to ``value``, unless it already has a value; returns the value that it
-    has then.
+    """Sets the dotted key ``path`` in ``raw`` to ``value``, unless the key already has a value; returns the key's value
+    afterwards.
 
-    Nested objects on the path are replaced by copies, so that the caller's are not changed.
+    Nested objects on the path are replaced by copies, so that the caller's objects are not changed.
     """
     *parents, leaf = path.split(".")
     for parent in parents:

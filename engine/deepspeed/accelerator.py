@@ -11,7 +11,7 @@ from engine.parallel.comm.world import read_world
 
 
 class Accelerator:
-    """Object that ``deepspeed.accelerator.get_accelerator()`` returns, for the device of this process.
+    """Interface to the device of this process, as ``deepspeed.accelerator.get_accelerator()`` returns it.
 
     Attributes that this class does not define are read from torch's module of the device type, such as ``torch.cuda``.
     """
@@ -40,7 +40,7 @@ class Accelerator:
 
     def current_device_name(self) -> str:
         """Returns the current device as text, such as "cuda:0" or "cpu"; equals ``str(tensor.device)`` for tensors on
-        it.
+        this device.
         """
         return self._kind if self._is_host else f"{self._kind}:{self._module.current_device()}"
 
@@ -95,7 +95,7 @@ class Accelerator:
         return 0 if self._is_host else int(self._module.max_memory_allocated(device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Resets the peak that ``max_memory_allocated`` returns to the bytes now allocated; does nothing on the CPU.
+        """Makes the bytes now allocated the new peak for ``max_memory_allocated``; does nothing on the CPU.
 
         ``device_index``: index of the device; None: the current one.
         """
@@ -120,7 +120,7 @@ class Accelerator:
         return state
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Restores the device's random generator to ``new_state``, a result of ``get_rng_state``."""
+        """Sets the random state of the device (default: the current one) to ``new_state``, from ``get_rng_state``."""
         if self._is_host:
             torch.set_rng_state(new_state)
         else:

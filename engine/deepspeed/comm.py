@@ -71,7 +71,7 @@ def share_from(tensor: torch.Tensor, rank: int) -> None:
 
 
 def from_every_rank(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns a list with the ``tensor`` that each rank passes, in rank order; without a process group ``[tensor]``.
+    """Returns a list with the ``tensor`` that each rank passes, in rank order; ``[tensor]`` without a process group.
 
     Collective: the tensors of all ranks have one shape and dtype.
     """

@@ -174,9 +174,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             batch_size: rows of a microbatch; None: the configured number.
             route: "train" shuffles the rows; "eval" and "predict" retain their order.
             pin_memory: True: copies batches to page-locked memory, if this process has an accelerator.
-            data_sampler: sampler of this rank's rows, which replaces ``route``; None: torch's DistributedSampler over
+            data_sampler: sampler of this rank's rows, used for any ``route``; None: torch's DistributedSampler over
                 the data ranks.
-            collate_fn: callback that makes a batch of a list of rows; None: the one passed to ``initialize``.
+            collate_fn: callback that makes a batch from a list of rows; None: the one passed to ``initialize``.
             num_local_io_workers: number of reader processes; None: this process reads.
         """
         return loader_of_a_rank(
@@ -237,7 +237,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         ZeRO 2 and 3 still reduce inside it, if the configuration sets ``reduce`` to "microbatch".
 
         Raises:
-            EngineError: the model is on a pipeline.
+            EngineError: the model is split into pipeline stages.
         """
         return self.engine.no_sync()
 

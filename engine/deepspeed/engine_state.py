@@ -31,7 +31,7 @@ class MicrobatchCount:
         """Microbatches of all steps; None: each step has the same number."""
 
     def end_step(self) -> None:
-        """Adds the number of backwards since the last call to the count."""
+        """Adds to the count the number of backwards since the last call of this method."""
         if self.taken is not None:
             self.taken += self.waiting
         self.waiting = 0
@@ -43,9 +43,10 @@ class MicrobatchCount:
         return {} if self.taken is None else {self.KEY: self.taken}
 
     def restore(self, found: Mapping[str, Any], steps: int) -> None:
-        """Restores the count from ``found``, the client state of a checkpoint, which has the result of :meth:`kept`.
+        """Restores the count from a checkpoint's client state ``found``, which includes the result of :meth:`kept`.
 
-        If ``found`` has no count, the result is ``steps`` steps times the configured number of microbatches per step.
+        If ``found`` has no count, the count becomes ``steps`` steps times the configured number of microbatches per
+        step.
         """
         if self.taken is not None:
             self.taken = int(found.get(self.KEY, steps * self._steps))
@@ -175,9 +176,7 @@ class EngineState:
         return self.engine.config.bf16.enabled
 
     def gradient_clipping(self) -> float:
-        """Returns the largest L2 norm that the gradient may have in an update, above which it is clipped; 0: no
-        clipping.
-        """
+        """Returns the L2 norm to which gradients with a larger norm are clipped; 0: no clipping."""
         return self.engine.config.gradient_clipping
 
     def get_lr(self) -> list[float]:
@@ -187,8 +186,8 @@ class EngineState:
         return [float(group["lr"]) for group in self._groups]
 
     def get_mom(self) -> list[Any]:
-        """Returns a list with one value for each parameter group of the optimizer: its betas, otherwise its momentum,
-        or None.
+        """Returns a list with the betas of each parameter group of the optimizer; for a group without betas its
+        momentum, without both None.
         """
         return [group.get("betas", group.get("momentum")) for group in self._groups]
 

@@ -9,8 +9,8 @@ from engine.config import load_raw
 class HfDeepSpeedConfig:
     """Replacement of transformers' ``HfDeepSpeedConfig``: a DeepSpeed configuration with getters.
 
-    transformers' own class needs the package deepspeed, and builds models under its ``zero.Init``. With this class
-    models are built in full, and ``initialize`` shards them.
+    transformers' own class needs the package deepspeed, and builds models under deepspeed's ``zero.Init``. With this
+    class, models are built in full, and ``initialize`` shards them.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:

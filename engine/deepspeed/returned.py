@@ -139,7 +139,7 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
 
     ``given``: optimizer that the script passed, or a callable that makes one; None: the configured one is used. At ZeRO
     0 in fp32 the script's torch optimizer itself is returned, as in DeepSpeed. Otherwise the result is a
-    ``DeepSpeedOptimizer``, which reads from ``last`` if the last step was skipped.
+    ``DeepSpeedOptimizer``, which reads in ``last`` whether the last step was skipped.
     """
     config, own = engine.config, given if isinstance(given, torch.optim.Optimizer) else None
     if config.optimizer is None and given is None:
@@ -167,8 +167,8 @@ def returned_schedule(engine: Engine, given: Any) -> Any:
 def configured_schedule(config: Config, given: Any) -> Any:
     """Returns the argument ``lr_scheduler`` for ``engine.initialize``.
 
-    This is ``given``, the schedule that the script passed, if any. Otherwise, for a DeepSpeed schedule in ``config``,
-    it is a function that takes an optimizer and returns a scheduler with DeepSpeed's attributes; without one, None.
+    It is ``given``, if the script passed a schedule; for a DeepSpeed schedule in ``config``, a function that takes an
+    optimizer and returns a scheduler with DeepSpeed's attributes; otherwise None.
     """
     section = config.scheduler
     if given is not None or section is None or section.type not in SCHEDULES:

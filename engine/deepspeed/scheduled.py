@@ -51,8 +51,8 @@ class Scheduled:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (``args``, ``kwargs``) of a training forward, with the scheduled keyword arguments added.
 
-        ``steps``: number of steps completed before it. If any keywords are added, positional arguments are passed as
-        keywords too.
+        ``steps``: number of steps completed before this forward. If any keywords are added, positional arguments are
+        passed as keywords too.
         """
         added = self.keywords.at(steps)
         if added and len(args) <= len(self._names) and not kwargs.keys() & set(self._names[: len(args)]):
@@ -83,7 +83,7 @@ class ScheduledMembers(EngineState):
         return self._scheduled.keywords
 
     def pld_enabled(self) -> bool:
-        """Returns True if the configuration has progressive layer drop (section ``progressive_layer_drop``) on."""
+        """Returns True if the configuration enables progressive layer drop (section ``progressive_layer_drop``)."""
         return self._keywords.layer_drop is not None
 
     def get_pld_theta(self) -> float | None:
@@ -92,7 +92,7 @@ class ScheduledMembers(EngineState):
         return None if drop is None else drop.kept(self.global_steps)
 
     def curriculum_enabled_legacy(self) -> bool:
-        """Returns True if the configuration has curriculum learning (section ``curriculum_learning``) on."""
+        """Returns True if the configuration enables curriculum learning (section ``curriculum_learning``)."""
         return self._keywords.curriculum is not None
 
     @property

@@ -39,7 +39,7 @@ def GatheredParameters(  # noqa: N802, DeepSpeed's name
     Args:
         params: parameters, or a module with them.
         modifier_rank: rank that writes the parameters; the values of this rank are broadcast to all ranks at the end of
-            the context. None: all ranks must write equal values, or none.
+            the context. None: all ranks must write equal values, or write nothing.
         enabled: False: the context has no effect.
 
     ``fwd_module`` has no effect.

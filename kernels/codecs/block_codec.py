@@ -158,7 +158,7 @@ class Codec(Protocol):
     """Interface of codecs: they encode each row of numbers to a message of fewer bytes, and decode messages to numbers.
 
     Shapes: R rows of s numbers, [R, s], have R messages of m bytes, uint8 [R, m]. ``s`` is a multiple of the block
-    size, the numbers that share a scale.
+    size: the count of numbers that share a scale.
     """
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
@@ -169,9 +169,7 @@ class Codec(Protocol):
         """
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decodes each of R messages [R, m] into a row of the contiguous ``out_Rs`` [R, s], rounded once to its
-        dtype.
-        """
+        """Decodes each of R messages [R, m] into a row of the contiguous ``out_Rs`` [R, s]; values are rounded once."""
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
         """Decodes R messages [R, m], and overwrites ``out_s`` [s] with their sum.
@@ -272,7 +270,7 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
     With ``residual_Rs`` (fp32, contiguous) the sum of values and residual is encoded. The residual is then overwritten
     with the rounding error (error feedback, Seide et al. 2014), or with 0 where the sum is not finite.
 
-    It is a plain function and no torch custom operator, because it is neither differentiated nor compiled with a model.
+    This function is no torch custom operator, because it is neither differentiated nor compiled with a model.
     """
     if wire.bits == 1:
         return encode_signs(values_Rs, wire.block, residual_Rs)
@@ -287,7 +285,7 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
     """Decodes each of R messages of :func:`encode_blocks` [R, m] into a row of ``out_Rs`` [R, s].
 
-    ``out_Rs`` is contiguous; each value is rounded once to its dtype.
+    ``out_Rs`` is contiguous; each value is rounded once, to the dtype of ``out_Rs``.
     """
     if wire.bits == 1 or not _fits(out_Rs, kernels):
         out_Rs.copy_(_decoded(messages_Rm, wire))

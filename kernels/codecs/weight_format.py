@@ -72,7 +72,7 @@ class WeightFormat:
 class QuantizedShape:
     """Shape and format of quantized weights in memory.
 
-    The weights are a matrix, a stack of matrices, or the shard of either that one tensor rank stores.
+    The weights are a matrix, a stack of matrices, or one tensor rank's shard of either.
     """
 
     format: WeightFormat
@@ -183,7 +183,7 @@ def dequantize(
     """Decodes ``packed``, a result of :func:`quantize`, to values of the shape in ``shape``; each is rounded once to
     ``dtype``.
 
-    ``index``: number of the only matrix of a stack to decode; None: all. ``kernels`` selects Triton or PyTorch.
+    ``index``: stack index of the only matrix to decode; None: all. ``kernels`` selects Triton or PyTorch.
     """
     codes_RL, scales_RK = _parts(packed, shape)
     if index is not None:

@@ -41,7 +41,7 @@ def mix(x):
 
 @triton.jit
 def rounded(values, index, low, high):
-    """Rounds fp32 ``values`` to bf16 stochastically: to the number above or below, by random bits.
+    """Rounds fp32 ``values`` to bf16 stochastically: to the next bf16 number above or below, by random bits.
 
     The element's ``index`` (int64) and a 64-bit key, passed as two 32-bit words ``low`` and ``high``, determine the
     bits.
@@ -135,7 +135,7 @@ def adamw(
     Args:
         updated: weights, first moment, second moment, and the copy of the weights in the compute dtype, or None without
             one.
-        decision: two fp64 scalars on the device: a factor for the gradient, and a number that is 0 to skip the update.
+        decision: two fp64 scalars on the device: a factor for the gradient, and a flag that is 0 to skip the update.
         step: number of the update for the bias correction, from 1.
         rounding: stochastic rounding of bf16 weights; None: round to nearest.
     """

@@ -34,7 +34,7 @@ def statistics_kernel(
 
     They are the maximum (``largest``), the sum of exp(logit - maximum) (``total``), with TARGET the logit at ``target``
     (``picked``), and with WEIGHTED a weighted sum of (logit - maximum) (``weighted``). The weights are ``weight`` with
-    WEIGHT, otherwise 1. ``start``: index of the first of these columns in the full vocabulary.
+    WEIGHT, otherwise 1. ``start``: index in the full vocabulary of the first column of ``logits``.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride

@@ -57,14 +57,14 @@ _COLUMNS = 1024
 
 
 def processors(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors of ``device``; inside ``planned_for(gpu)``, that of ``gpu``."""
+    """Returns the number of streaming multiprocessors of ``device``, or of ``gpu`` inside ``planned_for(gpu)``."""
     return (_PLANNED.get() or gpu_shape(device)).processors
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability (major, minor) of ``device``; inside ``planned_for(gpu)``, that of ``gpu``.
+    """Returns the compute capability (major, minor) of ``device``, or of ``gpu`` inside ``planned_for(gpu)``.
 
-    For the CPU and the meta device it is that of an H100.
+    The CPU and the meta device count as an H100.
     """
     return (_PLANNED.get() or gpu_shape(device)).capability
 

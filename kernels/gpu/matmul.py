@@ -125,8 +125,8 @@ def tile_finish(
     """Stores f(sums + bias) + residual in ``out`` [M, N], for a tile ``sums`` [BM, BN] of a matrix product.
 
     ACTIVATION names the activation f; BIAS and RESIDUAL are False if that term is absent. KEEPS: also stores the input
-    of f in ``kept``. This input excludes the bias, except for relu: a small number that is rounded before the bias is
-    added could have another sign.
+    of f in ``kept``. This input excludes the bias, except for relu, because rounding before the bias is added could
+    change the sign.
     """
     if KEEPS and ACTIVATION != "relu":
         store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
@@ -212,9 +212,7 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """Operations that a matrix product applies to its result before it stores it: bias, activation, residual, in this
-    order.
-    """
+    """Operations on the result of a matrix product before it is stored: bias, activation, residual, in this order."""
 
     bias: Tensor | None = None
     """Bias [N], added before the activation."""

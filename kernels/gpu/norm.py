@@ -234,9 +234,9 @@ def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.cons
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Returns the sum of squares over all tensors in ``parts`` that count, as an fp64 scalar on their device.
+    """Returns the sum of squares over the tensors in ``parts`` that are marked True, as an fp64 scalar on their device.
 
-    ``parts``: nonempty sequence of pairs (values, True if they count), all on one device.
+    ``parts``: nonempty sequence of pairs (values, True to include them), all on one device.
     """
     device = parts[0][0].device
     shapes = [_shape(values.numel(), device) for values, _ in parts]

@@ -79,7 +79,7 @@ def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
     """Records the launches of Triton kernels inside the context, as for the GPU ``gpu``; runs and compiles none of
     them.
 
-    It yields a dict with one key per distinct launch, in order of the first; the values are None.
+    It yields a dict with one key per distinct launch, in launch order; the values are None.
     """
     from triton import knobs
     from triton.runtime.jit import JITFunction

@@ -24,8 +24,8 @@ from engine.kernels.optim.update_rules import AdamRule
 
 @dataclass(frozen=True, slots=True)
 class DeviceDecision:
-    """Two fp64 scalars on the device that decide about an update: a factor for the gradient, and a number that is 0 to
-    skip it.
+    """Two fp64 scalars on the device that decide about an update: a factor for the gradient, and a flag that is 0 to
+    skip the update.
 
     The host need not wait for these numbers.
     """
@@ -71,8 +71,8 @@ def adamw_(
     """Makes Adam or AdamW update number ``step`` (from 1) of the tensors in ``run``, in place, unless ``decision.go``
     is 0.
 
-    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest. It is a plain function and no torch
-    custom operator, because it is neither differentiated nor compiled with a model.
+    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest. This function is no torch custom
+    operator, because it is neither differentiated nor compiled with a model.
     """
     if not fits_adamw_kernel(run.weights, kernels):
         adamw_reference_(run, rule, step, decision, rounding)

@@ -31,8 +31,8 @@ _ON_SHAPES = 3
 
 
 class BlockRule(NamedTuple):
-    """Rule for the keys that a query attends to in one block of keys: all, the earlier ones (``causal``), or by
-    ``mask``.
+    """Rule for the keys that a query attends to in one block of keys: all, the earlier ones (``causal``), or a
+    selection by ``mask``.
 
     ``causal`` requires as many queries as keys. ``mask``: [.., G or 1, Q or 1, K] for G heads, Q queries and K keys;
     boolean (True: attends), or numbers that are added to the scores.

@@ -20,7 +20,7 @@ from engine.kernels.dispatch import Kernels, MainGradient, eager_apply, open_sum
 
 
 def look_up_rows(weight_VH: Tensor, ids: Tensor, padding: int | None, kernels: Kernels) -> Tensor:
-    """Returns the rows of ``weight_VH`` [V, H] with the numbers ``ids``, int64 or int32 [..]; the result is [.., H].
+    """Returns the rows of ``weight_VH`` [V, H] at the indices ``ids``, int64 or int32 [..]; the result is [.., H].
     Differentiable.
 
     The row ``padding`` gets no gradient. If ``weight_VH`` has a main gradient (the tensor that sums its gradients) and

@@ -47,8 +47,8 @@ class FlexCall:
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
-    """Runs torch's flex attention; returns the output [B, G, Q, E], or with log-sum-exps and maxima if ``call.options``
-    requests them, as torch does.
+    """Runs torch's flex attention; returns the output [B, G, Q, E], with log-sum-exps and maxima if ``call.options``
+    requests them.
 
     ``q`` is [B, G, Q, D], ``k`` [B, H, K, D] and ``v`` [B, H, K, E], for G query heads and H key heads. Queries without
     a visible key get zeros.
@@ -188,8 +188,8 @@ def build_block_mask(
     record this.
 
     Args:
-        listed: four int32 tensors: number [B, H, rows] and columns [B, H, rows, n] of the partial blocks, then of the
-            full ones.
+        listed: four int32 tensors: counts [B, H, rows] and column indices [B, H, rows, n] of the partial blocks,
+            then of the full blocks.
         block: size of a block, (queries, keys).
         mask_mod: mask function, which decides inside partial blocks.
         lengths: numbers of queries and keys.

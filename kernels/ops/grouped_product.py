@@ -24,7 +24,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -
     """Multiplies each row of ``x`` [R, K] by the matrix of its expert in ``weight`` [X, K, N]; returns [R, N].
     Differentiable.
 
-    The R rows are sorted by expert, of which there are X.
+    The R rows are sorted by expert, for X experts.
 
     Args:
         weight: contiguous, or the transpose of a contiguous [X, N, K].
@@ -58,8 +58,8 @@ def grouped_product_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor
 def grouped_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
     """Returns the gradient [X, K, N] of ``weight`` in :func:`grouped_product`, in the memory order of ``weight``.
 
-    For each of X experts it is the product of its rows of ``x`` [R, K], transposed, and its rows of ``dy`` [R, N], the
-    gradient of the result. ``ends`` [X] has the index after the last row of each expert.
+    For each of X experts it is the expert's rows of ``x`` [R, K], transposed, times the expert's rows of ``dy`` [R, N],
+    the gradient of the result. ``ends`` [X] has the index after the last row of each expert.
     """
     order = weight.is_contiguous()
     if not _fits(x, weight) or dy.dtype != x.dtype or not kernels.triton("grouped", x, x.shape[1]):

@@ -195,10 +195,10 @@ _PIECE = 1 << 20
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
-    """Returns the sum of squares over all tensors in ``parts`` that count, as an fp64 scalar on their device.
+    """Returns the sum of squares over the tensors in ``parts`` that are marked True, as an fp64 scalar on their device.
 
-    ``parts``: pairs (flat contiguous values, True if they count), all on one device. It is a plain function and no
-    torch custom operator, because it is neither differentiated nor compiled with a model.
+    ``parts``: pairs (flat contiguous values, True to include them), all on one device. This function is no torch custom
+    operator, because it is neither differentiated nor compiled with a model.
     """
     ours = [_squares_fit(values, kernels) for values, _ in parts]
     rest = [part for part, yes in zip(parts, ours, strict=True) if not yes]
@@ -213,9 +213,9 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tens
 
 
 def squared_norm_reference(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Returns the sum of squares over all tensors in ``parts`` that count, as an fp64 scalar, computed in PyTorch.
+    """Returns the sum of squares over the tensors in ``parts`` that are marked True, as an fp64 scalar, in PyTorch.
 
-    ``parts``: pairs (values, True if they count). The Triton kernel of :func:`squared_norm` is compared with this
+    ``parts``: pairs (values, True to include them). The Triton kernel of :func:`squared_norm` is compared with this
     function.
     """
     norms = [

@@ -70,9 +70,9 @@ class StateFormat:
 
     @property
     def largest(self) -> int:
-        """Largest code, of an element with the absolute value of its block's scale: 127 in signed codes, otherwise 255.
+        """Largest code without the sign bit: 127 for signed codes, otherwise 255.
 
-        The sign bit is not included.
+        It stands for an absolute value equal to the block's scale.
         """
         return 127 if self.signed else 255
 

@@ -184,8 +184,8 @@ def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HostKernel:
-    """Update rules of Adam and Lion for the CPU, compiled from C++; the tensors of a call are contiguous fp32 of one
-    size.
+    """Update rules of Adam and Lion for the CPU, compiled from C++; the tensors of a call are contiguous, fp32 and of
+    one size.
     """
 
     compiled: ctypes.CDLL

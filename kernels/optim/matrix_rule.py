@@ -87,8 +87,8 @@ def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 def side_shapes(shape: tuple[int, ...], largest: int, left: str, right: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes, by name, of two square state matrices for a matrix of ``shape`` (rows, columns).
 
-    ``left`` is the name of the one with shape (rows, rows), and ``right`` of the one with shape (columns, columns). One
-    with more than ``largest`` rows is left out.
+    ``left`` is the name of the one with shape (rows, rows), and ``right`` of the one with shape (columns, columns). A
+    state matrix with more than ``largest`` rows is left out.
     """
     rows, columns = shape
     sides = {left: (rows, rows), right: (columns, columns)}

@@ -74,8 +74,8 @@ class ShampooRule:
     def cost(self, shape: tuple[int, ...]) -> int:
         """Returns the average number of multiplications for one update of a matrix of ``shape``.
 
-        They are two matrix products per side with a preconditioner, and the eigendecompositions, divided by the number
-        of updates from one to the next.
+        It counts two matrix products per side with a preconditioner in each update, and one eigendecomposition per side
+        in every ``precondition_frequency`` updates.
         """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_preconditioner_dim]
@@ -185,8 +185,8 @@ class SoapRule:
     def cost(self, shape: tuple[int, ...]) -> int:
         """Returns the average number of multiplications for one update of a matrix of ``shape``.
 
-        They are three matrix products per side with an eigenbasis, and the computation of new bases, divided by the
-        number of updates from one to the next.
+        It counts three matrix products per side with an eigenbasis in each update, and one new basis per side in every
+        ``precondition_frequency`` updates.
         """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_precond_dim]

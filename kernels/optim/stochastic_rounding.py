@@ -21,7 +21,7 @@ _SHIFTS = (16, 15, 15)
 
 
 def random_bits(index: Tensor, key: int) -> Tensor:
-    """Returns a random number in [0, 2^32) for each element of ``index``, int64 of the same shape.
+    """Returns a random number in [0, 2^32) for each element of ``index``, as int64 of the same shape.
 
     The numbers depend only on ``index`` (int64, nonnegative) and the 64-bit ``key``, so that every rank and device gets
     the same ones.

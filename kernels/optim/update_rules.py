@@ -338,7 +338,7 @@ class LarsRule:
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
         """Subtracts a step from ``weights_n`` in place; with momentum, a decaying sum of all steps so far. A step is
-        (gradient + weight decay * weights) times learning rate and trust ratio, which follows from ``norms``.
+        (gradient + weight decay * weights) times learning rate and trust ratio. The ratio follows from ``norms``.
         """
         denominator = norms[1] + self.weight_decay * norms[0] + self.eps
         ratio = _ratio(norms, self.trust_coefficient * norms[0] / denominator, None)

@@ -54,8 +54,8 @@ Notes = list[str]
 
 
 def rewritten(given: Mapping[str, Any], problems: Problems) -> tuple[dict[str, Any], Notes]:
-    """Returns ``given`` with older and foreign forms of keys converted to present keys, and one note per form for the
-    user.
+    """Returns ``given`` with older and foreign forms of keys converted to current keys, and notes for the user, one per
+    form.
 
     Foreign forms are files of ``accelerate config``, and the sections of Apex, wandb and elasticity. Mistakes become
     problems.
@@ -220,8 +220,8 @@ class ElasticBatch(NamedTuple):
 def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
     """Computes the batch sizes for an ``elasticity`` section; None if a value is wrong, which becomes a problem.
 
-    Of several candidates it chooses the number of rows per step that the most numbers of GPUs divide into whole
-    microbatches. The candidates are multiples of each microbatch size, and of the least common multiple of all.
+    Among several candidates it chooses the number of rows per step that splits into whole microbatches for the most GPU
+    counts. The candidates are multiples of each microbatch size, and of the least common multiple of all sizes.
     """
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)

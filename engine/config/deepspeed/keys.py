@@ -74,8 +74,8 @@ class WithMode:
     """Treatment of a DeepSpeed key of activation checkpointing that enables nothing unless the section also sets
     ``mode``.
 
-    A value in ``idle`` is ignored; for another one the user gets a note. If the section sets ``mode`` and the treatment
-    has a ``target``, this Trine key is set to ``becomes``.
+    A value in ``idle`` is ignored; for any other value the user gets a note. If the section sets ``mode`` and the
+    treatment has a ``target``, this Trine key is set to ``becomes``.
     """
 
     idle: tuple[object, ...]

@@ -20,7 +20,7 @@ def loader_of_a_rank(
 
     Args:
         grid: ranks of the job, among them this rank's index on the data axis.
-        collate: callback that makes a batch of a list of rows.
+        collate: callback that makes a batch from a list of rows.
         shuffle: True: the default sampler shuffles the rows.
         sampler: sampler of this rank's rows; None: torch's DistributedSampler over the data ranks, except for an
             iterable dataset, which every data rank reads as it is.

@@ -63,8 +63,8 @@ class _Scheduled(UpdateScheduler):
 class LRRangeTest(_Scheduled):
     """Scheduler that raises the learning rate without end, to find the largest rate with which training is stable.
 
-    The rate starts at ``lr_range_test_min_lr``. Every ``lr_range_test_step_size`` updates it grows by
-    ``lr_range_test_step_rate`` times the start; in jumps with ``lr_range_test_staircase``, otherwise linearly.
+    The rate starts at ``lr_range_test_min_lr``. In each ``lr_range_test_step_size`` updates, the rate grows by
+    ``lr_range_test_step_rate`` times its initial value: in jumps with ``lr_range_test_staircase``, otherwise linearly.
     """
 
     _rule = staticmethod(lr_range_test)
@@ -122,8 +122,8 @@ class OneCycle(_Scheduled):
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Returns the pair of betas of each parameter group for the next update; None without ``cycle_momentum``.
 
-        Before the first update the first beta is ``cycle_max_mom``, at which the cycle begins. Until then the first
-        beta in the optimizer's groups is ``cycle_min_mom``, as in DeepSpeed.
+        Before the first update the returned first beta is ``cycle_max_mom``, with which the cycle begins, but the
+        optimizer's groups still have ``cycle_min_mom``, as in DeepSpeed.
         """
         if not self.cycle_momentum:
             return None
@@ -141,7 +141,7 @@ class OneCycle(_Scheduled):
 
 class WarmupLR(_Scheduled):
     """Scheduler that raises the learning rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``
-    steps, and then leaves it constant.
+    steps; after that the rate is constant.
 
     ``warmup_max_lr=None``: the optimizer's own rate.
     """

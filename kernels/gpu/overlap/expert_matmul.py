@@ -167,7 +167,7 @@ def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRow
     """Multiplies each row of ``rows_RK`` by its expert's matrix, and sends the result to the rank that the row came
     from.
 
-    ``rows_RK`` is contiguous and sorted by expert. The other rank calls :func:`launch_collect_rows` to receive the
+    ``rows_RK`` is contiguous and sorted by expert. The receiving rank calls :func:`launch_collect_rows` to read the
     results.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)

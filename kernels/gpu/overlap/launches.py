@@ -461,7 +461,7 @@ def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
 
 
 def tile_shape(tile: Tile) -> dict[str, Any]:
-    """Returns the keyword arguments of a kernel that describe ``tile``: BM, BN, BK, num_warps and num_stages."""
+    """Returns ``tile`` as keyword arguments of a kernel: BM, BN, BK, num_warps and num_stages."""
     return {
         "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip

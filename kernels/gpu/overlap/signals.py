@@ -75,7 +75,7 @@ def slot_of(table, owner, writer, epoch, capacity, RANKS: tl.constexpr, like):
 
 @triton.jit
 def place_of(table, owner, index):
-    """Returns a pointer to the int32 signal number ``index`` in the memory of rank ``owner``.
+    """Returns a pointer to the int32 of signal ``index`` in the memory of rank ``owner``.
 
     ``table`` has the address of each rank's signals.
     """

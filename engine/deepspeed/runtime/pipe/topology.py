@@ -70,8 +70,8 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: tuple[str, ...] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Returns the index of a rank on each axis as text, such as "pipe_01-model_00"; leaves the axes in
-        ``omit_axes`` out.
+        """Returns the index of a rank on each axis as text, such as "pipe_01-model_00", without the axes in
+        ``omit_axes``.
 
         ``inner_sep`` separates the axis from its index, ``outer_sep`` one axis from the next.
         """
