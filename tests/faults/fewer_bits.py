@@ -120,10 +120,8 @@ FEWER_BITS = (
         name="residuals-of-a-skipped-step-kept",
         about="What a skipped step has left out of its gradients is added to the next step.",
         file="engine/step/rank_parts.py",
-        old="    def after_skip(self) -> None:\n"
-        '        """Sets all residuals to 0, because a skipped step does not use its gradients."""\n'
-        "        self.scaled(0.0)\n",
-        new="",
+        old="        self.scaled(0.0)\n\n    def undo_step(self)",
+        new="        pass\n\n    def undo_step(self)",
         tests=(f"{_ENGINES}::test_a_skipped_step_leaves_no_residual",),
     ),
     Fault(

@@ -47,8 +47,8 @@ STEP_AND_PRECISION = (
         name="buffers-of-a-skipped-step",
         about="A skipped step leaves its running statistics behind.",
         file="engine/step/rank_parts.py",
-        old='        """Restores the buffers that forwards of the step have written."""\n        self.undo_step()\n',
-        new='        """Restores the buffers that forwards of the step have written."""\n        self.after_update()\n',
+        old="        self.undo_step()\n",
+        new="        self.after_update()\n",
         tests=("tests/engine/step/test_nonfinite.py::test_buffers_first_written_in_another_mode_are_put_back",),
     ),
     Fault(
