@@ -46,8 +46,8 @@ def info(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path, everything: bool) -> None:
-    """Reads every block of the checkpoint that ``folder`` denotes, verifies its checksum, and prints one line. With
-    ``everything``, does so for all checkpoints of the run.
+    """Verifies the checksum of every block of the checkpoint that ``folder`` denotes, and prints one line. With
+    ``everything``, does so for every checkpoint of the run.
 
     Raises:
         CheckpointError: a checkpoint is damaged; the message names file and tensor, or the damaged checkpoints if
@@ -73,8 +73,8 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
-    """Copies the model in Hugging Face format that a checkpoint contains to the folder ``out``, and verifies every
-    block during the copy.
+    """Copies a checkpoint's model in Hugging Face format to the folder ``out``, and verifies every block during the
+    copy.
 
     The copy is made under a temporary name, and renamed to ``out`` when it is complete.
 

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 class CommandParser(ArgumentParser):
     """Argument parser with more helpful errors than argparse: they contain the command's usage, and for an unknown
-    option the most similar known one.
+    option the most similar known option.
 
     Options may stand before, between and after positional arguments, up to ``--``.
     """

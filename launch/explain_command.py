@@ -101,7 +101,7 @@ def words_of(text: str) -> list[str]:
 
 
 def pieces(text: str) -> list[str]:
-    """Splits ``text``, an error message with placeholders in braces, into the constant texts between these."""
+    """Returns the constant texts between the placeholders (in braces) of the error message ``text``."""
     return [piece.strip() for piece in re.split(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text) if piece.strip()]
 
 

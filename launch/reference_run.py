@@ -95,7 +95,7 @@ def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, t
 
 
 def save_last(eng: engine.Engine, before: int) -> None:
-    """Starts a checkpoint after the last step, unless this step has one already, or this start of the run has made no
+    """Starts a checkpoint after the last step, unless that step was saved already, or this start of the run has made no
     step. All ranks must call it.
 
     ``before``: number of steps that the run had made before this start.
@@ -140,7 +140,7 @@ WARM_UP_STEPS = 2
 
 @dataclass(slots=True)
 class ProgressLine:
-    """Printer of the progress of a run, with a line for reported steps. A line has step, loss, bits per byte, learning
+    """Printer of a run's progress, as one line of text per printed step. A line has step, loss, bits per byte, learning
     rate, gradient norm, tokens per second, memory and remaining time.
     """
 

@@ -31,7 +31,7 @@ def add_serve_options(command: ArgumentParser) -> None:
 
 def run_serve(options: Namespace) -> None:
     """Runs ``trine serve``: serves a model for training and sampling until SIGTERM or SIGINT. With ``--replay``, it
-    only checks the journal, the log of commands, that a service has written.
+    only checks the journal (log of commands) of an earlier service.
 
     Raises:
         EngineError: configuration, model, address or journal have a mistake.
@@ -54,8 +54,8 @@ def _sized(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve_settings(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
-    """Returns the configuration section ``serve`` with host, port and token variable from the command line, where it
-    has them. ``serve`` None: all other settings have their defaults.
+    """Returns the configuration section ``serve``, with host, port and token variable replaced by the options of the
+    command line, if given. ``serve`` None: the section has default values.
     """
     given = {"host": options.host, "port": options.port, "token_env": options.token_env}
     return replace(serve or ServeConfig(), **{name: value for name, value in given.items() if value is not None})

@@ -32,7 +32,7 @@ def run_sweep(options: Namespace) -> None:
     trials and the best one.
 
     Raises:
-        EngineError: the settings have a mistake, found before any rank communicates; or a trial raises it.
+        EngineError: the settings have a mistake (found before any rank communicates), or a trial raises the error.
     """
     settings = read_sweep(options.sweep)
     if settings.metric is None:

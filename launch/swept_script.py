@@ -35,10 +35,10 @@ def sweep_script(
 
     Args:
         promote: number of pruned trials that continue from their checkpoints.
-        show: callback on rank 0 with the result row of each trial at its end.
+        show: callback, called on rank 0 with a trial's result row when the trial ends.
 
     Raises:
-        ConfigError: a mistake in the settings or in the script's configuration; on all ranks.
+        ConfigError: the settings or the script's configuration have a mistake; raised on all ranks.
         PlanError: the script ends without an engine that trains.
     """
     sweep = Sweep(settings, promote)

@@ -99,7 +99,7 @@ class FlatBucket:
     @property
     def wide(self) -> Tensor | None:
         """Master weights of this rank's owned elements, if their dtype differs from that of the parameters in ``kept``;
-        otherwise None. A master of the same dtype is a host copy of the parameters, which is not saved or gathered.
+        otherwise None. A master of the same dtype, a host copy of the parameters, is neither saved nor gathered.
         """
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
@@ -251,8 +251,8 @@ class Ownership:
 def reserve(
     layout: FlatLayout, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device
 ) -> tuple[FlatBucket, ...]:
-    """Allocates zeroed memory for the buckets of ``layout`` on ``device``; returns the trained buckets, then the frozen
-    ones. The full parameters of a sharded bucket (ZeRO 3) get no memory yet.
+    """Allocates zeroed memory for the buckets of ``layout`` on ``device``; returns the buckets of trainable parameters,
+    then the buckets of frozen ones. The full parameters of a sharded bucket (ZeRO 3) get no memory yet.
 
     ``parameters``: parameters by name; :func:`fill` copies their values later. ``who``: this rank's share of the
     buckets.
@@ -427,10 +427,10 @@ class Attachment:
         self._members = self._count()
 
     def check(self) -> None:
-        """Checks that the engine trains all parameters of the model: none was added, replaced, moved or unfrozen since
-        the engine was built.
+        """Checks that no parameter of the model was added, replaced or moved since the engine was built, and that the
+        engine can train each parameter that requires a gradient.
 
-        A trained parameter may be frozen and unfrozen; while frozen it has no gradient.
+        Parameters that the engine can train may be frozen and unfrozen; a frozen parameter has no gradient.
 
         Raises:
             EngineError: a parameter breaks this rule; the message names the first one.

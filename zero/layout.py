@@ -57,7 +57,7 @@ class Item:
     dtype: str
     group: int = 0
     counted: bool = True
-    """True on the one rank, of all with a copy, that counts the parameter in the gradient norm."""
+    """True if this rank counts the parameter in the gradient norm; only one of the ranks with a copy does."""
     shared: bool = False
     """True if several tensor ranks store the whole parameter or parts of it."""
     ties: tuple[int, ...] = ()

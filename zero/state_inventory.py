@@ -105,7 +105,7 @@ class HoldsResiduals(Protocol):
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Encoding errors of quantized gradients, by a name that no other error on this rank has."""
+        """Encoding errors of quantized gradients, by a name that is unique on this rank."""
 
 
 class HoldsSecondary(Protocol):
@@ -144,7 +144,7 @@ class StateTensor:
     name: str = ""
     """Name of the parameter, if the tensor belongs to a single one."""
     flat: FlatBucket | None = None
-    """Bucket, if the tensor contains elements of one."""
+    """Bucket that the tensor's elements belong to, if any."""
     part: slice = field(default_factory=lambda: slice(0))
     """Elements of the bucket in the tensor."""
     home: Home = Home.DEVICE
@@ -171,8 +171,8 @@ class StateTensor:
         return element - self._slot(element)[1]
 
     def within(self, part: slice) -> "StateTensor":
-        """Returns a copy of this entry for ``part``, a range of the bucket's elements. Its tensor is the slice of this
-        entry's tensor for that range, which this entry must contain.
+        """Returns a copy of this entry for only a part of its elements. ``part``: range of the bucket's elements,
+        within the range of this entry.
         """
         start = self.part.start
         return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
@@ -261,8 +261,8 @@ class StateInventory:
             )  # fmt: skip
 
     def moments(self) -> Iterator[StateTensor]:
-        """Yields the optimizer state: first state of whole parameters, as of Muon, then per-element state such as
-        Adam's moments.
+        """Yields the optimizer state: first the state of whole parameters (as in Muon), then per-element state (such as
+        Adam's moments).
         """
         for updates in self.optimizer.whole:
             yield from self.whole_state(updates)

@@ -96,9 +96,8 @@ class WireFormats:
         return inside, ReductionHop("gradients across nodes", nodes, 1)
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
-        """Returns the indices along ``axis`` of the ranks that exchange messages in all-to-all number ``hop`` of a
-        reduction, for the rank with ``index``. They include ``index``, and are in the order in which messages are
-        summed.
+        """Returns the ranks that join the rank ``index`` in all-to-all number ``hop`` of a reduction, including
+        ``index`` itself, in the order in which messages are summed. Ranks are indices along ``axis``.
         """
         first = index - index % self.ranks
         if len(self.hops) == 1:
@@ -109,8 +108,8 @@ class WireFormats:
         return tuple(range(first + place, first + self.ranks, self.within))
 
     def gathered_bytes(self, bucket: Bucket, itemsize: int) -> int:
-        """Returns the number of bytes of all ranks' messages together in one all-gather of ``bucket``. ``itemsize``:
-        bytes of an element that is not quantized.
+        """Returns the total number of bytes in all ranks' messages of one all-gather of ``bucket``. ``itemsize``: bytes
+        of an element that is not quantized.
         """
         wire = self.of_weights(bucket)
         if wire is None:

@@ -109,7 +109,7 @@ def join_outputs(outputs: list[Any]) -> Any:
     """Joins the model outputs of several microbatches into one output of the same structure. Tensors are concatenated
     along dim 0, 0-dim tensors are stacked, mappings and sequences are joined entry by entry.
 
-    Sequences of different lengths have one entry per row or image (SmolVLM's ``pooler_output``), and are concatenated.
+    Sequences of different lengths, with an entry per row or image (SmolVLM's ``pooler_output``), are concatenated.
     """
     first = outputs[0]
     if isinstance(first, Tensor):

@@ -20,13 +20,13 @@ Name = str | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRows:
-    """Rule for splitting a batch into microbatches. Every tensor with at least one dim is split along dim 0, its rows,
-    except for the tensors that the user names (``whole``) and tensors without rows found in an example (``learnt``).
+    """Rule for splitting a batch into microbatches. Every tensor with at least one dim is split along dim 0 (rows),
+    except tensors that the user names (``whole``) and tensors that have no rows in an example batch (``learnt``).
     """
 
     whole: frozenset[Name] = frozenset()
     learnt: frozenset[BatchPath] = frozenset()
-    """Paths of tensors in the example whose leading dim is not the number of rows."""
+    """Paths of tensors that have another leading dim than the number of rows in the example."""
 
     @staticmethod
     def of(whole: Name | Sequence[Name], example: Batch, micro: int) -> "BatchRows":

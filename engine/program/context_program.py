@@ -204,7 +204,7 @@ def with_context(
         asked: attention method from the configuration: the way in which queries get the keys of other ranks.
         plan: decisions from a trace of the model.
         staged: True if a forward runs one pipeline stage only.
-        unit: number of which each rank's number of positions is a multiple.
+        unit: each rank's number of positions is a multiple of this number.
     """
     if axis.size == 1:
         return program

@@ -38,7 +38,7 @@ class ExpertStack(NamedTuple):
     """Name of the module that owns the experts of one layer, and the number of these experts."""
 
     name: str
-    """Name of the module that owns them."""
+    """Name of the module that owns the experts."""
     experts: int
 
 

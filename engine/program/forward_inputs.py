@@ -61,7 +61,7 @@ class ForwardSignature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInputs:
-    """Rule that selects the arguments of the model's forward from a microbatch; by default all entries."""
+    """Rule that selects the entries of a microbatch that the model's forward receives; by default all of them."""
 
     stated: Inputs | None = None
     signature: ForwardSignature = field(default_factory=ForwardSignature)
@@ -195,7 +195,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 @dataclass(frozen=True, slots=True)
 class TorchLoss:
     """Loss function with the engine's signature (output, batch) around a ``torch.nn`` loss. It calls that loss with the
-    output and the targets, the only tensor of the batch that the model's forward does not receive.
+    output and the target tensor, the only tensor of the batch that the model's forward does not receive.
     """
 
     loss: Callable[..., Any]

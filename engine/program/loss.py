@@ -38,12 +38,12 @@ def find_loss(
 ) -> WeightedLoss:
     """Returns the loss of one microbatch, from ``loss_fn`` or from the model's ``output``.
 
-    With ``loss_fn``: it returns a 0-dim tensor or (sum, weight), optionally followed by a dict of metrics by name. Each
-    metric is a number, a 0-dim tensor or (sum, weight). Without ``loss_fn``, the loss is ``output.loss``,
+    With ``loss_fn``: the function returns a 0-dim tensor or (sum, weight), optionally followed by a dict of metrics by
+    name. Each metric is a number, a 0-dim tensor or (sum, weight). Without ``loss_fn``, the loss is ``output.loss``,
     ``output["loss"]``, a 0-dim output, or the only 0-dim floating tensor of a tuple.
 
-    ``names``: metrics that the run averages; None: returned metrics are ignored. ``weight``: weight of a loss that is a
-    single tensor, a mean; a returned (sum, weight) has its own weight.
+    ``names``: names of metrics that the run averages; None: returned metrics are ignored. ``weight``: weight of a mean
+    loss (a single tensor); a pair (sum, weight) has its own weight.
 
     Raises:
         EngineError: there is no loss, or it is not a 0-dim floating tensor; a metric is missing, is not named, or is
@@ -214,10 +214,10 @@ class RowGather:
     :meth:`open` it sends nothing, and the result has only the right shape, for planning.
 
         forward     rows [b, ...] of each data rank -> [N*b, ...] on all N of them      all-gather over dp
-        backward    gradient of all rows -> its sum over ranks for the own rows         reduce-scatter over dp
+        backward    gradients [N*b, ...] of each rank -> sum for its own rows [b, ...]  reduce-scatter over dp
 
-    The engine's gradient is that of the mean of all ranks' losses, or of the total sum over the total weight, if a loss
-    is (sum, weight). Every term counts exactly once, even if each rank computes the loss of the whole batch.
+    The engine computes the gradient of the mean of all ranks' losses; for losses (sum, weight), of the total sum
+    divided by the total weight. Every term counts exactly once, even if each rank computes the loss of the whole batch.
     """
 
     def __init__(self, ranks: int = 1, uneven: bool = False) -> None:
@@ -245,7 +245,7 @@ class RowGather:
         parameter.
 
         Raises:
-            EngineError: it has the parameter, but data ranks run different numbers of microbatches.
+            EngineError: ``loss_fn`` has the parameter, but data ranks run different numbers of microbatches.
         """
         try:
             named = loss_fn is not None and _ARGUMENT in inspect.signature(loss_fn).parameters

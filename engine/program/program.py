@@ -55,7 +55,7 @@ class Program:
     replay: RouterReplay | None = None
     """Replay of recorded routing; None: routers choose."""
     weighs_rows: bool = False
-    """True if the mean loss of a microbatch weighs as its rows; False: every microbatch weighs the same."""
+    """True if the mean loss of a microbatch is weighted by its number of rows; False: all have equal weight."""
     copies: PinnedCopies = field(default_factory=PinnedCopies, compare=False)
 
     def move(self, batch: Batch) -> Batch:
@@ -182,8 +182,8 @@ def _mixed_dtypes(error: RuntimeError, compute: torch.dtype) -> EngineError:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Returns a context in which all modules of ``model`` are in eval mode. At its end each module gets back the mode
-    that it had before.
+    """Returns a context in which all modules of ``model`` are in eval mode. At the end of the context, each module's
+    previous mode is restored.
     """
     training = {module: module.training for module in model.modules()}
     model.eval()

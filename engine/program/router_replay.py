@@ -23,7 +23,7 @@ from engine.program.batch import Batch
 from engine.program.batch_rows import BatchRows
 
 KEY = "routed_experts"
-"""Key of a batch."""
+"""Key of the expert indices in a batch."""
 _NOTE = "takes the experts of each row from the batch, if it has them (router_replay)"
 
 

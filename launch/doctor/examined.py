@@ -82,7 +82,7 @@ class HostFacts:
 
     def carrier(self) -> InterfaceFacts | None:
         """Returns the network interface that gloo uses: the one that GLOO_SOCKET_IFNAME names, otherwise the one with
-        an address of the host's name. Returns None if there is no such interface.
+        an address that the host's name resolves to. Returns None if there is no such interface.
         """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)

@@ -44,8 +44,8 @@ _REACHING = "reaching the meeting point"
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """One rank's part in the check that ``trine doctor`` makes on all ranks of a job together. Its phases follow the
-    start of a training. :meth:`run` is called once.
+    """One rank's part in the check that ``trine doctor`` makes on all ranks of a job together. The phases of the check
+    imitate the start of a training run. :meth:`run` is called once.
 
     Args:
         own: facts about this rank.
@@ -110,8 +110,8 @@ class Examination:
         return f"no answer within {self.seconds:g} s: {self._phase}{'; ' * bool(words)}{words}."
 
     def say(self, verdict: Mapping[str, Any]) -> None:
-        """Sends ``verdict``, rank 0's conclusion as a JSON object, to all ranks that have answered so far. Waits a few
-        seconds until they have read it.
+        """Sends ``verdict``, rank 0's conclusion as a JSON object, to all ranks that have answered so far. Waits until
+        they have read it, at most a few seconds.
         """
         store, others = self._store, [one.rank for one in self.seen.facts if one.rank not in (0, *self.seen.silent)]
         if store is None or not others:

@@ -94,9 +94,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class PairTimes:
-    """Measured latency in seconds and rate in bytes per second between two hosts, which ``hosts`` names by their
-    indices.
-    """
+    """Measured latency in seconds and rate in bytes per second between two hosts; ``hosts`` has their indices."""
 
     hosts: tuple[int, int]
     latency: float
@@ -107,8 +105,8 @@ def measure_pairs(group: HostGroup, leaders: Sequence[int]) -> list[PairTimes]:
     """Measures the links between pairs of hosts. Pairs of one round have no host in common, and are measured at the
     same time.
 
-    ``leaders``: ranks that make the measurement, one per host; all of them must call it. Returns the results of the
-    pairs with the host of the calling leader in first place.
+    ``leaders``: ranks that make the measurement, one per host; all of them must call this function. Each leader gets
+    the results of the pairs in which its host is first.
 
     Raises:
         EngineError: a leader does not answer.
@@ -186,9 +184,9 @@ def _follow(other: _Partner) -> None:
 def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float, float]]:
     """Compares the clocks of all hosts with the clock of the first leader's host.
 
-    ``leaders``: ranks that make the comparison, one per host; all of them must call it. On the first leader, returns
-    for each other host (seconds by which its clock is ahead, maximum error). On the other leaders, returns an empty
-    list. As in NTP, the shortest round trip determines the offset.
+    ``leaders``: ranks that make the comparison, one per host; all of them must call this function. On the first leader,
+    returns a pair for each other host, in seconds: (time by which its clock is ahead, maximum error). On other leaders,
+    returns an empty list. As in NTP, the shortest round trip determines the offset.
 
     Raises:
         EngineError: a leader does not answer.

@@ -89,11 +89,11 @@ def _problems_of(host: Host, before: list[Host], place: str) -> Iterator[LaunchE
 
 
 def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """Returns the hosts of ``hosts`` that the options ``--include`` or ``--exclude`` select, each restricted to its
+    """Returns the entries of ``hosts`` that the option ``--include`` or ``--exclude`` selects, each restricted to its
     selected GPUs. Without either option, returns all hosts.
 
     Raises:
-        LaunchError: both options are given, one names an unlisted host or missing GPUs, or no host remains.
+        LaunchError: both options are given, an option names an unlisted host or missing GPUs, or no host remains.
     """
     if include is not None and exclude is not None:
         raise LaunchError("--include and --exclude both select hosts; give one of them.")

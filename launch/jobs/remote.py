@@ -39,8 +39,8 @@ class SshRequest:
     python: str
 
     def command(self, host: Host) -> list[str]:
-        """Returns the command of this host, as a list of words, that runs a Python program on ``host`` over ssh. The
-        caller sends the source code of the program through the command's stdin.
+        """Returns the ssh command, as a list of words, that runs a Python program on ``host``. The caller sends the
+        source code of the program through the command's stdin.
         """
         connect = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(self.seconds))}")
         return [*self.ssh, *connect, *ALIVE, "-T", host.name, f"exec {shlex.quote(self.python)} -u -c '{_FIRST}'"]
@@ -152,8 +152,8 @@ def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweringHosts:
-    """Result of probing all hosts: the hosts on which the job starts, and the hosts that did not answer and that an
-    elastic job starts without.
+    """Result of probing all hosts: the hosts on which the job starts, and the hosts that an elastic job leaves out
+    because they did not answer.
     """
 
     found: tuple[HostReply, ...]

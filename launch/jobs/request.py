@@ -247,11 +247,11 @@ def drop_one_node(options: Namespace) -> None:
 
 
 def environment_file() -> tuple[Path, dict[str, str]] | None:
-    """Reads the file ``.deepspeed_env`` (or the name in DS_ENV_FILE) in the working folder or else the home folder. It
-    contains environment variables for all hosts. Returns (path, dict of variables), or None if there is no such file.
+    """Reads environment variables for all hosts from the file ``.deepspeed_env``, or the file that DS_ENV_FILE names,
+    in the working folder or else the home folder. Returns (path, dict of variables), or None if there is no such file.
 
     Raises:
-        LaunchError: one of its lines is not NAME=VALUE.
+        LaunchError: a line of the file is not NAME=VALUE.
     """
     name = environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)
     path = next((folder / name for folder in (Path.cwd(), Path.home()) if (folder / name).is_file()), None)

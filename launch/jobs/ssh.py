@@ -160,7 +160,7 @@ class HostRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """Rendezvous of a job's hosts: host and port of its store, its identity, and the number of restarts so far."""
+    """Rendezvous of a job's hosts: store host and port, rendezvous identity, and number of job restarts so far."""
 
     first: Host
     port: int
@@ -218,7 +218,7 @@ class Running:
         self.runs: dict[Host, HostRun] = {}
 
     def start(self, facts: HostReply, meeting: MeetingPlace) -> None:
-        """Starts torchrun on the host of ``facts``, which joins ``meeting``, and adds it to the running hosts."""
+        """Starts torchrun on the host of ``facts``, at the rendezvous ``meeting``, and adds this host to the set."""
         self.runs[facts.host] = self._plan.start(facts, meeting, self._screen)
 
     def ended(self) -> list[tuple[HostRun, int]]:
@@ -235,8 +235,8 @@ class Running:
         return found
 
     def say(self, word: str) -> None:
-        """Sends a control word ("beat", "TERM", "INT" or "KILL") to each running host, to the guard: the program there
-        that runs torchrun.
+        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard, the program that runs torchrun, on each
+        host of the set.
         """
         for run in self.runs.values():
             run.say(word)
@@ -262,7 +262,7 @@ RETRY_SECONDS = 2.0
 """Seconds between two attempts to reach a lost host, of ``TRY_SECONDS`` each."""
 TRY_SECONDS = 5.0
 FAILED_SECONDS = 15.0
-"""Seconds for hosts to end after another one has failed, enough for the watchdog's report."""
+"""Seconds that hosts have to end after another host has failed, enough for the watchdog's report."""
 HURRY_SECONDS = 1.0
 """Seconds within which several signals count as one."""
 

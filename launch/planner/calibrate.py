@@ -31,7 +31,7 @@ COPIED = 1 << 31
 TOKENS, HEADS, HEAD_WIDTH = 8192, 32, 128
 """Tokens, heads and head width of the measured attention."""
 FALLBACK = "h100"
-"""Kind of GPU with the data sheet for unmeasured numbers of unknown GPUs."""
+"""Kind of GPU that supplies the unmeasured values for a GPU of unknown kind."""
 
 
 def calibrate(path: Path, links: Path | None = None) -> None:

@@ -38,7 +38,7 @@ class Planned:
     change: LayoutEstimate | None
     """Nearest layout that fits in memory, if the planned one does not; otherwise None."""
     smallest: LayoutEstimate | None
-    """Layout with the least memory, if this one does not fit."""
+    """Layout with the least memory, if the planned one does not fit."""
     passed: tuple["PlanCosts", ...] = ()
     """Layouts that were counted earlier and do not fit in memory."""
 
@@ -253,8 +253,8 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
-    """Formats the result of a layout search. Each line is one of the best layouts, ``planned``; the last lines are the
-    reasons why the first of them is the fastest.
+    """Formats the result of a layout search: a summary, a line for each of the best layouts, ``planned``, and the
+    reasons why the first layout is the fastest.
     """
     lines = [f"model: {planned[0].asked.model.words}"]
     lines += [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]

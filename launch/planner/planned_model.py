@@ -136,7 +136,7 @@ class PlannedModel:
 
     def called(self) -> set[int] | None:
         """Returns the ``id`` of each module of the model that a forward calls. The forward runs on the meta device.
-        Returns None if it raises there, as a forward does that reads tensor values.
+        Returns None if the forward raises, for example because it reads tensor values.
         """
         program = Program(self.model, self.loss_fn, Precision(None, None), torch.device("meta"))
         called = CalledModules()

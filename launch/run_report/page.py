@@ -230,7 +230,7 @@ def write_report(folder: Path, out: Path | None) -> None:
 
     Args:
         folder: the ``monitor.report`` folder of the run.
-        out: file of the page; None: ``report.html`` in that folder.
+        out: file of the page; None: ``report.html`` in ``folder``.
 
     Raises:
         EngineError: the folder contains no records, a file is damaged, or the page cannot be written.
@@ -304,8 +304,8 @@ def wait_axes(ranks: Iterable[RecordedRank]) -> list[str]:
 
 
 def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
-    """Returns an HTML table with a row for each rank: its seconds of waiting for communication by axis, and the share
-    of these in the time of its steps.
+    """Returns an HTML table with a row for each rank: its seconds of waiting for communication by axis, the seconds of
+    its steps, and the fraction of the step time spent waiting.
     """
     axes = wait_axes(ranks)
     rows = []

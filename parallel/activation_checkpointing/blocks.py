@@ -286,8 +286,8 @@ def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..
     """Returns a wrapper of ``inner``, a block's forward. The first call of the wrapper is the block's forward run;
     later calls are recomputations of that run.
 
-    A recomputation runs under the torch function modes of the first call. If the callback ``again`` is given, it also
-    runs in a context from the function that ``again`` has returned before the first call.
+    A recomputation runs under the torch function modes of the first call. ``again``: callback, called once before the
+    first call. It returns a function that makes a context for each recomputation.
     """
     calls, run = 0, _in_mode_of_forward(inner)
     if again is None:

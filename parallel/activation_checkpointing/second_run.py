@@ -55,8 +55,8 @@ class BlockState:
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a wrapper of ``forward`` for one call of the block and its recomputations.
 
-        The first call of the wrapper is the normal forward. Each later call, a recomputation, starts from the block
-        state before the first one. It afterwards restores the state from before the recomputation.
+        The first call of the wrapper is the normal forward. Each later call is a recomputation: it starts from the
+        block state before the first call, and at its end restores the state from before the recomputation.
         """
         found: list[_Found] = []
 

@@ -146,9 +146,9 @@ class SavedActivations:
             output.copy()
 
     def before_sum(self, tensor: Tensor) -> None:
-        """Drops the content of saved outputs in the memory of ``tensor``; the saved sum replaces it in the
-        recomputation. It is called just before an in-place all-reduce of ``tensor``. If ``tensor`` is only a part of
-        its storage, the outputs are copied instead.
+        """Drops the content of saved outputs in the memory of ``tensor``, just before an in-place all-reduce of
+        ``tensor``; the recomputation uses the saved sum. If ``tensor`` is only a part of its storage, saved outputs are
+        copied instead of dropped.
         """
         if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             self.before_write(tensor)
@@ -156,15 +156,15 @@ class SavedActivations:
             output.drop()
 
     def take(self, operator: Operator) -> _Entry | None:
-        """Removes and returns the saved outputs of the oldest remaining call of ``operator``, so that the recomputation
-        gets them in the order of the forward. Returns None if none are left.
+        """Removes and returns the saved outputs of the oldest remaining call of ``operator``, because a recomputation
+        repeats the calls in order. Returns None if no call is left.
         """
         calls = self._calls.get(operator)
         return calls.popleft() if calls else None
 
     def take_sum(self) -> Tensor | None:
-        """Removes and returns the saved result of the oldest remaining all-reduce, so that the recomputation gets them
-        in the order of the forward. Returns None if none are left.
+        """Removes and returns the saved result of the oldest remaining all-reduce, because a recomputation repeats the
+        all-reduces in order. Returns None if none is left.
         """
         return self._sums.popleft().take("a sum", torch.device("cpu")) if self._sums else None
 

@@ -31,9 +31,7 @@ _MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Plan for forwards that run tile by tile (on a few positions at a time): the number of tokens in a tile, and the
-    modules that run so.
-    """
+    """Plan for forwards that run tile by tile (on a few positions at a time): tile size in tokens, and the modules."""
 
     tokens: int
     modules: tuple[RowwiseModule, ...]

@@ -74,8 +74,7 @@ class Arrival:
         """Starts the exchange that sends the gradient of each expert result to the rank of its expert. ``grad``:
         gradient of ``sums``. ``token``: index of the token of each result.
 
-        Returns ``grad`` itself, the receive buffer for the gradients of the results of this rank's experts, and the
-        handle of the exchange.
+        Returns (``grad`` itself, receive buffer for gradients of this rank's expert results, handle of the exchange).
         """
         rows = grad.new_empty(sum(self._route.gets), *grad.shape[1:])
         route, given = self._route, grad.index_select(0, token)
@@ -87,9 +86,9 @@ class Awaited(Tensor):
     """Tensor subclass for the output of an expert layer, while expert results are still being received. At its first
     use it waits for them, and then acts as a plain tensor.
 
-    It has the shape of the result, or of a view of it, but no memory: a C++ extension that accesses its data pointer
-    raises. A torch function waits before autograd records it, in one autograd node for the first use. Code that
-    bypasses torch functions, such as an ``autograd.Function``, waits in the operators below autograd.
+    It has the shape of the output, or of a view of the output, but no memory, so a C++ extension that accesses its data
+    pointer raises. A torch function waits before autograd records the function. Code that bypasses torch functions,
+    such as an ``autograd.Function``, waits later, in the operators below autograd.
     """
 
     _arrival: Arrival

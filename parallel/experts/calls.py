@@ -23,9 +23,9 @@ class Rows(NamedTuple):
     """
 
     x: Tensor
-    """Rows of the stream [T, H]."""
+    """Token rows [T, H]."""
     numbers: Tensor
-    """Numbers of the experts of each row [T, k]; integers."""
+    """Indices of the k experts of each row [T, k]; integers."""
     weights: Tensor
     """Weight of each expert of each row [T, k]."""
 
@@ -47,9 +47,9 @@ class ExpertCall(Protocol):
     """
 
     slots: ClassVar[int]
-    """Experts of a row in a trial."""
+    """Number of experts per row in a trial."""
     described: ClassVar[str]
-    """The arguments, for messages."""
+    """Description of the arguments, for messages."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class Round(NamedTuple):
     gets: tuple[int, ...]
     """Number of rows from each rank."""
     rows: Tensor
-    """Indices of the rows that this rank gives, in :class:`Dispatch`, in the order of the ranks."""
+    """Indices of the rows of :class:`Dispatch` that this rank sends, in the order of the receiving ranks."""
 
 
 class Dispatch:
@@ -39,7 +39,7 @@ class Dispatch:
     Args:
         numbers: indices of the k experts of each of T tokens [T, k]; -1: no expert.
         bounds: index of the first expert of each rank, followed by the number of experts.
-        limit: maximum number of rows from one rank to another in a round; None: twice the number of an even routing.
+        limit: maximum number of rows from one rank to another in a round; None: twice the number under even routing.
     """
 
     @torch.no_grad()
@@ -99,8 +99,8 @@ def exchange(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str, ties: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Sends the rows of each of ``tensors`` over the axis "ep": the first ``gives[0]`` rows to rank 0, the next
-    ``gives[1]`` rows to rank 1, and so on. Returns one tensor of received rows for each, with ``gets[r]`` rows from
-    rank r.
+    ``gives[1]`` rows to rank 1, and so on. Returns the received rows as one tensor for each of ``tensors``, with
+    ``gets[r]`` rows from rank r.
 
     The exchange is a single autograd node, so all ranks exchange the gradients in the same order. Integer tensors have
     no gradient. ``ties``: tensors that get zero gradients. They make this rank's backward join the exchange even if no

@@ -22,7 +22,7 @@ class ExpertPacking:
     """Rows of one expert along the dim."""
     dim: int = 0
     alternate: bool = False
-    """Row i of all experts precedes row i + 1; otherwise all rows of one expert precede those of the next."""
+    """True: row i of all experts precedes row i + 1. False: the rows of an expert are consecutive."""
 
     def shape(self, shape: Sequence[int], experts: int) -> tuple[int, ...]:
         """Returns the parameter shape ``shape`` with the size of its expert dim changed to fit ``experts`` experts."""
@@ -44,8 +44,8 @@ class ExpertPacking:
         return apart.movedim(0, self.dim + self.alternate).flatten(self.dim, self.dim + 1)
 
     def ranges(self, bounds: Sequence[int]) -> tuple[Range, ...]:
-        """Returns the shards of the expert dim: ranges of its rows, each with its rank. Rank r owns the experts from
-        ``bounds[r]`` up to, but not including, ``bounds[r + 1]``.
+        """Shards the expert dim: returns ranges of indices along it, each with the rank that stores them. Rank r owns
+        the experts from ``bounds[r]`` up to, but not including, ``bounds[r + 1]``.
         """
         experts, ranks = bounds[-1], range(len(bounds) - 1)
         if self.alternate:
@@ -67,11 +67,11 @@ class RoutedExperts:
     """Width H of its rows."""
     call: ExpertCall
     own: Mapping[str, ExpertPacking]
-    """Place of the experts in each of its parameters that stack experts, by the name in the module."""
+    """Packing of each parameter that stacks experts, by its name in the module."""
     common: tuple[str, ...] = ()
-    """Names in the module of vectors that all experts use, such as those of a norm, which every rank holds."""
+    """Names, in the module, of vectors that all experts use, such as a norm's weight; every rank stores them."""
     counts: tuple[str, ...] = ()
-    """Attributes that are the number of its experts, by the name in the module."""
+    """Names, in the module, of the attributes that store the number of experts."""
     added: tuple[str, ...] | None = None
     """Names in the module of parameters that only the first tensor rank adds to its result, if tensor ranks cut experts
     along their width; None: tensor ranks hold whole experts and divide the rows."""
@@ -96,35 +96,35 @@ class Stack:
 
     experts: int
     own: Mapping[str, ExpertPacking]
-    """Place of the experts in each parameter that stacks experts."""
+    """Packing of each parameter that stacks experts, by name."""
     common: tuple[str, ...]
     """Names of the other parameters."""
     counts: tuple[str, ...] = ()
-    """Attributes that are the number of experts."""
+    """Names of the attributes that store the number of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedExperts:
-    """Description of a block with a list of expert modules, which the block's own code calls. The experts have the same
-    class and parameter shapes.
+    """Description of a block that contains a list of expert modules and calls them in its own code. The experts have
+    the same class and parameter shapes.
     """
 
     block: str
     """Name of the block."""
     names: tuple[str, ...]
-    """Names of its experts, in order."""
+    """Full names of the block's experts, in order."""
     width: int
-    """Width of the rows that experts are called with."""
+    """Width of the experts' input rows."""
     out: int
-    """Width of their results."""
+    """Width of the experts' results."""
     own: tuple[str, ...]
-    """Names of the parameters of one expert, in the expert."""
+    """Names of one expert's parameters, relative to the expert."""
     cut: bool = False
     """Tensor ranks cut each expert along its width; False: they hold and compute whole experts."""
 
     @property
     def name(self) -> str:
-        """Name of the block; its forward is the one that communicates."""
+        """Name of the block. The block's forward communicates; the experts' forwards do not."""
         return self.block
 
     @property
@@ -183,7 +183,7 @@ def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
 
 def expert_cut(experts: int, ranks: int, packing: ExpertPacking = ExpertPacking()) -> tuple[Range, ...]:
     """Returns the shards of a parameter that stacks ``experts`` experts with the memory order ``packing``: ranges of
-    its expert dim, each with one of ``ranks`` ranks.
+    indices along the expert dim, each with the rank (of ``ranks``) that stores them.
     """
     return packing.ranges(expert_bounds(experts, ranks))
 
@@ -295,8 +295,8 @@ def set_counts(module: nn.Module, names: Sequence[str], experts: int) -> None:
 
 
 def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
-    """Yields candidate sets of attribute names that count the module's experts, the largest set first. Candidates are
-    the integer attributes with the value ``experts``.
+    """Yields possible sets of the attributes that store the module's number of experts, as sets of names, the largest
+    set first. All are integer attributes with the value ``experts``.
 
     Attributes outside of a set have this value by coincidence. With more than three such attributes, only the set of
     all of them is yielded.

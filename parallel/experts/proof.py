@@ -43,7 +43,7 @@ from engine.parallel.model.placeholders import is_expanded
 _ROWS, MOST = 12, 4
 """Rows of a trial, and the most experts of a twin."""
 LARGE = 1 << 24
-"""Elements of a parameter from which on a trial first draws thin matrices."""
+"""Number of elements of a parameter from which a trial first draws thin matrices."""
 
 
 @dataclass(frozen=True, slots=True)

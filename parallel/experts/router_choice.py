@@ -35,15 +35,15 @@ class RouterChoice:
     router: str
     """Name of the module with the call in its forward."""
     place: int
-    """Number of the call among the calls of this forward that choose among ``experts``."""
+    """Index of the call among the calls of this forward that choose from ``experts`` scores."""
     experts: int
-    """Number of scores of a row, at most the number of experts."""
+    """Number of scores per row, at most the number of experts."""
     chosen: int
-    """Number of experts of a row."""
+    """Number of experts chosen per row."""
 
     def inside(self, block: str) -> "RouterChoice":
-        """Returns a copy with the router's name relative to the model instead of its block: the block's name ``block``
-        is put before it.
+        """Returns a copy with the router's full name in the model: the block's name ``block``, then the router's name
+        in the block.
         """
         return replace(self, router=".".join(filter(None, (block, self.router))))
 
@@ -83,7 +83,7 @@ class _Choices(TorchFunctionMode):
 
 
 class OtherChoice(_Choices):
-    """Torch function mode for one forward of a router. It replaces the experts that the router chooses by ``given``.
+    """Torch function mode for one forward of a router. It replaces the router's expert indices with ``given``.
 
     Args:
         choice: location of the call that chooses experts.
@@ -96,13 +96,13 @@ class OtherChoice(_Choices):
         self._choice, self._given, self._seen, self._calls = choice, given, seen, 0
 
     def met(self, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns (scores, expert indices) [.., k] that replace the result of a torch call. Returns None, and the
-        call's result stays, if it is not the call that chooses experts, or if ``given`` is None.
+        """Returns (scores, expert indices) [.., k] that replace the result of a torch call. Returns None if the result
+        stays: the call does not choose experts, or ``given`` is None.
 
         ``scores``: scores of all experts. ``own``: expert indices that the router has chosen.
 
         Raises:
-            EngineError: ``given`` has another number of entries than ``own``.
+            EngineError: ``given`` and ``own`` have different numbers of entries.
         """
         self._calls += 1
         inside = own.local if isinstance(own, GlobalTensor) else own

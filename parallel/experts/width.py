@@ -23,17 +23,17 @@ from engine.parallel.tensor.layers.apply_plan import local_shard
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, ParameterCut
 
 MOST_UNCUT = 3
-"""Parameters without a cut up to which every way to use them is tried."""
+"""Maximum number of unsharded parameters for which every way to use them is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class WidthCut:
-    """Result of :func:`prove_width` for a module of experts that tensor ranks shard along the experts' width: the use
-    of the parameters that are not sharded.
+    """Result of :func:`prove_width` for experts that tensor ranks shard along their width. It lists parameters that are
+    not sharded, by the way in which tensor ranks use them.
     """
 
     whole: tuple[str, ...]
-    """Names in the module of parameters without a cut; each tensor rank has a part of their gradient."""
+    """Names, in the module, of unsharded parameters; each tensor rank has a part of their gradient."""
     added: tuple[str, ...]
     """Parameters of ``whole`` that only the first tensor rank adds to its result."""
 
@@ -48,7 +48,7 @@ def prove_width(
     """Tests numerically whether each of ``tp`` tensor ranks can compute a part of the experts' width, so that the
     results of all ranks add up to the full result.
 
-    Returns the use of all parameters that are not sharded, or the reason for a refusal as text.
+    Returns a :class:`WidthCut` if they can, otherwise the reason as text.
 
     Args:
         found: description of the module of experts.

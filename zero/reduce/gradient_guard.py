@@ -69,8 +69,8 @@ class UserBackward:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def abandon(self) -> bool:
-        """Exits the engine's backward context if it is still open because its backward has raised. Returns True if it
-        was; returns False, without an exit, if no context is open or a backward is running.
+        """Exits the engine's backward context and returns True, if a backward that raised has left it open. Returns
+        False and does nothing if no context is open, or while a backward is running.
         """
         context = self._context
         if context is None or torch._C._current_graph_task_id() != -1:
@@ -152,8 +152,8 @@ class GradientGuard:
         self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def set(self) -> None:
-        """Guards every trained parameter, and the placeholders of parameters on other pipeline stages. Parameters of
-        the user's own subclasses stay unguarded.
+        """Guards every trainable parameter, and the placeholders of parameters on other pipeline stages. A parameter of
+        a user-defined class stays unguarded.
         """
         if not self._guarded:
             trained = (p for p in self._parameters if p.requires_grad or id(p) in self._absent)

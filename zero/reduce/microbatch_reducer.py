@@ -69,10 +69,10 @@ class MicrobatchReducer(SharedReduction):
     microbatch, and adds the result to this rank's gradient shard.
 
     Args:
-        setup: arguments that all reducers share. ``grads`` of its buckets are shards, except in buckets with gradients
-            that are first summed over tensor ranks; these are full.
+        setup: arguments that all reducers share. A bucket's ``grads`` has only this rank's shard, or all elements if
+            the gradients are first summed over tensor ranks.
         microbatches: usual number of backwards in a step. If a rank runs fewer, as after an error, ``finish`` joins the
-            collectives of the missing ones.
+            collectives of the missing backwards.
     """
 
     def __init__(self, setup: ReducerSetup, microbatches: int) -> None:
@@ -133,8 +133,8 @@ class MicrobatchReducer(SharedReduction):
 
     def finish(self) -> None:
         """Completes the step's gradients: waits for all reductions, and prepares the next step. Gradients that are
-        partial on tensor ranks are also summed over these; gradients of a parameter that pipeline stages share are
-        summed over the stages.
+        partial on tensor ranks are also summed over the tensor ranks; gradients of a parameter that pipeline stages
+        share are summed over the stages.
 
         Afterwards ``grads`` of each bucket contains this rank's shard of the sum over microbatches and data ranks.
         """

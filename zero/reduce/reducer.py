@@ -201,8 +201,8 @@ BackwardPart = Literal["whole", "input", "weight"]
 
 
 class Backward(NamedTuple):
-    """Description of one backward of a pipeline stage and microbatch, or of one half of a split backward: the input
-    gradients, or the weight gradients.
+    """Description of one backward, for one pipeline stage and one microbatch. A half of a split backward computes only
+    input gradients or only weight gradients.
     """
 
     last: bool
@@ -247,11 +247,11 @@ class Reducer(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of this rank's trained parameters, the ones with gradients to reduce."""
+        """Names of this rank's parameters with gradients to reduce."""
 
     @property
     def unused(self) -> frozenset[str]:
-        """Names of trained parameters that got no gradient in the finished step."""
+        """Names of the parameters in :attr:`names` that got no gradient in the finished step."""
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -290,7 +290,7 @@ class ReducerSetup:
     """Constructor arguments that all reducers share."""
 
     buckets: Sequence[FlatBucket]
-    """The trained flat buckets of this rank."""
+    """This rank's flat buckets of trainable parameters."""
     parameters: Mapping[str, nn.Parameter]
     """Trainable parameters by name."""
     comm: Comm
@@ -300,7 +300,7 @@ class ReducerSetup:
     sum_partial: SumPartial | None = None
     """Function that sums partial gradients by name, in place, over tensor ranks."""
     start: Callable[[], None] | None = None
-    """Function called when a gradient arrives outside a backward, to open one; None: not called."""
+    """Function that opens a backward context when a gradient arrives outside of one; None: not called."""
     main: MainGradients | None = None
     """Registry of main gradients for products of a backward; None: every gradient is computed separately."""
     encoded: Mapping[int, EncodedReduction] = field(default_factory=dict)
@@ -463,8 +463,8 @@ class SharedReduction:
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Quantization errors of quantized gradient reductions by "BUCKET.HOP" (bucket index, number of the
-        all-to-all), fp32 [rows, elements of a shard], with a row for each shard that this rank encodes.
+        """Quantization errors of gradient reductions: fp32 tensors [shards that this rank encodes, elements of a
+        shard]. A key "3.0" names the bucket with index 3 and the reduction's first all-to-all (hop 0).
         """
         return {
             f"{index}.{hop}": residual

@@ -47,8 +47,9 @@ class ReplicaCheck:
         first differing parameter; None if none differs, or if a gradient is not finite. All tensor ranks get the same
         result.
 
-        Sends one all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes per parameter and 8
-        more. The traffic is added to ``sent``. Every rank of a stage must call it, even after a failed step.
+        Sends one all-reduce over the sharding axis and one all-gather over tp, label "plan check", each with 8 bytes
+        per parameter and 8 extra bytes. Adds them to ``sent``. Every rank of a stage must call it, even after a failed
+        step.
         """
         places = self.places
         before = self._comm.tally.copy()
@@ -102,7 +103,7 @@ class NonFiniteSource:
 
 
 class NonFinite:
-    """Search for the origin of a NaN or infinity: the loss, or the first parameter in the order of ``table`` with a
+    """Search for the origin of a NaN or infinity: the loss, or the first parameter (in the order of ``table``) with a
     non-finite gradient.
     """
 
@@ -117,10 +118,10 @@ class NonFinite:
 
     @torch.no_grad()
     def find(self, loss: Tensor, weight: float, own: bool, sent: Tally) -> NonFiniteSource:
-        """Returns the source of the NaN or infinity for which the step was skipped: the sum of loss weights, the loss,
-        a parameter's gradient or the gradient norm. All ranks must call it, and get the same result.
+        """Returns the source of the NaN or infinity that caused the step to be skipped: the sum of loss weights, the
+        loss, a parameter's gradient or the gradient norm. All ranks must call it, and get the same result.
 
-        One all-gather of 24 bytes per rank over the world, label "non-finite", counted in ``sent``.
+        Sends one all-gather of 24 bytes per rank over the world, label "non-finite"; counts it in ``sent``.
 
         Args:
             loss: this rank's sum of losses, 0-dim.

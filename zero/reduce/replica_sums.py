@@ -24,7 +24,7 @@ class ReplicaSum:
     group; this one all-reduces the resulting ``shard`` over the ranks of other groups with the same shard.
 
     Args:
-        inside: handle of the reduction within the shard group, which writes ``shard``.
+        inside: handle of the first hop, the reduction that writes ``shard``.
         axis: axis of the ranks with the same shard; with one rank the sum is ``shard`` itself.
         comm: sends one all-reduce over ``axis``, label "gradients".
     """
@@ -60,8 +60,8 @@ def summed_over_replicas(
     """Prepares the sum of ``shard`` over ``axis`` after ``inside``, the reduction within the shard group. It sends
     nothing.
 
-    Returns a handle, and the :class:`ReplicaSum`. The handle's wait runs both hops; a call of :meth:`ReplicaSum.cross`
-    before it starts the second hop earlier.
+    Returns (handle, :class:`ReplicaSum`). The handle's wait runs both hops. To start the second hop earlier, call
+    :meth:`ReplicaSum.cross`.
     """
     across = ReplicaSum(inside, shard, axis, comm, on_wire)
     return Pending().then(across.wait), across
