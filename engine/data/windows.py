@@ -81,7 +81,8 @@ class Sampler:
     Args:
         windows: number of windows in the corpus.
         global_batch: rows of a batch over all data ranks.
-        data_rank, data_size: index of this data rank, and number of data ranks.
+        data_rank: index of this data rank.
+        data_size: number of data ranks.
 
     Raises:
         EngineError: a size is below 1, a rank or seed is out of range, or ``data_size`` does not divide
