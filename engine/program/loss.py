@@ -42,8 +42,8 @@ def find_loss(
     metric is a number, a 0-dim tensor or (sum, weight). Without ``loss_fn``, the loss is ``output.loss``,
     ``output["loss"]``, a 0-dim output, or the only 0-dim floating tensor of a tuple.
 
-    ``names``: metrics that the run averages; None: returned metrics are ignored. ``weight``: weight of a loss that is a
-    single tensor, a mean; a returned (sum, weight) has its own weight.
+    ``names``: metrics that the run averages; None: returned metrics are ignored. ``weight``: weight of a loss that
+    has none of its own; such a loss counts as a mean.
 
     Raises:
         EngineError: there is no loss, or it is not a 0-dim floating tensor; a metric is missing, is not named, or is
