@@ -112,8 +112,8 @@ def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: Forward
     """Fuses each linear layer listed in ``changes`` with the activation function after it into one kernel, if the layer
     is unsharded or its output features are sharded over tensor ranks.
 
-    Kernels may add weight gradients directly to accumulation buffers (main gradients). If they do, the forwards of
-    other unsharded linear layers and embeddings are replaced too.
+    If backwards add weight gradients directly to accumulation buffers (``changes.kernels.main`` has entries), other
+    unsharded linear layers and embeddings also get forwards with such a backward.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)

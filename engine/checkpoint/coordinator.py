@@ -62,8 +62,8 @@ receives it too, forwards it to its own processes."""
 
 class StopSignal:
     """SIGTERM handler that records the first signal, so that the run saves and ends; a later signal ends the process.
-    At the first signal it also calls the user's earlier handler; an exit in that handler waits until the run has saved.
-    Handlers of several engines call each other. A handler removed outside the main thread only passes signals on.
+    The first signal is also passed to the handler installed before this one, another engine's or the user's. If that
+    handler exits, the run saves first. After a removal outside the main thread, this handler only passes signals on.
     """
 
     def __init__(self) -> None:

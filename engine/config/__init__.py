@@ -287,7 +287,7 @@ class Config:
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the config as JSON values; ``load_config`` makes an equal config from them, without ``notes``."""
+        """Returns a dict of JSON values; ``load_config`` makes a config from it that is equal except in ``notes``."""
         return dump_section(self)
 
 

@@ -37,7 +37,7 @@ DELTA_PERIOD = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptimizerConfig:
-    """Optimizer with which the store of an outer loop updates its weights, with its params."""
+    """Optimizer by which the store of an outer loop updates the weights: its type and its hyperparameters."""
 
     type: Literal["SGD", "AdamW", "Adam", "Lion"] = setting("SGD", Choice(
         options=STORE_OPTIMIZERS, noun="an optimizer of a store", fold=True,

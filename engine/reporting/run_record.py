@@ -190,18 +190,19 @@ def profiled_steps(text: str) -> tuple[int, int]:
 
 
 class StepProfile:
-    """Writer of ``trace-N.json``: pipeline actions, collectives and messages of this rank N in the training steps A to
-    B, which ``monitor.profile`` sets. It reads them from the rank's flight recorder, a file with its 512 newest events.
+    """Writer of ``trace-N.json``, the trace file of rank N: its pipeline actions, collectives and messages in the
+    training steps A to B. The collectives and messages are read from the rank's flight recorder, a log in a file, which
+    has only the 512 newest events.
 
     step A - 1   stores the position in the flight recorder
     step A       aligns clocks by an all-reduce of 4 bytes over the world, label "profile clock"; its end is time 0
-    A .. B       reads the recorder after each step, and replaces the file of this rank
+    A .. B       after each step: reads the flight recorder, and writes the whole trace file again
 
     If a step has more than 512 events, the overwritten ones are counted as lost.
 
     Args:
         folder: the folder of ``monitor.report``.
-        steps: the first and the last profiled step, A and B.
+        steps: the first and the last profiled step, A and B, from ``monitor.profile``.
     """
 
     def __init__(self, folder: Path, steps: tuple[int, int], runtime: RankRuntime, device: torch.device) -> None:
@@ -217,9 +218,8 @@ class StepProfile:
         self._clock = time.monotonic_ns() - time.perf_counter_ns()
 
     def take(self, step: int) -> None:
-        """Reads the flight recorder, a file with the newest events of this rank, after training step ``step``. If
-        ``step`` is one of the profiled steps, it replaces the trace file of this rank. If that file cannot be written,
-        it warns.
+        """Adds the events of training step ``step`` to this rank's trace file, if ``step`` is one of the profiled
+        steps. Warns if the file cannot be written.
 
         All ranks call it after every training step, because the first profiled step all-reduces 4 bytes over the world.
         """

@@ -112,10 +112,10 @@ class Remarks:
 
 
 def idle_in_eval_mode(model: nn.Module) -> Iterator[str]:
-    """Yields descriptions of layers that eval mode switches off: dropout with a rate, updates of running statistics.
+    """Yields a phrase, such as "dropout (encoder.drop)", for each effect that is off because its module is in eval
+    mode: dropout with a nonzero rate, and updates of running statistics.
 
-    A module in eval mode inside a parent in training mode counts as intended, and so does one without trained
-    parameters.
+    Skips modules in a parent that is in training mode, or that has no trainable parameters.
     """
     modules = dict(model.named_modules())
     for path, module in modules.items():

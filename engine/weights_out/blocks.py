@@ -115,12 +115,12 @@ class WeightBlocks:
         return list(in_batches(served, lambda key: served[key].kind.bytes, self._bucket))
 
     def iter_groups(self) -> Iterator[dict[str, Tensor]]:
-        """Yields, for each bucket, its tensors by key.
+        """Reads the weights of one version; yields, for each bucket (group of tensors), a dict from key to host tensor.
 
-        The tensors are newly read into host memory, and their hashes are checked.
+        The hashes of the data are checked.
 
         Raises:
-            EngineError: the version has not arrived in time, or the training has dropped it.
+            EngineError: the weights have not arrived by the time ``until``, or the training has dropped this version.
         """
         for keys in self.groups():
             made = {key: torch.empty(t.shape, dtype=torch_dtype(t.kind)) for key, t in self._of(keys)}

@@ -245,9 +245,9 @@ class Comm:
         self._backend.link(links)
 
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Starts to send ``tensor`` over ``link``; the default ``label`` is the link's flow.
+        """Starts to send ``tensor`` over ``link``; ``tensor`` must not change before the wait.
 
-        ``tensor`` must not change before the wait.
+        ``label``: name of the message in counts and errors; "": the name of the link's flow, such as "forward".
         """
         call = partial(self._backend.send, tensor, link.target, link.channel)
         route = self._route(EventKind.SEND, link, link.target)

@@ -36,7 +36,7 @@ _SETUP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """Sockets and eventfds between this rank and the other ranks of its axis; the keys are the other ranks' indices."""
+    """Sockets and eventfds to the other ranks of the axis. Each attribute is a dict, by the other rank's index."""
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     """Connected Unix sockets; the system closes them when a rank ends."""

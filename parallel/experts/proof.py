@@ -61,11 +61,12 @@ class Unproven:
 
 
 def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
-    """Tests numerically whether the experts of ``module`` can run on different ranks. It runs a small copy of the
-    module with random parameters, once for each candidate interpretation of parameters and arguments.
+    """Tests numerically whether the experts of ``module`` can run on different ranks: each row's result must be the
+    sum of results of its experts, and depend on nothing else.
 
-    Returns a description with the first interpretation that passes. If none passes, returns an :class:`Unproven` with
-    the reason. ``name``: name of the module.
+    A candidate states which parameters belong to which expert, and in which form ``forward`` takes rows and experts.
+    Each candidate is tested on a small copy of the module with random parameters. Returns the first one that satisfies
+    the rule; if none does, an :class:`Unproven` with the reason. ``name``: name of the module.
     """
     if any(True for _ in module.buffers()):
         return Unproven(name, "it has buffers, which are not shared among ranks")
@@ -91,10 +92,10 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
 
 def prove_adapted(name: str, adapter: nn.Module, ranks: int) -> RoutedExperts | Unproven:
     """Tests whether the experts of a module with adapters, such as LoRA, can run on different ranks. The module is
-    tested without adapters first, then with each interpretation of the adapter parameters.
+    tested without adapters first, then with each candidate. A candidate states which adapter parameters belong to which
+    expert. Every adapter parameter must affect the result, because one without effect would fit any candidate.
 
-    ``ranks``: number of expert ranks. Returns the first interpretation that passes, or the reason why none does. Every
-    adapter parameter must affect the result, because one without effect would pass under any interpretation.
+    ``ranks``: number of expert ranks. Returns the first candidate that passes, or the reason why none does.
     """
     base = adapter_chain(adapter)[-1][1]
     found = prove_routed(name, base)

@@ -137,14 +137,16 @@ class ForwardPatches:
             object.__setattr__(module, _FORWARD, forward)
 
     def hook(self, module: nn.Module, layer: PatchLayer, handle: RemovableHandle, note: str) -> None:
-        """Registers a hook on ``module``, or on one of its parameters, as a patch. ``handle``: the hook's handle, which
-        removes it.
+        """Records, as a patch, a hook that the caller has installed on ``module`` or on one of its parameters.
+
+        ``handle``: the hook's handle; removing the patch calls its ``remove``.
         """
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Registers a change to an object that ``module`` refers to, such as its ``config``, as a patch. ``undo``:
-        callback that takes the change back when the patch is removed.
+        """Records, as a patch, a change that the caller has made to an object of ``module``, such as its ``config``.
+
+        ``undo``: callback that takes the change back; removing the patch calls it.
         """
         self._patches.append(Patch(module, layer, note, undo))
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import TreeSpec
 
 
 class FromValue(NamedTuple):
-    """Source of an output leaf: the traced tensor with the number ``value``."""
+    """Source of an output leaf: the traced tensor with the serial number ``value``."""
 
     value: int
 
@@ -102,15 +102,15 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Structure of an output as a pytree, with the source of each leaf. A rank that skips the call rebuilds the output
-    from these sources.
+    """Output of a traced call, operation or forward: its pytree structure, and the source of each leaf, such as a
+    traced tensor, an argument or a parameter. A rank that does not run the call rebuilds the output from these sources.
     """
 
     spec: TreeSpec
     leaves: tuple[Leaf, ...]
 
     def values(self) -> Iterator[int]:
-        """Yields the numbers of the traced tensors among the leaves, in leaf order."""
+        """Yields the serial numbers of the traced tensors among the leaves, in leaf order."""
         return (leaf.value for leaf in self.leaves if isinstance(leaf, FromValue))
 
 
@@ -267,13 +267,13 @@ class ModelTrace:
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """Numbers of the traced tensors that the program returns, ascending. The last pipeline stage must have them."""
+        """Serial numbers of the traced tensors that the program returns, ascending. The last stage must have them."""
         return tuple(sorted(set(self.result.values())))
 
     @cached_property
     def graded(self) -> frozenset[int]:
-        """Numbers of the traced tensors through which a gradient of the loss flows. Tensors that only a metric reads
-        are left out.
+        """Serial numbers of the traced tensors through which a gradient of the loss flows. Tensors that only a metric
+        reads are left out.
         """
         found, pending = set[int](), [number for number in self.targets if self.values[number].grad]
         while pending:

@@ -30,7 +30,7 @@ _PLAIN = int | float | complex | bool | str | bytes | None | torch.dtype | torch
 
 @dataclass
 class OpenCall:
-    """Module call in progress, with the numbers of the traced tensors and the names of the parameters that it has read
+    """Module call in progress, with the traced tensors (by serial number) and the parameters (by name) that it has read
     so far.
     """
 
@@ -44,8 +44,8 @@ class OpenCall:
 
 @dataclass(frozen=True)
 class ValueSource:
-    """Origin of a traced tensor: the index of the module call or operation that made it, and the numbers of the traced
-    tensors from which it was computed.
+    """Origin of a traced tensor: the index of the module call or operation that made it, and the serial numbers of the
+    traced tensors from which it was computed.
     """
 
     maker: Literal["call", "glue"]
@@ -103,8 +103,8 @@ class TensorProvenance:
         return id(tensor) in self.number or id(tensor) in self.inside or id(tensor) in self.parameters
 
     def depends_on_calls(self, numbers: Iterable[int]) -> bool:
-        """Returns True if one of the traced tensors with these ``numbers`` depends on a module call. Returns False if
-        all depend only on parameters.
+        """Returns True if one of the traced tensors with the serial numbers ``numbers`` depends on a module call.
+        Returns False if all depend only on parameters.
         """
         values = [self.values[number] for number in numbers]
         return any(value.maker == "call" or self.depends_on_calls(value.inputs) for value in values)

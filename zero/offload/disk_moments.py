@@ -133,8 +133,8 @@ class BucketFiles:
         return [(id(place.weights), place.name, place.dtype) for place in self.places] == kinds
 
     def shown(self, state: MomentState) -> bool:
-        """Returns True if the moments in the optimizer's ``state`` are views of the valid slot (file), which is
-        memory-mapped. False if code has replaced one of them.
+        """Returns True if the moments in the optimizer's ``state`` are memory-mapped views of the file with the last
+        committed moments. False if code has replaced one of them.
         """
         return self.valid is not None and all(
             state.get(place.weights, {}).get(place.name) is view
@@ -142,8 +142,9 @@ class BucketFiles:
         )
 
     def start_read(self, page: Tensor, threads: Executor) -> BlocksUnderWay:
-        """Starts to read the valid slot (file) into ``page``, a buffer in host memory; returns a handle. Hashes are not
-        checked if code has written to memory-mapped views of the slot, because such writes change the file.
+        """Starts to read the file with the moments of the last committed update into ``page``, a buffer in host memory;
+        returns a handle. The read compares each block's hash with its hash at the last write, unless code has changed
+        the file through memory-mapped views since.
         """
         assert self.valid is not None
         checked = self._version == self._mapped[self.valid]._version
@@ -157,8 +158,8 @@ class BucketFiles:
             state[place.weights][place.name] = place.of(page)
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
-        """Copies the moments in ``state`` to ``page``, a host buffer, and starts to write the page to the invalid slot
-        (file) on ``threads``. Returns a handle. The moments in ``state`` become memory-mapped views of this slot.
+        """Copies the moments in ``state`` to ``page``, a host buffer, and starts to write it on ``threads`` to the file
+        without the last committed moments. Returns a handle. ``state`` then has memory-mapped views of this file.
         """
         now = [state[place.weights][place.name] for place in self.places]
         there = [place.of(page) for place in self.places]
@@ -170,12 +171,12 @@ class BucketFiles:
         return self.slots[self._fresh].start_write(page.numpy().data[: self.size], threads)
 
     def commit(self) -> None:
-        """Makes the slot (file) of the last ``start_write`` the valid one. Call it after the write has ended."""
+        """Makes the file of the last ``start_write`` the one with valid moments. Call it after the write has ended."""
         self.valid, self._version = self._fresh, self._mapped[self._fresh]._version
 
     def show(self, state: MomentState) -> None:
-        """Replaces the moments in the optimizer's ``state`` by memory-mapped views of the valid slot (file), if there
-        is one.
+        """Replaces the moments in the optimizer's ``state`` by memory-mapped views of the file with the last committed
+        moments, if there is one.
         """
         if self.valid is not None:
             self._show(state, self.valid)

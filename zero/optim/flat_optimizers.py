@@ -209,8 +209,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class FusedAdam:
-    """Launcher of the fused Adam kernels in one step. The kernels read the decision to update or to skip from device
-    memory.
+    """Launcher of the fused Adam kernels of one optimizer step. They read the decision to skip the step from
+    device memory, so the host need not wait for it.
     """
 
     kernels: Kernels
@@ -272,7 +272,7 @@ class FlatAdam(FlatOptimizer):
     """Adam, or AdamW if ``decoupled`` is True, over flat tensors. It stores two moments per weight."""
 
     fused: FusedAdam | None = None
-    """Launcher of fused kernels in a step with the skip decision on the device; otherwise None."""
+    """Launcher of fused kernels, during a step that may be skipped by a decision on the device; otherwise None."""
 
     def __init__(
         self,

@@ -320,7 +320,7 @@ LONGEST_SECONDS = 60.0
 class BoundedConnection(StoreConnection):
     """Connection to a peer that may accept a request and never reply.
 
-    Unlike the ``limit`` of ``StoreConnection``, its ``limit`` also bounds the duration of each attempt.
+    Its method ``limit`` sets a timeout for each attempt too; in ``StoreConnection``, only a deadline for repeats.
     """
 
     def limit(self, seconds: float) -> None:

@@ -114,7 +114,7 @@ class Journal:
         return self._files.names(self.folder / BODIES)
 
     def remove_bodies(self, names: Iterable[str]) -> None:
-        """Removes the files of the bodies ``names``, which a snapshot has made needless."""
+        """Deletes the stored bodies (payloads of pushes and of initial weights) with the file names ``names``."""
         for name in names:
             self._files.unlink(self.folder / BODIES / name)
 

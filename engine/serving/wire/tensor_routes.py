@@ -59,10 +59,10 @@ class TensorRoutes:
     """HTTP routes by which clients send tensors to a model, and get outputs and gradients back.
 
     Args:
-        ledger: ledger that accepts the commands.
+        ledger: ledger to which the routes submit the command of each request.
         futures: handlers by which these routes wait for the journal and for results.
         read_body: function that returns the body of a request, and refuses a body that is too long.
-        creates: True if the first request for the model "shared" creates it, with all parameters trained.
+        creates: True if the first request for the model "shared" creates it, with all parameters trainable.
     """
 
     def __init__(

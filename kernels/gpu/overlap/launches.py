@@ -195,8 +195,8 @@ def forward_slots_kernel(
     part, slots, arrivals, rank, epoch, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sends ``part`` [L, N] to all ranks, beginning with the rank after this one: writes it to the memory for this
-    rank's rows (slot) on each of them.
+    """Writes ``part`` [L, N] to every rank, the next rank first and this rank last, into the memory there for rows of
+    this rank (slot). After each tile, signals ``epoch``, the call number, in the target's ``arrivals``. Does not wait.
     """
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns

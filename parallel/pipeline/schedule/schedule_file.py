@@ -65,8 +65,9 @@ def read_schedule(path: str) -> Schedule:
 def parse_schedule(text: str, name: str) -> Schedule:
     """Reads a schedule from ``text``: one line per rank, with tokens separated by blanks or commas.
 
-    ``#`` starts a comment. A stage is placed on the rank of the line that has its actions. ``name`` identifies the
-    schedule in messages. The order of the actions is not validated here, but by :func:`check`.
+    Tokens are actions such as ``2F5`` (stage 2, forward, microbatch 5), and messages, gathers and reductions such as
+    ``2SEND_F5``, as torch writes them. ``#`` starts a comment. A stage is placed on the rank of the line that has its
+    actions. ``name`` identifies the schedule in messages. :func:`check` validates the order of the actions.
 
     Raises:
         ScheduleError: a token is wrong, a stage is on several lines, a stage is missing, or messages, gathers or

@@ -100,7 +100,7 @@ class NeededRows:
         """Returns the gradients of the scalar ``out`` by parameter name, for the parameters in ``names`` that ``out``
         depends on.
 
-        The tuple has one gradient for a dense parameter, and two for a low-rank weight (see :func:`gradient_leaves`).
+        Each value is a tuple: one gradient of a dense parameter, or two of a low-rank weight (:func:`gradient_leaves`).
         ``again``: True to retain the autograd graph for another backward.
         """
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
@@ -145,7 +145,7 @@ class NeededRows:
         """Runs backward from ``tensors`` with random output gradients. Returns, by name, the gradients of all
         parameters that any of ``tensors`` depends on.
 
-        The tuple has one gradient for a dense parameter, and two for a low-rank weight (see :func:`gradient_leaves`).
+        Each value is a tuple: one gradient of a dense parameter, or two of a low-rank weight (:func:`gradient_leaves`).
         """
         out = sum((self._random_sum(tensor) for tensor in tensors), torch.zeros(()))
         return self.gradients(out, self._parameters, again=True)

@@ -205,9 +205,9 @@ def gather_logits(tree: Any) -> Any:
 
 
 def compute_lazy(tree: Any, unread: bool = False) -> None:
-    """Computes the lazy logits in ``tree`` before ZeRO 3 frees the head's weight; communicates nothing.
+    """Computes the lazy (not yet computed) logits in ``tree``, before ZeRO 3 frees the output layer's weight.
 
-    ``unread``: True to skip logits that a loss has used; a user's loop may use all others after a backward.
+    ``unread``: True to skip logits from which a loss has been made already. Communicates nothing.
     """
     for logits in _found(tree):
         if logits.waits and not (unread and _source_of(logits)._in_loss):

@@ -94,8 +94,9 @@ class MatrixUpdates:
     other state, such as preconditioners, of the full matrices that this rank owns.
 
     Args:
-        places: the tensors of the optimizer.
-        inner: the optimizer; its matrix optimizers then compute update directions only.
+        places: the optimizer's flat tensors, with this rank's shards of the parameters.
+        inner: a matrix optimizer, or a composite of several optimizers. The constructor makes each matrix optimizer in
+            it compute only update directions; this object then makes the updates.
     """
 
     by_owner = True

@@ -80,8 +80,8 @@ class FactoredUpdates:
     row means, are all-reduced between the ranks with its shards.
 
     Args:
-        places: the tensors of the optimizer.
-        inner: the optimizer.
+        places: the optimizer's flat tensors, with this rank's shards of the parameters.
+        inner: Adafactor, or a composite of several optimizers that contains it.
     """
 
     families = frozenset({ROWS, COLUMNS, SQUARES})

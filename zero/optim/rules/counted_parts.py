@@ -50,7 +50,7 @@ class CountedPart:
     part: slice
     """Slice of the optimizer tensor."""
     counted: tuple[slice, ...] | None
-    """Slices of the elements that this rank adds to sums; None: all."""
+    """Slices of the elements that this rank adds to sums over the parameter; None: all."""
 
     @property
     def weights(self) -> Tensor:
@@ -63,8 +63,8 @@ class CountedPart:
         return self.place.grads.view(-1)[self.part]
 
     def own(self, squares_n: Tensor) -> Tensor:
-        """Returns ``squares_n`` [n], one value for each of the part's n elements, with 0 for the elements that another
-        rank adds to sums. Returns the argument itself if this rank adds all elements.
+        """Returns a copy of ``squares_n`` [n], one value for each of the part's n elements, with 0 outside the slices
+        ``counted``: another rank adds these elements. Returns the argument itself if ``counted`` is None.
         """
         if self.counted is None:
             return squares_n
@@ -75,7 +75,7 @@ class CountedPart:
 
     def square(self, values_n: Tensor) -> Tensor:
         """Returns the sum of squares of ``values_n`` [n], one value for each of the part's n elements, as an fp64
-        scalar tensor. Elements that another rank adds to sums are left out.
+        scalar tensor. Elements outside the slices ``counted`` are left out: another rank adds them.
         """
         found = values_n.new_zeros((), dtype=torch.float64)
         for part in (slice(None),) if self.counted is None else self.counted:

@@ -107,8 +107,9 @@ class LayerwiseUpdates:
     each rank stores the moments of its own shards.
 
     Args:
-        places: the tensors of the optimizer.
-        inner: the optimizer; its layer-wise optimizers then defer their updates to this object.
+        places: the optimizer's flat tensors, with this rank's shards of the parameters.
+        inner: LAMB, LARS, or a composite of several optimizers. The constructor makes each LAMB and LARS in it leave
+            its updates to this object.
     """
 
     families = frozenset[str]()

@@ -300,8 +300,8 @@ def grouped_mm(
 def embedding(
     context: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any
 ) -> Any:
-    """Runs ``functional.embedding`` for the ids ``input``, which may be sharded, and the table ``weight`` [V, H], which
-    may be sharded along H.
+    """Returns the rows of the table ``weight`` [V, H] at the ids ``input``, by ``functional.embedding``. The ids may be
+    sharded, and the table along H. The result [.., H] is then sharded in the same dims.
 
     Raises:
         NoRuleError: V is sharded, or ``max_norm`` is set.
@@ -321,10 +321,8 @@ def embedding(
 def added_rows(
     context: "GlobalTensorContext", func: Function, weight: Tensor, ids: Tensor, padding: int | None, kernels: Kernels
 ) -> Any:
-    """Runs the fused lookup ``kernels.ops.embedding.look_up_rows`` for a table ``weight`` [V, H] that may be sharded
-    along H.
-
-    Its backward adds the weight gradient to the weight's main gradient, the buffer that sums gradients over
-    microbatches.
+    """Returns the rows of the table ``weight`` [V, H] at the indices ``ids``, as :func:`embedding` does, but by
+    ``look_up_rows``. If the table has a main gradient (the buffer that sums its gradients over microbatches), the
+    backward may add to it in place. ``func`` is not used.
     """
     return embedding(context, lambda rows, table: look_up_rows(table, rows, padding, kernels), ids, weight)
