@@ -270,11 +270,13 @@ class _Opening:
         return descriptors[0]
 
 
-def host_identity() -> bytes:
+def host_identity(shares: bool = True) -> bytes:
     """Returns 32 bytes that are equal for processes of one user on one booted system and differ otherwise.
 
-    Returns ``NO_HOST`` if this system cannot share memory.
+    Returns ``NO_HOST`` if ``shares`` is False, or if this system cannot share memory.
     """
+    if not shares:
+        return NO_HOST
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not (hasattr(os, "memfd_create") and hasattr(os, "eventfd") and hasattr(socket, "AF_UNIX") and boot.exists()):
         return NO_HOST

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.comm.backend import Reduction, Wait
-from engine.parallel.comm.host_barrier import NO_HOST, Exchange, HostBarrier, host_identity, open_neighbours
+from engine.parallel.comm.host_barrier import Exchange, HostBarrier, host_identity, open_neighbours
 from engine.parallel.comm.symmetric_memory import SharedBytes
 
 SLOT_BYTES = 1 << 19
@@ -235,8 +235,7 @@ def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exc
         seconds: timeout of a wait for another rank.
         exchange: callback that all-gathers bytes of equal length over the group.
     """
-    host = host_identity() if wanted else NO_HOST
-    barrier = open_neighbours(index, ranks, host, 2 * ranks * MESSAGE_BYTES, seconds, exchange)
+    barrier = open_neighbours(index, ranks, host_identity(wanted), 2 * ranks * MESSAGE_BYTES, seconds, exchange)
     return None if barrier is None else HostMessages(barrier)
 
 
@@ -251,8 +250,7 @@ def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exc
         seconds: timeout of a wait for another rank.
         exchange: callback that all-gathers bytes of equal length over the axis.
     """
-    host = host_identity() if wanted else NO_HOST
-    barrier = open_neighbours(index, ranks, host, shared_bytes(ranks), seconds, exchange)
+    barrier = open_neighbours(index, ranks, host_identity(wanted), shared_bytes(ranks), seconds, exchange)
     return None if barrier is None else SharedMemory(barrier)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.errors import EngineError, first_line
 from engine.kernels.device import collectives_for, finish, is_host
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait, link_rounds
-from engine.parallel.comm.host_barrier import NO_HOST, host_identity, open_neighbours
+from engine.parallel.comm.host_barrier import host_identity, open_neighbours
 from engine.parallel.comm.shared_memory import (
     HostMessages,
     SharedMemory,
@@ -354,9 +354,8 @@ def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> S
     dist.barrier(group, device_ids=[device.index or 0])
     index, ranks = dist.get_rank(group), dist.get_world_size(group)
     exchange = partial(_exchange, group, device=device)
-    host = host_identity() if shares_memory() else NO_HOST
     # its memory is not used: it knows when another process of this host ends; None where ranks are on several hosts
-    neighbours = open_neighbours(index, ranks, host, 1, _timeout(group, device), exchange)
+    neighbours = open_neighbours(index, ranks, host_identity(shares_memory()), 1, _timeout(group, device), exchange)
     return SharedBytes(
         parts=tuple(own if peer == index else found.get_buffer(peer, (size,), torch.uint8) for peer in range(ranks)),
         index=index,

@@ -1,7 +1,7 @@
 """The table of seeded faults: its data fit the product, and (long) each fault is noticed by its tests."""
 
 import ast
-import re
+from functools import cache
 
 import pytest
 
@@ -14,10 +14,18 @@ SAMPLE = Fault(name="a", about="It hangs.", file="zero/layout.py", old="", new="
 SILENT = Fault(name="a", about="It is wrong.", file="zero/layout.py", old="", new="", tests=())
 
 
-def code_of(text: str) -> list[str]:
-    """Return the lines of a piece of code without comments."""
-    lines = [re.sub(r"#.*", "", line).rstrip() for line in text.splitlines()]
-    return [line for line in lines if line]
+@cache
+def parsed(text: str) -> ast.Module:
+    """Return the tree of a product file; many faults change the same file."""
+    return ast.parse(text)
+
+
+def code_around(tree: ast.AST, first: int, last: int) -> str:
+    """Return the code, without its layout, of the innermost statement with a body around some lines."""
+    for node in getattr(tree, "body", ()):
+        if hasattr(node, "body") and node.lineno <= first and last <= node.end_lineno:
+            return code_around(node, first, last)
+    return ast.dump(tree)
 
 
 @pytest.mark.parametrize("area", AREAS)
@@ -26,7 +34,13 @@ def test_faults_fit_their_files(area: str) -> None:
         before, after = (ROOT / fault.file).read_text(encoding="utf-8"), fault.patched()
         assert before != after, fault.name
         if fault.file.endswith(".py"):
-            assert ast.parse(after) and code_of(fault.old) != code_of(fault.new), f"{fault.name} is other code"
+            first = before[: before.index(fault.old)].count("\n") + 1
+            lines = [first + text.rstrip("\n").count("\n") for text in (fault.old, fault.new)]
+            old, new = (
+                code_around(tree, first, last)
+                for tree, last in zip((parsed(before), ast.parse(after)), lines, strict=True)
+            )
+            assert old != new, f"{fault.name} is other code"
         assert (ROOT / fault.file).resolve() == ROOT / fault.file, f"{fault.name} names its file by its real path"
 
 

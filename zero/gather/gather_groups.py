@@ -99,21 +99,13 @@ class GatheredModules:
         for name, group in self._group.items():
             note = f"gathers its sharded parameters over axis dp, with gather group {group}, and frees them afterwards"
             interception.install(name, model.get_submodule(name), note)
-        outer = Interception(handler=self._call_outer, layer=PatchLayer.GATHER, patches=patches)
         for name in sorted(_around(self._group), reverse=True):
-            outer.install(name, model.get_submodule(name), "gathers for a call outside the engine too")
-
-    def _call_outer(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._gathering.around(None) as outermost:
-            out = forward(*args, **kwargs)
-            if outermost:
-                compute_lazy(out)
-            return out
+            interception.install(name, model.get_submodule(name), "gathers for a call outside the engine too")
 
     def _call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        group = self._group[unit]
+        group = self._group.get(unit)  # None: a module around the groups
         with self._gathering.around(group) as outermost:
-            out = self._call_gathered(group, forward, args, kwargs)
+            out = forward(*args, **kwargs) if group is None else self._call_gathered(group, forward, args, kwargs)
             if outermost:
                 compute_lazy(out)
             return out
