@@ -37,32 +37,29 @@ Again = Callable[[], Callable[[], AbstractContextManager[None]]]
 
 
 class CheckpointPolicy(Protocol):
-    """Interface of the configuration section ``activation_checkpointing``: which blocks are recomputed or offloaded."""
+    """Interface of the configuration section ``activation_checkpointing``."""
 
     @property
     def mode(self) -> str:
-        """Mode for the model's blocks: ``none``, ``full`` (backward recomputes each block), ``selective`` (it
-        recomputes every n-th block, or all blocks in part) or ``offload`` (activations are copied to the host).
-        """
+        """Mode of the model's blocks: ``none``, ``full``, ``selective`` or ``offload``. ``full`` recomputes blocks in
+        backward, ``selective`` parts of them; ``offload`` moves activations to the host."""
 
     @property
     def save(self) -> tuple[str, ...] | None:
-        """Torch operators, or kinds of operators such as "matmul". Mode ``selective`` saves their outputs for backward
-        instead of computing them again. None: matrix products and attention.
-        """
+        """Outputs that mode ``selective`` saves: names of torch operators, or of kinds such as "matmul". None: matrix
+        products and attention."""
 
     @property
     def every(self) -> int | None:
-        """Interval n of the blocks that modes ``selective`` and ``offload`` affect.
+        """Interval n in modes ``selective`` and ``offload``.
 
-        Mode ``selective``: every n-th block is recomputed in full, the others not at all. None: every block is
-        recomputed, except for the outputs of the operators in ``save``. Mode ``offload``: the activations of every n-th
-        block are copied to the host; None: of all blocks.
+        ``selective`` recomputes every n-th block in full; None: every block in part. ``offload`` offloads every n-th
+        block; None: all blocks.
         """
 
     @property
     def others(self) -> str:
-        """Mode for the blocks that mode ``offload`` does not offload, such as ``none`` or ``full``."""
+        """Mode for the blocks that mode ``offload`` leaves on the device, such as ``none`` or ``full``."""
 
     @property
     def inputs(self) -> str:
@@ -70,8 +67,8 @@ class CheckpointPolicy(Protocol):
 
 
 def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """Returns the blocks that ``settings`` selects for full recomputation in backward, by module name. If Hugging
-    Face's own gradient checkpointing is on, returns all blocks.
+    """Returns the blocks that backward recomputes in full, by module name. With Hugging Face's own gradient
+    checkpointing, returns all blocks.
 
     Raises:
         ConfigError: ``every`` is larger than the number of blocks.
@@ -86,9 +83,8 @@ def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[s
 
 
 def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """Returns the blocks that backward recomputes in part, by module name: outputs of the operators in
-    ``settings.save`` are saved instead. Returns none if Hugging Face's own gradient checkpointing is on.
-    """
+    """Returns the blocks that backward recomputes in part, by module name. With Hugging Face's own gradient
+    checkpointing, returns none."""
     if _switched_on(model):
         return MappingProxyType({})
     if settings.mode == "offload" and settings.others == "selective":
@@ -98,8 +94,8 @@ def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[st
 
 
 def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """Returns the blocks with activations that stay on the host between forward and backward, by module name. Returns
-    none if Hugging Face's own gradient checkpointing is on.
+    """Returns the blocks with activations that are offloaded to the host, by module name. With Hugging Face's own
+    gradient checkpointing, returns none.
 
     Raises:
         ConfigError: ``every`` is larger than the number of blocks.
@@ -110,8 +106,8 @@ def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[st
 
 
 def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
-    """Returns the torch operators (``OpOverload``) with outputs that selective checkpointing saves, from the names in
-    ``settings.save``.
+    """Returns the torch operators (``OpOverload``) that ``settings.save`` names. Selective checkpointing saves their
+    outputs.
 
     Raises:
         ConfigError: torch has no operator of a given name, or its outputs share the memory of its arguments.
@@ -133,16 +129,16 @@ def recompute_blocks(
     device: torch.device = CPU,
     again: Again | None = None,
 ) -> HostActivations:
-    """Applies activation checkpointing: patches the forwards of the blocks that ``settings`` selects for recomputation
-    or offloading. Does nothing if Hugging Face's own gradient checkpointing is on.
+    """Patches the blocks that ``settings`` selects so that they are recomputed or offloaded. Does nothing if Hugging
+    Face's own gradient checkpointing is on.
 
     Returns the store of offloaded activations.
 
     Args:
-        axis: tensor-parallel axis; selective checkpointing also saves the results of all-reduces over it.
+        axis: tensor-parallel axis; selective checkpointing also saves the results of its all-reduces.
         device: device of the activations.
-        again: callback, called in each forward of a block. It returns a function that makes the context in which this
-            forward is recomputed.
+        again: callback, called in each forward. It returns a context manager factory for the recomputation of this
+            forward.
     """
     host = HostActivations(device)
     if _switched_on(model):
@@ -168,11 +164,10 @@ def recomputed_in_part(
     block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None,
     again: Again | None = None,
 ) -> Any:  # fmt: skip
-    """Returns a forward of ``block`` that saves the tensors selected by ``selective``, and is recomputed in backward
-    except for them.
+    """Returns a forward of ``block`` that saves only the tensors selected by ``selective``; backward recomputes all
+    others.
 
-    Each call appends its records of saved tensors to ``started``, unless that is None. ``again``: callback in each
-    forward, as in :func:`recompute_blocks`.
+    Each call appends its records of saved tensors to the list ``started``. ``again``: as in :func:`recompute_blocks`.
     """
     inner, state = block.forward, BlockState(block)
 
@@ -283,11 +278,10 @@ def _maker(value: Any) -> Callable[[Any], Any]:
 
 
 def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
-    """Returns a wrapper of ``inner``, a block's forward. The first call of the wrapper is the block's forward run;
-    later calls are recomputations of that run.
+    """Returns a wrapper of ``inner`` for one forward of a block and its recomputations: the first call is the forward.
 
-    A recomputation runs under the torch function modes of the first call. ``again``: callback, called once before the
-    first call. It returns a function that makes a context for each recomputation.
+    Recomputations run under the torch function modes of the first call. ``again`` is called once; it returns a context
+    manager factory for the recomputations.
     """
     calls, run = 0, _in_mode_of_forward(inner)
     if again is None:

@@ -64,10 +64,11 @@ class _BlockRun:
 
 
 class HostActivations:
-    """Store in host memory for tensors that blocks save for backward. An engine has one.
+    """Store in host memory for activations that blocks save for backward.
 
-    Attributes: bytes_out: bytes copied to the host since the engine was built. observer: callback for each newly
-    allocated host tensor; None: no call.
+    Attributes:
+        bytes_out: bytes copied to the host so far.
+        observer: callback for each newly allocated host tensor; None: no call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,9 +83,8 @@ class HostActivations:
         """The call in backward."""
 
     def keeping(self, block: nn.Module) -> Any:
-        """Returns a forward of ``block`` that copies the tensors saved for backward to host memory, instead of storing
-        them on the device. Backward copies them back. Parameters, buffers and tensors below 4 KiB stay on the device.
-        """
+        """Returns a forward of ``block`` that stores the tensors saved for backward in host memory. Parameters, buffers
+        and tensors below 4 KiB stay on the device."""
         inner = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -39,9 +39,7 @@ _NOTHING = object()
 
 
 class BlockState:
-    """State of a block, other than parameters, that its forward may read and change: Python attributes of its modules,
-    and buffers.
-    """
+    """Buffers and Python attributes of a block that its forward may read and change."""
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
@@ -55,8 +53,8 @@ class BlockState:
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a wrapper of ``forward`` for one call of the block and its recomputations.
 
-        The first call of the wrapper is the normal forward. Each later call is a recomputation: it starts from the
-        block state before the first call, and at its end restores the state from before the recomputation.
+        The first call is the normal forward. Each later call is a recomputation: it runs on the block's state before
+        the first call, and undoes its own changes of state.
         """
         found: list[_Found] = []
 
@@ -79,8 +77,7 @@ class BlockState:
         return run
 
     def run_twice(self, first: Callable[[], Any], second: Callable[[], Result], arguments: tuple[Any, ...]) -> Result:
-        """Runs the callback ``first`` and undoes its changes to the block's state. Then runs the callback ``second``,
-        retains its changes, and returns its result.
+        """Runs ``first`` and undoes its changes to the block's state; then runs ``second`` and returns its result.
 
         ``arguments``: arguments of the block; changes by ``first`` to objects in them are undone too.
         """

@@ -79,9 +79,7 @@ class _Entry:
 
 
 class SavedActivations:
-    """Record of the tensors that selective checkpointing saves in one forward of one block, for reuse in its
-    recomputation.
-    """
+    """Record of the tensors that selective checkpointing saves in one forward of one block."""
 
     def __init__(self) -> None:
         self._calls: dict[Operator, deque[_Entry]] = defaultdict(deque)
@@ -92,16 +90,15 @@ class SavedActivations:
 
     @property
     def bytes(self) -> int:
-        """Memory of all saved tensors in bytes. A storage that several tensors share counts once."""
+        """Memory of all saved tensors in bytes; a storage that several tensors share counts once."""
         outputs = [leaf for entries in self._calls.values() for entry in entries for leaf in entry.leaves]
         tensors = [output.like for output in (*outputs, *self._sums) if isinstance(output, _Output)]
         sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
         return sum(sizes.values())
 
     def note(self, operator: Operator, out: Any, random: tuple[Tensor, ...] | None) -> None:
-        """Saves ``out``, the output of one call of ``operator`` in the forward. ``random``: states of the random
-        generators after the call, if it drew random numbers; otherwise None.
-        """
+        """Saves ``out``, the output of one call of ``operator``. ``random``: states of the random generators after the
+        call, if it drew random numbers; otherwise None."""
         leaves, spec = pytree.tree_flatten(out)
         noted = tuple(self._noted(leaf, leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
@@ -119,17 +116,14 @@ class SavedActivations:
         return output
 
     def saved(self) -> None:
-        """Records that autograd has just saved a tensor for backward. All entries of this record up to now then stay,
-        because the recomputation runs at least to this point.
-        """
+        """Makes all entries so far permanent. It is called whenever autograd has saved a tensor for backward."""
         self._latest.clear()
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """Completes the record at the end of a forward that returns ``outputs``.
 
-        Drops entries that are newer than the last tensor that autograd has saved, since the recomputation stops there.
-        Saved tensors that share memory with ``outputs`` are replaced by copies, because a later layer may write to the
-        outputs.
+        Drops the entries since the last call of :meth:`saved`, and replaces saved tensors that share memory with
+        ``outputs`` by copies.
         """
         for entries in self._latest:
             entries.pop()
@@ -139,16 +133,15 @@ class SavedActivations:
         self._in_memory.clear()
 
     def before_write(self, tensor: Tensor) -> None:
-        """Replaces saved tensors that share memory with ``tensor`` by copies. It is called just before an in-place
-        write to ``tensor``.
-        """
+        """Replaces saved tensors that share memory with ``tensor`` by copies. Call it before an in-place write to
+        ``tensor``."""
         for output in self._in_memory.pop(_memory(tensor), ()):
             output.copy()
 
     def before_sum(self, tensor: Tensor) -> None:
-        """Drops the content of saved outputs in the memory of ``tensor``, just before an in-place all-reduce of
-        ``tensor``; the recomputation uses the saved sum. If ``tensor`` is only a part of its storage, saved outputs are
-        copied instead of dropped.
+        """Drops saved outputs that share memory with ``tensor``. Call it before an in-place all-reduce of ``tensor``.
+
+        If ``tensor`` is only a part of its storage, they are copied instead.
         """
         if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             self.before_write(tensor)
@@ -156,16 +149,12 @@ class SavedActivations:
             output.drop()
 
     def take(self, operator: Operator) -> _Entry | None:
-        """Removes and returns the saved outputs of the oldest remaining call of ``operator``, because a recomputation
-        repeats the calls in order. Returns None if no call is left.
-        """
+        """Removes and returns the oldest saved outputs of ``operator``; None if no entry is left."""
         calls = self._calls.get(operator)
         return calls.popleft() if calls else None
 
     def take_sum(self) -> Tensor | None:
-        """Removes and returns the saved result of the oldest remaining all-reduce, because a recomputation repeats the
-        all-reduces in order. Returns None if none is left.
-        """
+        """Removes and returns the oldest saved result of an all-reduce; None if none is left."""
         return self._sums.popleft().take("a sum", torch.device("cpu")) if self._sums else None
 
     def clear(self) -> None:
@@ -253,9 +242,7 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def outside_of_saving() -> Iterator[None]:
-    """Returns a context in which selective checkpointing neither saves operator outputs nor reuses saved ones. It
-    serves code that recomputes its own activations.
-    """
+    """Returns a context in which selective checkpointing neither saves operator outputs nor reuses saved ones."""
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Saving | _Reusing)]
     before = [mode.passes for mode in modes]
     for mode in modes:
@@ -286,17 +273,14 @@ def _states(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 class Selective:
-    """Policy of selective checkpointing: saves the outputs of ``operators``, and the results of all-reduces over
-    ``axis``.
-    """
+    """Rule of selective checkpointing: outputs of ``operators`` and results of all-reduces over ``axis`` are saved."""
 
     def __init__(self, operators: frozenset[Operator], axis: TensorAxis | None = None) -> None:
         self._operators, self._axis = operators, axis
 
     def contexts(self, kept: SavedActivations) -> "tuple[_Run, _Run]":
-        """Returns two contexts for ``context_fn`` of ``torch.utils.checkpoint``. The first, for a block's forward,
-        fills the record ``kept``; the second, for the recomputation, takes saved tensors from it.
-        """
+        """Returns the pair of contexts for ``context_fn`` of ``torch.utils.checkpoint``. The forward fills the record
+        ``kept``; the recomputation takes tensors from it."""
         first, second = _Saving(self._operators, kept), _Reusing(self._operators, kept)
         return _FirstRun(first, self._axis, kept), _Run(second, self._axis, kept.clear)
 

@@ -31,7 +31,7 @@ _MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Plan for forwards that run tile by tile (on a few positions at a time): tile size in tokens, and the modules."""
+    """Modules that run tile by tile, on a few positions at a time, with the tile size in tokens."""
 
     tokens: int
     modules: tuple[RowwiseModule, ...]
@@ -40,12 +40,11 @@ class TilePlan:
 
 
 def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | None, ranks: int) -> TilePlan | None:
-    """Selects the modules in ``found`` for which tiles save memory, and the tile size. All modules in ``found`` compute
-    each position independently. Returns None if ``setting`` is None.
+    """Selects the modules in ``found`` for which tiles save memory, and the tile size. Returns None if ``setting`` is
+    None.
 
-    ``setting``: tokens of a tile; "auto": the largest tile with intermediate tensors and their gradients no larger than
-    the module's inputs and outputs of all tokens. ``ranks``: number of context ranks, among which the positions are
-    divided.
+    ``setting``: tokens of a tile; "auto": the largest tile with intermediate tensors and gradients no larger than the
+    module's inputs and outputs. ``ranks``: number of context ranks.
     """
     if setting is None:
         return None
@@ -72,11 +71,10 @@ def _gains(form: ProvenForm) -> bool:
 
 
 def run_in_tiles(model: nn.Module, plan: TilePlan, patches: ForwardPatches, again: Again | None = None) -> None:
-    """Patches the forwards of the modules in ``plan`` to run tile by tile. Backward runs the forward of each tile
-    again.
+    """Patches the modules in ``plan`` to run tile by tile; backward recomputes each tile.
 
-    ``again``: callback in each forward of a tile. It returns a function that makes the context in which this tile's
-    forward runs again.
+    ``again``: callback, called in each tile's forward. It returns a context manager factory for the recomputation of
+    this tile.
     """
     for each in plan.modules:
         module = model.get_submodule(each.name)

@@ -24,9 +24,8 @@ _UNREADY = "could not prepare for this run, so no rank starts"
 def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> Iterator[None]:
     """Runs the block on every rank; if it fails on any rank, every rank raises.
 
-    A failed rank re-raises its own error. Each other rank raises an EngineError that consists of the number of the
-    first failed rank and the text ``failure``. Costs one all-reduce of 8 bytes on ``device`` over the world, label
-    "start". The block itself must not communicate.
+    A failed rank re-raises its own error; the others raise an EngineError with its rank and the text ``failure``. Costs
+    one all-reduce of 8 bytes over the world. The block itself must not communicate.
     """
     problem: BaseException | None = None
     try:
@@ -44,10 +43,10 @@ def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> It
 def raise_together(
     host: HostGroup, describe: Callable[[Exception], str], advice: Callable[[], str] = str
 ) -> Iterator[None]:
-    """Runs the block on every rank; if it fails on any rank, all ranks raise one CheckpointError with the same text.
+    """Runs the block on every rank; if it fails on any rank, all ranks raise the same CheckpointError.
 
-    The text is ``describe(error)`` of the failed rank with the lowest number, followed by ``advice()`` of rank 0. It
-    travels over ``host``, on which the block itself must not communicate.
+    Its text is ``describe(error)`` of the first failed rank, then ``advice()`` of rank 0. The block must not
+    communicate over ``host``.
 
     Raises:
         CheckpointError: a rank has failed, or does not answer.
@@ -72,9 +71,9 @@ def raise_together(
 
 
 def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> None:
-    """Broadcasts ``data`` (uint8, any shape) in place over ``axis``, by one all-reduce with this ``label``.
+    """Broadcasts ``data`` (uint8, any shape) in place over ``axis`` from the rank that passes ``first`` = True.
 
-    Exactly one rank of ``axis`` passes ``first`` = True; its ``data`` overwrites the ``data`` of all others.
+    Uses one all-reduce with this ``label``.
     """
     if not first:
         data.zero_()
@@ -82,16 +81,14 @@ def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> 
 
 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, patience: float | None = None) -> bytes:
-    """Calls ``make()`` on rank 0 alone and returns the result, bytes, on every rank.
+    """Calls ``make()`` on rank 0 and returns its result on every rank.
 
-    Two all-reduces over the world, label "start", move tensors on ``device``: 16 bytes with the length, then the bytes.
-    With ``patience`` (seconds), ``make`` may run longer than the timeout of a collective: until ``make`` returns, all
-    ranks all-reduce 16 bytes every ``patience`` seconds.
+    Communicates by all-reduces of tensors on ``device`` over the world. ``make`` may run longer than the timeout of a
+    collective if ranks exchange keep-alive messages every ``patience`` seconds.
 
     Raises:
-        EngineError: ``make`` has raised an EngineError: rank 0 re-raises it, and each other rank raises one of the same
-            public class with the same message. If ``make`` raises any other error, rank 0 re-raises that error, and
-            each other rank raises an EngineError that refers to rank 0.
+        EngineError: ``make`` has failed. Rank 0 re-raises its error; if it is an EngineError, the other ranks raise the
+            same message.
     """
     made, problem = b"", None
     if comm.grid.rank == 0:
@@ -171,8 +168,7 @@ def gather_from_all(
 ) -> Tensor:
     """All-gathers ``values`` [elements] over ``axis``; returns a tensor [ranks, elements] on the CPU, on every rank.
 
-    ``values`` has the same length and dtype on all ranks; row i of the result is from index i of ``axis``. The
-    all-gather moves tensors on ``device``, and ``label`` is its name in counts and errors.
+    ``values`` has the same length and dtype on all ranks. The all-gather uses tensors on ``device``.
     """
     here = comm.grid.index(axis)
     table = torch.zeros(comm.grid.size(axis), values.numel(), dtype=values.dtype, device=device)
@@ -182,11 +178,9 @@ def gather_from_all(
 
 
 def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int | None:
-    """Returns the lowest global rank that passes ``own`` = True, or None if no rank does; every rank gets the same
-    result.
+    """Returns the lowest rank of the world that passes ``own`` = True, or None; the result is equal on all ranks.
 
-    Communicates one all-reduce of 8 bytes over the world, for any number of ranks. It moves a tensor on ``device``, and
-    ``label`` is its name in counts and errors.
+    Communicates one all-reduce of 8 bytes, named ``label``, with a tensor on ``device``.
     """
     size = comm.grid.world_size
     highest = torch.tensor([(size - comm.grid.rank) * own], dtype=torch.int64, device=device)
@@ -196,10 +190,9 @@ def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int |
 
 
 def differing(values: Tensor, comm: Comm, device: torch.device, label: str) -> list[bool]:
-    """Compares ``values`` (int64) over all ranks; returns one bool per element, True where any two ranks differ.
+    """Returns, for each element of ``values`` (int64), True if any two ranks differ; the result is equal on all ranks.
 
-    Every rank returns the same list. Communicates one all-reduce over the world, of 16 bytes per element. It moves a
-    tensor on ``device``, and ``label`` is its name in counts and errors.
+    Communicates one all-reduce over the world, named ``label``, with 16 bytes per element on ``device``.
     """
     both = torch.stack([values, ~values]).to(device)  # the complement reverses the order, and every integer has one
     comm.all_reduce(both, "world", label, "max").wait()
@@ -210,10 +203,9 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Returns a checksum of ``tensor``: its memory read as integers and summed, as a 0-dim int64 tensor.
+    """Returns a checksum of ``tensor``, independent of the order of its elements, as a 0-dim int64 tensor.
 
-    The checksum is on the device of ``tensor``, or on the CPU for a meta tensor. It does not depend on the order of the
-    elements; it is 0 for an empty tensor and for a meta tensor.
+    It is on the device of ``tensor``; for a meta tensor it is a zero on the CPU.
     """
     if tensor.is_meta or not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)

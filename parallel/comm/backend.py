@@ -19,11 +19,10 @@ Flow = Literal["forward", "backward", "state"]
 
 
 class Channel(NamedTuple):
-    """First-in-first-out sequence of messages of one ``flow`` from pipeline stage ``source`` to stage ``target``.
+    """First-in-first-out channel for messages of one ``flow`` from pipeline stage ``source`` to stage ``target``.
 
-    ``flow`` is "forward" (activations), "backward" (their gradients) or "state" (training state, between two steps).
-    Messages wait only for earlier messages of their own channel: an activation never waits for a gradient, or for a
-    message of another pair of stages. For the flow "state", ``source`` and ``target`` are indices of axis pp.
+    ``flow`` is "forward" (activations), "backward" (their gradients) or "state" (training state, between two steps). A
+    message waits only for earlier messages of its channel. For "state", ``source`` and ``target`` are pipeline ranks.
     """
 
     flow: Flow
@@ -32,7 +31,7 @@ class Channel(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Channel with its two ranks: ``source`` sends and ``target`` receives; both are indices on axis pp."""
+    """Channel with its two ends: ``source`` and ``target`` are indices on axis pp."""
 
     channel: Channel
     source: int
@@ -40,16 +39,14 @@ class Link(NamedTuple):
 
 
 def state_link(source: int, target: int) -> Link:
-    """Returns the link for training state, sent between two steps from index ``source`` to ``target`` of axis pp."""
+    """Returns the link that sends training state from index ``source`` to ``target`` of axis pp, between two steps."""
     return Link(Channel("state", source, target), source, target)
 
 
 def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
     """Divides ``links`` into rounds such that no rank is in two links of the same round.
 
-    The two-rank process groups of one round can thus be created at once. A chain of pipeline stages needs two rounds
-    for activations and two for gradients, however long it is. Links of the flow "state" are left out, because they use
-    the group of the whole axis pp.
+    The process groups of one round can be created at once. Links of the flow "state" need none and are omitted.
     """
     rounds: list[list[Link]] = []
     ends: list[set[int]] = []
@@ -67,9 +64,8 @@ def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
 class Backend(Protocol):
     """Interface for communication along the axes of a grid.
 
-    Each method with the result ``Wait`` starts a call and returns a function that blocks until the call is complete. In
-    collectives, the tensor ``shard`` may be a view of this rank's slice of ``full``. Methods that prepare groups, and
-    ``close``, do nothing by default.
+    Methods with the result ``Wait`` return a function that blocks until the call is complete. ``shard`` may be a view
+    of this rank's slice of ``full``.
     """
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
@@ -81,7 +77,7 @@ class Backend(Protocol):
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Starts to sum ``full`` over ``axis`` and write this rank's slice to ``shard``; returns a function that waits.
 
-        The slices of ``full`` have equal size, one for each index of ``axis``. The call may overwrite ``full``.
+        ``full`` has one slice of equal size for each index of ``axis``, and may be overwritten.
         """
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
@@ -97,8 +93,8 @@ class Backend(Protocol):
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
         """Starts to send slice i of ``given`` to index ``members[i]`` of ``axis``; returns a function that waits.
 
-        Slice i of ``received`` comes from index ``members[i]``. Both tensors consist of one slice of equal size per
-        member. ``members`` are all indices of ``axis``, unless it is the data axis.
+        Slice i of ``received`` comes from index ``members[i]``; all slices have equal size. Only the data axis permits
+        ``members`` other than all its indices.
         """
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
@@ -110,26 +106,23 @@ class Backend(Protocol):
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
         """Creates the process groups that ``gather_parameters`` uses with the same arguments; every rank calls it.
 
-        Each group has ``within`` consecutive indices of the data axis, or all ranks of ``axis``. Without either
-        argument, each group has all ranks of a data axis.
+        A group has ``within`` consecutive indices of the data axis, or all ranks of ``axis``, by default the data axis.
         """
         return
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``) of ``pairs``.
-
-        It uses the process group of ``open_gathers``, separate from other collectives: ``within`` consecutive indices
-        of the data axis, or all ranks of ``axis``; without either argument, all data ranks. Returns a function that
+        """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``); returns a function that
         waits.
+
+        It uses the process group that ``open_gathers`` created for ``within`` and ``axis``.
         """
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data``, such as a message about parameter gathers, over ``within`` consecutive data ranks.
+        """All-gathers ``data``, of equal length on all ranks, between the hosts of ``within`` consecutive data ranks.
 
-        ``data`` has the same length on all ranks. Returns the bytes of each rank, in order of index. Only the hosts
-        communicate, so no device synchronizes.
+        Returns the bytes of each rank, in order of index. No device synchronizes.
         """
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
@@ -156,7 +149,7 @@ class Backend(Protocol):
         """Starts to sum ``tensor`` in place over the indices ``stages`` of axis pp; returns a function that waits."""
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
-        """Allocates ``size`` bytes on each rank of ``axis``; every rank calls it and can write the memory of all.
+        """Allocates ``size`` bytes on each rank of ``axis``, writable by all its ranks; every rank calls it.
 
         Returns None on all ranks if the devices cannot share memory.
         """
@@ -168,10 +161,9 @@ class Backend(Protocol):
 
 
 class RecordingBackend(Backend):
-    """Backend that communicates nothing, so that one process can replay the calls of any rank of a grid.
+    """Backend that communicates nothing, so that one process can replay the calls of any rank.
 
-    A sum leaves the tensor unchanged, a gather writes only this rank's slice of the full tensor, and data from other
-    ranks is zero.
+    Data from other ranks is zero, and sums leave tensors unchanged.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -195,7 +187,7 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Copies this rank's own slice of ``given`` to ``received``; sets all other slices of ``received`` to zero.
+        """Copies this rank's own slice of ``given`` to ``received``, and sets all other slices to zero.
 
         Returns a wait that does nothing.
         """
@@ -205,7 +197,7 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Copies this rank's own rows of ``given`` to ``received``; sets all other rows of ``received`` to zero.
+        """Copies this rank's own rows of ``given`` to ``received``, and sets all other rows to zero.
 
         Returns a wait that does nothing.
         """
@@ -218,9 +210,9 @@ class RecordingBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Copies ``shard`` to this rank's slice of ``full``, for each pair (``full``, ``shard``) of ``pairs``.
+        """Copies each ``shard`` to this rank's slice of its ``full``, and leaves the other slices unchanged.
 
-        Leaves the other slices of ``full`` unchanged. Returns a wait that does nothing.
+        Returns a wait that does nothing.
         """
         line = axis or self._grid.shard_line
         ranks = within or self._grid.size(line)
@@ -229,7 +221,7 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """Returns a list of ``within`` references to ``data``, as if every rank had sent the same bytes."""
+        """Returns ``within`` references to ``data``, as if every rank had sent the same bytes."""
         return [data] * within
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:

@@ -34,7 +34,7 @@ FLIGHT_RECORD_LENGTH = 256
 
 
 class Pending:
-    """Handle of a collective or message in progress; ``wait`` completes it, and an error in ``wait`` names the call."""
+    """Handle of a collective or message in progress; ``wait`` completes it."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class Pending:
 
     @property
     def under_way(self) -> bool:
-        """True until ``wait`` or ``drop`` is called; False from the start if the call sends nothing."""
+        """True until ``wait`` or ``drop`` is called; always False for a call that sends nothing."""
         return self._wait is not None
 
     def beside(self, work: Callable[[], None]) -> "Pending":
-        """Registers ``work`` to run during the communication: ``wait`` calls it before it blocks. Returns self."""
+        """Registers ``work`` for the start of ``wait``, so that it runs during the communication. Returns self."""
         self._beside = work
         return self
 
     def then(self, work: Callable[[], object]) -> "Pending":
-        """Registers ``work`` to run at the end of ``wait``, after earlier registered ``work``; returns self."""
+        """Registers ``work`` for the end of ``wait``, after earlier registered ``work``. Returns self."""
         self._then.append(work)
         return self
 
@@ -81,7 +81,7 @@ class Pending:
             work()
 
     def drop(self) -> None:
-        """Discards the call without a wait and releases its tensors and connection; a later ``wait`` does nothing."""
+        """Releases the call's tensors and connection without a wait; a later ``wait`` does nothing."""
         self._wait = self._beside = None
         self._then = []
 
@@ -135,10 +135,10 @@ def _named_failure(
 
 
 class Comm:
-    """Named, counted collectives over the axes of a grid; ``label`` is the name of a call in counts and errors.
+    """Collectives over the axes of a grid, counted and recorded by the name ``label``.
 
-    ``tally`` counts calls and sent bytes by axis and label; ``records`` contains the most recent calls in order of
-    issue. An axis of one rank sends nothing and counts nothing.
+    ``tally`` counts calls and sent bytes by axis and label; ``records`` has the most recent calls. An axis of one rank
+    sends and counts nothing.
     """
 
     def __init__(self, grid: Grid, backend: Backend) -> None:
@@ -169,7 +169,7 @@ class Comm:
         """True if groups, and frozen parameters of the model, belong to another engine."""
 
     def lend(self) -> "Comm":
-        """Returns a Comm for another engine over the same process groups, which the new Comm does not close."""
+        """Returns a Comm for another engine that uses the same process groups; its ``close`` leaves them open."""
         lent = Comm(self.grid, self._backend)
         lent.reports, lent.joint, lent.failures, lent.recorder = self.reports, self.joint, self.failures, self.recorder
         lent._symmetric, lent.borrows = self._symmetric, True
@@ -180,7 +180,7 @@ class Comm:
         return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis, op))
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
-        """Starts to sum ``tensor`` in place over indices ``stages`` of axis pp; needs an earlier :meth:`connect`."""
+        """Starts to sum ``tensor`` in place over indices ``stages`` of axis pp, after :meth:`connect` for them."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
         name = f"pp stages {','.join(map(str, stages))}"
         route = _Route(len(stages), Stream(EventKind.COLLECTIVE, "pp", name))
@@ -188,7 +188,7 @@ class Comm:
 
     @contextmanager
     def within(self, step: int) -> Iterator[None]:
-        """Records the block in this rank's flight file, a log, as an engine call after ``step`` completed steps."""
+        """Records the block as an engine call after ``step`` completed steps, in this rank's log of communication."""
         if self.recorder is None:
             yield
             return
@@ -200,7 +200,7 @@ class Comm:
 
     @contextmanager
     def noted(self, call: str) -> Iterator[None]:
-        """Records the block in this rank's flight file, a log, as ``call``, name of a call that every rank makes."""
+        """Records the block as ``call``, a call that every rank makes, in this rank's log of communication."""
         if self.recorder is None:
             yield
             return
@@ -218,16 +218,15 @@ class Comm:
         return self._sequence
 
     def failed(self, call: str, error: BaseException, alike: bool = True) -> None:
-        """Records that ``call`` has failed on this rank with ``error``, while other ranks may wait for this rank.
+        """Records that ``call`` has failed on this rank with ``error``.
 
         ``alike``: True if the engine may continue when all ranks fail after the same number of collectives.
         """
         self.failures.note(call, error, f"{call} after {self._sequence} collectives" if alike else None)
 
     def join(self, call: str) -> None:
-        """Waits until every rank of the world makes the engine call named ``call``.
-
-        Only the first three calls with each name wait; later ones return at once.
+        """Waits until every rank of the world makes the engine call named ``call``; after three calls of a name,
+        returns at once.
 
         Raises:
             EngineError: a rank does not make the call in time, has closed its engine, or has ended.
@@ -237,7 +236,7 @@ class Comm:
                 self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the group of ``sum_over_stages`` for indices ``stages`` of axis pp; all ranks make the same calls."""
+        """Creates the group that ``sum_over_stages`` uses for indices ``stages`` of axis pp; every rank calls it."""
         self._backend.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
@@ -247,7 +246,7 @@ class Comm:
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
         """Starts to send ``tensor`` over ``link``; ``tensor`` must not change before the wait.
 
-        ``label``: name of the message in counts and errors; "": the name of the link's flow, such as "forward".
+        ``label``: name of the message in counts and errors, by default the link's flow, such as "forward".
         """
         call = partial(self._backend.send, tensor, link.target, link.channel)
         route = self._route(EventKind.SEND, link, link.target)
@@ -270,7 +269,7 @@ class Comm:
     def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
         """Opens memory that kernels of all ranks of ``axis`` can write; returns None if unsupported.
 
-        Every rank calls it. ``sizes``: the most data of one call. ``seconds``: timeout of a kernel's wait for data.
+        Every rank calls it. ``sizes``: capacity for one call. ``seconds``: timeout of a kernel's wait for data.
         """
         if (known := self._symmetric.get((axis, sizes))) is not None:  # of the engine that lends its groups
             return known
@@ -281,22 +280,22 @@ class Comm:
         return buffer
 
     def in_kernel(self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait]) -> Pending:
-        """Counts a collective of type ``op`` that a kernel performs; ``label`` is its name in counts and errors.
+        """Starts and counts a collective of type ``op`` that a kernel performs.
 
-        ``call`` launches the kernel and returns a function that waits. ``full``: only its size and dtype are read.
+        ``call`` launches the kernel and returns a function that waits. Only the size and dtype of ``full`` are read.
         """
         return self._issue(op, full, axis, label, call)
 
     def bring_status(self) -> None:
-        """Starts to copy the status words, in which communicating kernels report timeouts, to the host.
+        """Starts to copy the timeout reports of communicating kernels to the host.
 
-        The next :meth:`check_kernels` reads the copies, so it does not wait for kernels launched after this call.
+        The next :meth:`check_kernels` reads these copies instead of waiting for later kernels.
         """
         for buffer in self._symmetric.values():
             buffer.bring_status()
 
     def check_kernels(self) -> None:
-        """Checks that no communicating kernel has timed out; on a GPU, call it after the end of the step.
+        """Raises if a communicating kernel has timed out; on a GPU, call it after the end of the step.
 
         Raises:
             EngineError: a kernel timed out; the message names the call, the sending rank and the missing tile.
@@ -312,16 +311,15 @@ class Comm:
             ) from error
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the process group of :meth:`all_to_all` among indices ``members`` of the data axis; all ranks call it
-        in the same order.
-        """
+        """Creates the group that :meth:`all_to_all` uses for ``members`` of the data axis; all ranks call it in the
+        same order."""
         self._backend.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str, axis: Axis) -> Pending:
-        """Starts to send slice i of ``given`` to index ``members[i]`` of ``axis``, and to receive slice i from there.
+        """Starts to exchange slices of equal size: slice i of ``given`` goes to index ``members[i]`` of ``axis``.
 
-        Slices have equal size. This rank is a member; its own slice is copied. ``members`` are all indices of ``axis``,
-        unless it is the data axis.
+        Slice i of ``received`` comes from that index. Only the data axis permits ``members`` other than all its
+        indices.
         """
         if len(members) == 1:
             received.copy_(given)
@@ -336,8 +334,7 @@ class Comm:
     ) -> Pending:
         """Starts to send ``gives[i]`` rows of ``given`` [sum of gives, ..] to each index i of ``axis``.
 
-        ``received`` [sum of gets, ..] takes ``gets[i]`` rows from index i. Both tensors have their rows in order of
-        index. This rank's own rows are copied, and are not counted as sent.
+        ``received`` [sum of gets, ..] takes ``gets[i]`` rows from index i. Rows are in order of index.
         """
         size = given.element_size() * (math.prod(given.shape[1:]) if given.dim() > 1 else 1)
         if self.grid.size(axis) == 1:
@@ -349,7 +346,7 @@ class Comm:
         return self._launch(work, axis, label, call, self._axis_route(axis))
 
     def filled(self, pending: Pending) -> Pending:
-        """Makes the wait of ``pending`` begin with work of another microbatch, if there is any; returns ``pending``."""
+        """Lets the wait of ``pending`` first compute a part of another microbatch, if possible; returns ``pending``."""
         return pending if self.fill_wait is None else pending.beside(self._use_wait)
 
     def _use_wait(self) -> None:
@@ -357,7 +354,7 @@ class Comm:
             self.fill_wait()
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates the groups for :meth:`gather_parameters` with these arguments. Every rank of the world calls it."""
+        """Creates the groups of :meth:`gather_parameters` for these arguments; every rank of the world calls it."""
         if axis is None:
             self._backend.open_gathers(within or self.grid.shard_group)
         elif self.grid.size(axis) > 1:
@@ -368,8 +365,7 @@ class Comm:
     ) -> Pending:
         """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``), as one call.
 
-        The group, from :meth:`open_gathers`, has all ranks of ``axis``, or ``within`` neighbouring data ranks; without
-        either, the data ranks over which ZeRO divides parameters.
+        The group is ``within`` neighbouring data ranks or all ranks of ``axis``, by default ZeRO's shard group.
         """
         within = within or self.grid.shard_group if axis is None else None
         elements = sum(full.numel() for full, _ in pairs)
@@ -393,9 +389,9 @@ class Comm:
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
-        """All-gathers the bytes ``said``, of equal length on all ranks, over the ranks of ZeRO sharding.
+        """All-gathers the bytes ``said``, of equal length on all ranks, among the hosts of a ZeRO shard group.
 
-        Returns the bytes of each rank, by index. Only the hosts communicate: no rank synchronizes with a device.
+        Returns the bytes of each rank, by index. No device synchronizes.
         """
         size = self.grid.size(self.grid.sharding)
         answers: list[bytes] = [said] if size == 1 else []
@@ -410,9 +406,9 @@ class Comm:
         return answers
 
     def close(self) -> None:
-        """Ends the communication of this engine; the default process group remains, and so do borrowed groups.
+        """Ends the communication of this engine; the default process group and borrowed groups remain.
 
-        After a failed call it also drops unfinished calls: with gloo, ranks that wait for this rank then fail at once.
+        After a failed call it also drops unfinished calls, so that with gloo waiting ranks fail at once.
         """
         self._closed = True
         if self.borrows:

@@ -43,10 +43,9 @@ Exchange = Callable[[Tensor, Tensor], Pending]
 
 
 def sum_messages(given_Rm: Tensor, out_s: Tensor, codec: Codec, exchange: Exchange) -> Pending:
-    """Starts to send row r of the encoded ``given_Rm`` [ranks, bytes] to rank r, by the callback ``exchange``.
+    """Starts to send row r of ``given_Rm`` [ranks, bytes] to rank r, by ``exchange``, which starts an all-to-all.
 
-    ``exchange`` starts an all-to-all. After the wait of the returned handle, ``out_s`` is the sum of the received rows,
-    one from each rank, decoded by ``codec``.
+    After the returned handle's wait, ``out_s`` is the sum of the received rows, decoded by ``codec``.
     """
     received_Rm = torch.empty_like(given_Rm)
     return exchange(received_Rm, given_Rm).then(partial(codec.add, received_Rm, out_s))
@@ -54,7 +53,7 @@ def sum_messages(given_Rm: Tensor, out_s: Tensor, codec: Codec, exchange: Exchan
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
-    """Number format of quantized activations and activation gradients that are communicated over one axis."""
+    """Number format of quantized activations and activation gradients in the collectives of one axis."""
 
     wire: NumberFormat
     labels: frozenset[str] = frozenset()
@@ -65,24 +64,25 @@ class ActivationFormat:
         return self.wire.message_bytes(self.wire.padded(elements))
 
     def shortens(self, dtype: torch.dtype, elements: int) -> bool:
-        """Returns True if ``elements`` numbers of ``dtype`` take fewer bytes when encoded than unencoded.
+        """Returns True if encoding shortens a message of ``elements`` numbers of ``dtype``.
 
-        Returns False for a dtype that is never encoded: any other than fp32, bf16 and fp16.
+        Only fp32, bf16 and fp16 can be encoded.
         """
         return dtype in ENCODED_DTYPES and self.message_bytes(elements) < elements * dtype.itemsize
 
     def encodes(self, label: str, dtype: torch.dtype, elements: int, ranks: int) -> bool:
         """Returns True if a collective with this ``label`` over ``ranks`` ranks is encoded.
 
-        This is so if ``label`` is in the attribute ``labels`` and one rank's share takes fewer bytes encoded than
-        unencoded. ``elements``: numbers of ``dtype`` in the full tensor.
+        Its label must be in ``labels``, and encoding must shorten one rank's share. ``elements``: numbers of ``dtype``
+        in the full tensor.
         """
         return label in self.labels and self.shortens(dtype, -(-elements // ranks))
 
     def collectives(self, op: Op, elements: int, ranks: int) -> tuple[tuple[Op, int], ...]:
-        """Returns the collectives that replace ``op`` over ``ranks`` ranks when its tensor is encoded.
+        """Returns the encoded collectives that replace ``op`` over ``ranks`` ranks, as pairs (collective, bytes of its
+        full tensor).
 
-        These are pairs (collective, bytes of its full tensor). ``elements``: numbers in the full tensor of ``op``.
+        ``elements``: numbers in the full tensor of ``op``.
         """
         size = ranks * self.message_bytes(-(-elements // ranks))
         if op == "all_reduce":
@@ -91,10 +91,10 @@ class ActivationFormat:
 
 
 class EncodedCollectives:
-    """Collectives over one axis that quantize the tensors they send, for contiguous tensors in fp32, bf16 or fp16.
+    """Collectives over one axis that send quantized numbers; tensors are contiguous, in fp32, bf16 or fp16.
 
-    In shapes, ``ranks`` is the size of the axis and p the number of elements of one rank's slice. An all-reduce starts
-    an all-to-all, and its wait issues an all-gather; so all ranks must wait for their all-reduces in the same order.
+    In shapes, p is the number of elements of one rank's slice. All ranks must wait for their all-reduces in the same
+    order.
     """
 
     def __init__(self, comm: Comm, axis: Axis, form: ActivationFormat, kernels: Kernels) -> None:
@@ -111,10 +111,8 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def reduce_scatter(self, part_p: Tensor, full: Tensor, label: str) -> Pending:
-        """Starts to sum ``full`` [ranks * p] over the axis into this rank's slice ``part_p`` [p], by one all-to-all.
-
-        The messages are encoded.
-        """
+        """Starts to sum ``full`` [ranks * p] over the axis into this rank's slice ``part_p`` [p], by one encoded
+        all-to-all."""
         values_Ts = self._rows(full)
         if values_Ts.shape[1] == part_p.numel():
             return self._sum(values_Ts, part_p, label)

@@ -46,8 +46,8 @@ class FailedCalls:
     """Vote of all ranks after a failed call: the engine continues only if all ranks failed at the same point.
 
     Args:
-        store: store of the job, with a prefix of this engine; None: this process is alone.
-        leave: callback that ends the communication of this rank; called if the vote ends the engine.
+        store: store of the job, with a prefix of this engine; None: a single process.
+        leave: callback that ends this rank's communication if the vote ends the engine.
     """
 
     def __init__(self, store: KeyStore | None, rank: int, size: int, leave: Callable[[], None]) -> None:
@@ -65,11 +65,10 @@ class FailedCalls:
         return self._verdict != ""
 
     def note(self, call: str, error: BaseException, place: str | None) -> None:
-        """Records that ``call`` has failed on this rank with ``error``, starts the vote in a thread, and returns at
-        once.
+        """Records that ``call`` has failed on this rank with ``error``, and starts the vote in a thread.
 
-        ``place``: the point of failure as text; the ranks failed at the same point if their texts are equal. None: no
-        other rank can have failed at this point.
+        ``place``: text for the point of failure, equal on ranks that failed at the same point. None: no other rank can
+        have failed there.
         """
         if self._verdict != "":
             return
@@ -86,9 +85,7 @@ class FailedCalls:
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
-        """Raises if the engine has ended, so that ``call`` does not start.
-
-        If a vote is running, first waits for its result.
+        """Raises if the engine has ended; waits for the result of a running vote.
 
         Raises:
             EngineError: the engine has ended; the same message on every rank.
@@ -99,10 +96,9 @@ class FailedCalls:
             raise EngineError(self._verdict)
 
     def sentence(self, error: BaseException) -> EngineError | None:
-        """Returns an EngineError that names the rank that failed first, according to the vote.
+        """Waits a few seconds for the vote, then returns an EngineError that names the rank that failed first.
 
-        Waits at most a few seconds for the result of the vote. Returns None if ``error`` does not report failed
-        communication with other ranks, or if the vote has not ended the engine.
+        Returns None unless ``error`` reports lost ranks and the vote has ended the engine.
         """
         if not has_lost_ranks(error) or self._store is None:
             return None

@@ -36,7 +36,7 @@ _SETUP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """Sockets and eventfds to the other ranks of the axis. Each attribute is a dict, by the other rank's index."""
+    """Sockets and eventfds to the other ranks of an axis, each as a dict by index of the other rank."""
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     """Connected Unix sockets; the system closes them when a rank ends."""
@@ -56,11 +56,10 @@ class RankLinks:
 
 
 class HostBarrier:
-    """Shared memory of the ranks of one host, with a barrier of log2(ranks) rounds of signals.
+    """Shared memory of the ranks of one host, with a dissemination barrier (Hensgen, Finkel and Manber 1988).
 
-    The dissemination barrier of Hensgen, Finkel and Manber 1988 ("Two algorithms for barrier synchronization"): in
-    rounds d = 1, 2, 4, .. < ranks, index i signals i + d and waits for i - d, modulo the number of ranks. A signal
-    means that its sender has arrived and has received all signals of earlier rounds.
+    The barrier has log2(ranks) rounds d = 1, 2, 4, ..: index i signals i + d and waits for i - d, modulo the number of
+    ranks.
 
     Args:
         links: sockets to every other rank and the eventfds of both directions; ``close`` closes them.
@@ -102,10 +101,7 @@ class HostBarrier:
             self._hear(*heard)
 
     def close(self) -> None:
-        """Closes this rank's sockets and eventfds, so that ranks that wait for this rank raise an error.
-
-        Also releases the shared memory. Garbage collection of this object does the same.
-        """
+        """Closes this rank's sockets and eventfds and releases the shared memory. Waiting ranks then raise an error."""
         self._leave()
         vars(self).pop("memory", None)
 
@@ -129,12 +125,12 @@ class HostBarrier:
 
 
 def told_ranks(index: int, size: int) -> list[int]:
-    """Returns, for each round of a barrier of ``size`` ranks, the index that rank ``index`` signals."""
+    """Returns the index that rank ``index`` signals in each round of a barrier of ``size`` ranks."""
     return [(index + distance) % size for distance in _distances(size)]
 
 
 def heard_ranks(index: int, size: int) -> list[int]:
-    """Returns, for each round of a barrier of ``size`` ranks, the index that rank ``index`` waits for."""
+    """Returns the index that rank ``index`` waits for in each round of a barrier of ``size`` ranks."""
     return [(index - distance) % size for distance in _distances(size)]
 
 
@@ -153,16 +149,16 @@ def _poll(links: RankLinks, index: int) -> select.poll:
 def open_neighbours(
     index: int, size: int, host: bytes, shared_bytes: int, seconds: float, exchange: Exchange
 ) -> HostBarrier | None:
-    """Opens memory that the ``size`` ranks of an axis share, with a barrier; every rank calls it.
+    """Opens memory, with a barrier, that all ``size`` ranks of an axis share; every rank calls it.
 
-    Returns None on all ranks if they run on several hosts, or if one of them cannot share memory.
+    Returns None on all ranks if they run on several hosts or cannot share memory.
 
     Args:
-        index: place of this rank on the axis.
-        host: identity of this rank's host, from :func:`host_identity`; ``NO_HOST`` keeps all ranks from sharing.
+        index: index of this rank on the axis.
+        host: this host's :func:`host_identity`; ``NO_HOST`` prevents all ranks from sharing.
         shared_bytes: size of the memory, the same on all ranks.
-        seconds: timeout of a rank's wait for another rank in the barrier.
-        exchange: callback that all-gathers bytes of equal length over the axis; called up to three times.
+        seconds: timeout of a rank's wait in the barrier.
+        exchange: callback that all-gathers bytes of equal length over the axis.
     """
     opening = _Opening(index, size, host, shared_bytes)
     try:
@@ -271,9 +267,9 @@ class _Opening:
 
 
 def host_identity(shares: bool = True) -> bytes:
-    """Returns 32 bytes that are equal for processes of one user on one booted system and differ otherwise.
+    """Returns 32 bytes that are equal for processes of the same user on the same running host.
 
-    Returns ``NO_HOST`` if ``shares`` is False, or if this system cannot share memory.
+    Returns ``NO_HOST`` if ``shares`` is False, or if this host cannot share memory.
     """
     if not shares:
         return NO_HOST

@@ -24,7 +24,7 @@ Wait = Callable[[], None]
 
 
 class HostGroup(Protocol):
-    """Interface for messages of bytes between host memories, among all ranks of the job."""
+    """Interface for sending bytes between the host memories of all ranks of the job."""
 
     rank: int
     size: int
@@ -39,7 +39,7 @@ class HostGroup(Protocol):
 
 
 class TorchHostGroup:
-    """Group for messages between host memories of processes, over gloo; every rank constructs it at the same point.
+    """Group over gloo that sends bytes between host memories; every rank constructs it at the same point.
 
     Args:
         seconds: time after which a silent rank is considered lost.
@@ -113,10 +113,9 @@ class TorchHostGroup:
 
 
 class BroadcastGroup:
-    """Group from which this process broadcasts tensors to processes of another program, such as an inference engine.
+    """Group that broadcasts tensors from this process to another program, such as an inference engine.
 
-    It is independent of all groups of the engine. Its store keys equal the keys of a torch process group called
-    ``name``, so the other processes join with torch's functions, as ranks 1 and up.
+    The other processes join as ranks 1 and up of a torch process group called ``name``.
 
     Args:
         host: address of this host; the others connect to it at ``port``.
@@ -148,7 +147,7 @@ class BroadcastGroup:
                 self._group = dist.ProcessGroupNCCL(store, 0, self._size, options)
 
     def broadcast(self, tensor: torch.Tensor, seconds: float) -> None:
-        """Sends ``tensor`` to all other processes of the group; waits at most ``seconds`` until they have received it.
+        """Sends ``tensor`` to all other processes of the group; waits at most ``seconds`` for them.
 
         Raises:
             EngineError: a process has not received it in time.
@@ -172,10 +171,7 @@ class BroadcastGroup:
 
 @contextmanager
 def noting(lost: list[EngineError]) -> Iterator[None]:
-    """Runs the block; if it raises an EngineError, appends the error to ``lost`` instead of raising it.
-
-    The caller can thus serve the other ranks before it raises the error.
-    """
+    """Runs the block; an EngineError in it is appended to ``lost`` instead of raised."""
     try:
         yield
     except EngineError as error:
@@ -183,13 +179,10 @@ def noting(lost: list[EngineError]) -> Iterator[None]:
 
 
 def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
-    """Gathers ``data`` of every rank on rank 0, by host messages.
-
-    Returns, on rank 0, the bytes of all ranks in order of rank; None on other ranks.
+    """Gathers ``data`` of every rank on rank 0, in order of rank; returns None on other ranks.
 
     Raises:
-        EngineError: a rank is lost; the message names the first such rank. Rank 0 raises it only after it has received
-            the data of all remaining ranks.
+        EngineError: a rank is lost; the message names it. Rank 0 first receives the data of all other ranks.
     """
     if host.rank:
         _send_text(host, data, 0)
@@ -206,12 +199,10 @@ def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
 
 
 def announce(host: HostGroup, data: bytes) -> bytes:
-    """Broadcasts ``data`` of rank 0 to every rank, by host messages, and returns it; ``data`` of other ranks is
-    ignored.
+    """Broadcasts ``data`` of rank 0 to every rank and returns it.
 
     Raises:
-        EngineError: a rank is lost; the message names it. Rank 0 raises it only after it has sent the bytes to all
-            remaining ranks.
+        EngineError: a rank is lost; the message names it. Rank 0 first sends the data to all other ranks.
     """
     if host.rank:
         return _receive_text(host, 0)

@@ -53,9 +53,7 @@ class _Task:
 
 
 def find_place(variables: _Variables) -> Place | None:
-    """Reads rank, world size and rendezvous address from the environment ``variables`` of the launcher.
-
-    Returns None if no launcher started this process.
+    """Reads this process's place in the job from the launcher's environment ``variables``; None without a launcher.
 
     Raises:
         GridError: the variables are incomplete or contradict each other, or lack the address of the rendezvous.
@@ -76,10 +74,8 @@ def find_place(variables: _Variables) -> Place | None:
 
 
 def local_rank(variables: _Variables, rank: int) -> int:
-    """Returns this process's local rank on its node, from the environment ``variables`` of the launcher.
-
-    Returns ``rank``, the global rank, if no variable contains the local rank.
-    """
+    """Returns this process's local rank from the launcher's environment ``variables``, by default the global rank
+    ``rank``."""
     task = _find_task(variables)
     return read_count(variables, "LOCAL_RANK", task.local_rank if task is not None else rank)
 
@@ -104,7 +100,7 @@ _DIGITS = 9
 
 
 def check_rank(rank: int, size: int, launcher: str) -> None:
-    """Raises GridError unless ``rank`` < ``size``, the number of ranks; ``launcher``: a name for the message."""
+    """Raises GridError unless ``rank`` < ``size``; ``launcher``: name for the message."""
     if rank >= size:
         raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}, since ranks count from 0; let {launcher} set both.")
 
@@ -206,8 +202,7 @@ def _slurm_port(task: _Task, variables: _Variables) -> int | None:
 def end_with_agent(variables: _Variables) -> None:
     """Makes the kernel send SIGTERM to this rank when torchrun's agent, its parent process, ends.
 
-    Does nothing if torchrun did not start this process. A rank of a killed agent would otherwise continue without a
-    store and occupy its GPU. On SIGTERM, a rank with checkpoints finishes its step and saves.
+    Does nothing if torchrun did not start this process.
     """
     if "TORCHELASTIC_RUN_ID" in variables:
         with contextlib.suppress(OSError, AttributeError):  # no Linux
@@ -230,7 +225,7 @@ def first_host(nodes: str) -> str:
 
 
 def route_address(target: str) -> str:
-    """Returns this host's IP address on the route to host ``target``; '' if there is no route."""
+    """Returns this host's IP address on the route to host ``target``; '' without a route."""
     with contextlib.suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -240,9 +235,9 @@ def route_address(target: str) -> str:
 
 
 def loopback_words(place: Place, variables: _Variables) -> str:
-    """Returns text for an error message if a multi-node job has a loopback address as rendezvous; otherwise ''.
+    """Returns an error text with cause and remedy if a multi-node job has a loopback rendezvous address; otherwise ''.
 
-    The text names the cause and the remedy. ``variables``: environment of the launcher.
+    ``variables``: environment of the launcher.
     """
     here = read_count(variables, "LOCAL_WORLD_SIZE", place.size)
     if not 0 < here < place.size:
@@ -260,5 +255,5 @@ def loopback_words(place: Place, variables: _Variables) -> str:
 
 
 def own_address() -> str:
-    """Returns this host's IP address on its route to MASTER_ADDR, at which other ranks reach this host."""
+    """Returns this host's IP address on its route to MASTER_ADDR."""
     return route_address(os.environ.get("MASTER_ADDR") or "localhost") or "127.0.0.1"

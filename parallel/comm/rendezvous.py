@@ -44,7 +44,7 @@ _REPORT_SECONDS = 2.0
 
 
 class KeyStore(Protocol):
-    """Interface of a key-value store: the used methods of ``torch.distributed.Store``; each may raise RuntimeError."""
+    """Interface of a key-value store, a part of ``torch.distributed.Store``; each method may raise RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None:
         """Sets ``key`` to ``value`` in the store."""
@@ -59,7 +59,7 @@ class KeyStore(Protocol):
         """Blocks until all ``keys`` exist; raises after ``timeout``."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Adds ``amount`` to the integer at ``key``, which is 0 if ``key`` does not exist; returns the sum."""
+        """Adds ``amount`` to the integer at ``key``, by default 0; returns the sum."""
 
     def delete_key(self, key: str, /) -> bool:
         """Deletes ``key``; returns True if it existed."""
@@ -67,7 +67,7 @@ class KeyStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """First setting with different values on different ranks: its name, and the ranks that have each value."""
+    """Setting with different values on different ranks: its name, and the ranks with each value."""
 
     key: str
     values: tuple[tuple[tuple[int, ...], str | None], ...]
@@ -91,7 +91,7 @@ class _Verdict(TypedDict):
 
 @dataclass(slots=True)
 class Rendezvous:
-    """Meeting of all ranks of a job through its key-value store; every rank calls :meth:`meet` at the same point."""
+    """Meeting of all ranks of a job through its key-value store; every rank calls :meth:`meet`."""
 
     store: KeyStore
     rank: int
@@ -106,8 +106,7 @@ class Rendezvous:
     def meet(self, given: Mapping[str, str]) -> Difference | None:
         """Waits for all ranks and compares their settings ``given``, texts by name.
 
-        Returns the first setting with different values on different ranks; None if all are equal. Every rank gets the
-        same result.
+        Returns the first setting with different values, or None; the result is equal on all ranks.
 
         Raises:
             GridError: ranks did not come within ``seconds``; the message names them.
@@ -215,12 +214,10 @@ class Rendezvous:
 
 
 def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[str, str]]) -> Difference | None:
-    """Returns the first key with different values in the mappings ``texts``, with its values; None if there is none.
-
-    A missing key counts as a different value.
+    """Returns the first key that some of the mappings ``texts`` lack or give another value; None if all are equal.
 
     Args:
-        alike: for each mapping of ``texts``, the ranks that have this mapping.
+        alike: for each mapping of ``texts``, the ranks that have it.
     """
     keys = dict.fromkeys(key for text in texts for key in text)
     for key in keys:
@@ -235,16 +232,16 @@ def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[s
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """Formats ``ranks`` for messages: ``rank 3`` or ``ranks 0, 2``; names at most eight and counts the others.
+    """Formats ``ranks`` for messages, such as ``ranks 0, 2``; names at most eight and counts the others.
 
-    ``hosts``: host name of every rank of the job, added to each rank: ``rank 3 (node1)``.
+    ``hosts``: host name of every rank, added to each rank: ``rank 3 (node1)``.
     """
     shown = [f"{rank} ({hosts[rank]})" if hosts else str(rank) for rank in ranks[:8]]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}" + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
 
 
 class FailureReports:
-    """Reports in the store on failed collectives, by which a rank finds the ranks that did not join its collective.
+    """Reports about failed collectives in the job's store, from which ranks find those that did not join.
 
     Args:
         store: store of the job, with a prefix of this engine.
@@ -254,11 +251,10 @@ class FailureReports:
         self._store, self._rank = store, rank
 
     def absent(self, what: str, peers: Sequence[int]) -> str:
-        """Reports that the collective ``what`` failed on this rank, and reads the reports of the other ranks in
-        ``peers``.
+        """Reports that the collective ``what`` failed on this rank; returns text about the ``peers`` that did not join
+        it.
 
-        Returns text, for an error message, that names the ``peers`` that did not join the collective or were in a
-        different one; '' if unknown. Takes a few seconds at most, even if the process of the store has ended or hangs.
+        The text is '' if they are unknown. Takes a few seconds at most.
         """
         words: list[str] = []
         asking = threading.Thread(target=self._ask, args=(what, peers, words.append), daemon=True)
@@ -267,7 +263,7 @@ class FailureReports:
         return words[0] if words else ""
 
     def tell(self, what: str) -> None:
-        """Reports through the store, for other ranks, that the collective ``what`` failed here; does not wait."""
+        """Reports to other ranks that the collective ``what`` failed here; does not wait."""
         threading.Thread(target=self._ask, args=(what, (), str), daemon=True).start()
 
     def _ask(self, what: str, peers: Sequence[int], tell: Callable[[str], object]) -> None:
@@ -289,15 +285,10 @@ class FailureReports:
 
 
 class JointCalls:
-    """Check that every rank makes the rare collective calls of the engine, such as a save or an evaluation.
+    """Check that every rank makes the engine's rare collective calls, such as a save or an evaluation.
 
-    Such a call begins with :meth:`join`, which waits until all ranks have joined. It finds a call that only some ranks
-    make, such as one under ``if rank == 0:``. Unchecked, messages of two different calls would then meet in one process
-    group, and gloo would abort the process. :meth:`leave` records that a rank makes no more calls, so that no rank
-    waits for it.
-
-    Only the first three calls of a name are checked, since later ones come from the same code. Training steps are not
-    checked: it would cost time, and the collectives of a step notice an ended rank at once.
+    :meth:`join` waits until all ranks have made the call, and so finds a call that only some ranks make. Only the first
+    three calls of a name are checked, and no training steps.
 
     Args:
         store: store of the job, with a prefix of this engine.
@@ -312,7 +303,7 @@ class JointCalls:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """Records in the store that this rank makes no more calls, so that other ranks do not wait for it.
+        """Records in the store that this rank makes no more calls, so that no rank waits for it.
 
         Does nothing if this rank ends by an error or if the store is lost.
         """
@@ -332,7 +323,7 @@ class JointCalls:
             self._store.delete_key(f"{call}/{self._made[call] - 2}/{self._rank}")
 
     def join(self, call: str) -> None:
-        """Waits until every rank has made the call named ``call``; only the first three calls with each name wait.
+        """Waits until every rank has made the call named ``call``; after three calls of a name, returns at once.
 
         Raises:
             EngineError: a rank did not make the call in time, or has closed its engine.

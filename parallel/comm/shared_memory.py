@@ -47,13 +47,11 @@ def shared_bytes(ranks: int) -> int:
 
 
 class SharedMemory:
-    """Collectives of the ranks of one axis on one host, through shared memory, for CPU tensors of any size and dtype.
+    """Collectives over one axis through shared memory of a host, for CPU tensors of any size and dtype.
 
-    A collective starts when it is called and is completed by its wait or by the next call; no thread runs in between.
-    The waits of several collectives may come in any order.
+    A collective is completed by its wait or by the next call, not in between.
 
-    All methods raise RuntimeError, as methods of a process group do, if a rank has ended or does not arrive in time.
-    Every later call then fails too, also on the other ranks.
+    All methods raise RuntimeError if a rank has ended or is late; every later call then fails on all ranks.
     """
 
     def __init__(self, barrier: HostBarrier) -> None:
@@ -87,11 +85,7 @@ class SharedMemory:
         return self._start(self._all_gather(full.data.view(self.ranks, -1), shard.data))
 
     def close(self) -> None:
-        """Ends this rank's part in the collectives, so that later calls fail on all ranks, and releases the shared
-        memory.
-
-        A second call does nothing.
-        """
+        """Releases the shared memory; later calls fail on all ranks. A second call does nothing."""
         self._under_way = iter(())
         self._give_up("it is closed")
 
@@ -186,9 +180,9 @@ class SharedMemory:
 
 
 class HostMessages:
-    """All-gather of small byte messages among the ranks of a group on one host, through shared memory.
+    """All-gather of small byte messages through shared memory, among ranks of one host.
 
-    All methods raise RuntimeError if a rank has ended or does not arrive in time; every later call then fails too.
+    All methods raise RuntimeError if a rank has ended or is late; every later call then fails too.
     """
 
     def __init__(self, barrier: HostBarrier) -> None:
@@ -216,22 +210,17 @@ class HostMessages:
         return [memory[start : start + len(own)] for start in starts]
 
     def close(self) -> None:
-        """Ends this rank's part in the all-gathers, so that later calls fail on all ranks, and releases the shared
-        memory.
-
-        A second call does nothing.
-        """
+        """Releases the shared memory; later calls fail on all ranks. A second call does nothing."""
         self._barrier.close()
 
 
 def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> HostMessages | None:
-    """Opens :class:`HostMessages` among the ``ranks`` ranks of a group, if all of them run on one host.
+    """Opens :class:`HostMessages` among the ``ranks`` ranks of a group; every rank calls it.
 
-    Returns None on all ranks if any rank passes ``wanted`` = False, or if the ranks run on several hosts. Every rank of
-    the group calls it.
+    Returns None on all ranks if they run on several hosts, or if any rank passes ``wanted`` = False.
 
     Args:
-        index: place of this rank in the group.
+        index: index of this rank in the group.
         seconds: timeout of a wait for another rank.
         exchange: callback that all-gathers bytes of equal length over the group.
     """
@@ -240,13 +229,12 @@ def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exc
 
 
 def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> SharedMemory | None:
-    """Opens :class:`SharedMemory` among the ``ranks`` ranks of an axis, if all of them run on one host.
+    """Opens :class:`SharedMemory` among the ``ranks`` ranks of an axis; every rank calls it.
 
-    Returns None on all ranks if any rank passes ``wanted`` = False, or if the ranks run on several hosts. Every rank of
-    the axis calls it.
+    Returns None on all ranks if they run on several hosts, or if any rank passes ``wanted`` = False.
 
     Args:
-        index: place of this rank on the axis.
+        index: index of this rank on the axis.
         seconds: timeout of a wait for another rank.
         exchange: callback that all-gathers bytes of equal length over the axis.
     """
@@ -255,13 +243,12 @@ def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exc
 
 
 def open_shared_bytes(index: int, ranks: int, size: int, seconds: float, exchange: Exchange) -> SharedBytes | None:
-    """Allocates ``size`` bytes of host memory for each of the ``ranks`` ranks of an axis.
+    """Allocates ``size`` bytes of shared host memory for each of the ``ranks`` ranks of an axis; every rank calls it.
 
-    Every rank of the axis calls it, and can read and write the memory of all ranks. Returns None on all ranks if they
-    run on several hosts or cannot share memory.
+    Returns None on all ranks if they run on several hosts or cannot share memory.
 
     Args:
-        index: place of this rank on the axis.
+        index: index of this rank on the axis.
         seconds: timeout of a wait for another rank.
         exchange: callback that all-gathers bytes of equal length over the axis.
     """

@@ -19,9 +19,9 @@ from engine.parallel.grid import Axis, Grid
 
 
 def open_backend(grid: Grid, device: torch.device) -> Backend:
-    """Opens this process's backend, for tensors on ``device``; the default process group must exist.
+    """Opens this process's backend for tensors on ``device``, in the existing default process group.
 
-    If torch's collectives cannot move tensors of ``device``, the backend copies the tensors to and from host memory.
+    It copies tensors through host memory if torch's collectives cannot move tensors of ``device``.
     """
     if carries_tensors_of(device):
         return TorchBackend(grid, device)
@@ -29,7 +29,7 @@ def open_backend(grid: Grid, device: torch.device) -> Backend:
 
 
 class StagedBackend(Backend):
-    """Backend for a device without collectives: it copies tensors to host memory and calls ``inner``, a CPU backend.
+    """Backend for a device without collectives: it copies tensors to host memory for ``inner``, a CPU backend.
 
     Each call synchronizes the device, and each returned wait blocks the host. ``share_bytes`` returns None.
     """
@@ -38,7 +38,7 @@ class StagedBackend(Backend):
         self._inner = inner
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Starts to reduce a host copy of ``tensor`` over ``axis``, by a sum or with ``op`` "max" by a maximum.
+        """Starts to sum a host copy of ``tensor`` over ``axis``; ``op`` "max" takes the maximum instead.
 
         Returns a function that waits and then copies the result to ``tensor``.
         """
@@ -46,7 +46,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.all_reduce(host, axis, op), (tensor, host))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Starts to sum a host copy of ``full`` over ``axis``, each rank for its own slice.
+        """Starts to sum a host copy of ``full`` over ``axis``.
 
         Returns a function that waits and then copies this rank's slice of the sum to ``shard``.
         """
@@ -54,7 +54,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.reduce_scatter(host, _on_host(full), axis), (shard, host))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Starts to all-gather host copies of the ``shard`` of every rank of ``axis``.
+        """Starts to all-gather host copies of each rank's ``shard`` over ``axis``.
 
         Returns a function that waits and then copies the result to ``full``.
         """
@@ -82,7 +82,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.exchange(host, _on_host(given), gets, gives, axis), (received, host))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates the groups of :meth:`gather_parameters` with the same arguments, in the CPU backend."""
+        """Creates the groups of :meth:`gather_parameters` for these arguments, in the CPU backend."""
         self._inner.open_gathers(within, axis)
 
     def gather_parameters(
@@ -90,17 +90,17 @@ class StagedBackend(Backend):
     ) -> Wait:
         """Starts to all-gather a host copy of ``shard`` for each pair (``full``, ``shard``) of ``pairs``.
 
-        Uses the group that ``open_gathers`` created for ``within`` and ``axis``. Returns a function that waits and then
-        copies each result to its ``full``.
+        It uses the group of ``open_gathers``. Returns a function that waits and then copies each result to its
+        ``full``.
         """
         hosts = [(host_memory_like(full), _on_host(shard)) for full, shard in pairs]
         filled = [(full, host) for (full, _), (host, _) in zip(pairs, hosts, strict=True)]
         return _brought(self._inner.gather_parameters(hosts, within, axis), *filled)
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data``, such as a message about parameter gathers, over ``within`` consecutive data ranks.
+        """All-gathers ``data``, of equal length on all ranks, over ``within`` consecutive data ranks.
 
-        ``data`` has the same length on all ranks. Returns the bytes of each rank, in order of index.
+        Returns the bytes of each rank, in order of index.
         """
         return self._inner.exchange_gathers(data, within)
 
@@ -133,7 +133,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.sum_over_stages(host, stages), (tensor, host))
 
     def close(self) -> None:
-        """Closes the wrapped CPU backend, with its groups and shared memory."""
+        """Closes the CPU backend, with its groups and shared memory."""
         self._inner.close()
 
 

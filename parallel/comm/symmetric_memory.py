@@ -42,17 +42,15 @@ logger = logging.getLogger("trine")
 
 
 class PeerEndedError(RuntimeError):
-    """Error of a wait for data from a rank that has ended or closed its engine."""
+    """Error of a wait for a rank that has ended or closed its engine."""
 
 
 class PeerWatch:
     """Thread that detects, until ``close``, that other ranks of an axis have ended.
 
     Args:
-        links: file descriptor of a socket to each watched rank, by its index on the axis; only the watched rank has the
-            other end.
-        ended: int32 [ranks of the axis] of zeros in host memory; when a rank ends or closes its socket, the element at
-            its index becomes 1, 2, ... in the order in which ranks end.
+        links: file descriptor of a socket to each watched rank, by its index on the axis.
+        ended: int32 [ranks of the axis] of zeros in host memory; the thread numbers ended ranks 1, 2, ... in order.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
@@ -63,7 +61,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch thread and waits for it; call it before the sockets close. A second call does nothing."""
+        """Ends the thread; call it before the sockets close. A second call does nothing."""
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()
@@ -101,7 +99,7 @@ _ALIGNED: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBytes:
-    """Memory of equal size on every rank of an axis, writable by all of them, initially zeros."""
+    """Zeroed memory of equal size on every rank of an axis, writable by all of them."""
 
     parts: tuple[Tensor, ...]
     """Each rank's memory as uint8 [n], mapped by this rank."""
@@ -134,9 +132,9 @@ class SharedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSizes:
-    """Sizes of the slots of a symmetric buffer: the most that a rank can send to another rank in one call.
+    """Sizes of the slots of a symmetric buffer.
 
-    A slot is the memory into which one rank writes its data of one call for one other rank.
+    A slot is memory for the data that one rank sends to another rank in one call.
     """
 
     ranks: int
@@ -147,19 +145,19 @@ class SlotSizes:
 
     @property
     def slots(self) -> int:
-        """Bytes of all slots in one rank's memory: one slot per rank for each of two successive calls."""
+        """Bytes of all slots in one rank's memory, enough for two successive calls."""
         return 2 * self.ranks * padded_bytes(self.capacity)
 
     @property
     def total(self) -> int:
-        """Bytes of one rank's memory: slots and arrival words."""
+        """Bytes of one rank's memory: slots, and words that signal arrived data."""
         return self.slots + self.arrivals
 
     @property
     def arrivals(self) -> int:
-        """Bytes of the arrival words in one rank's memory: one int32 for each tile, a part of a slot's data.
+        """Bytes of the int32 words in one rank's memory that signal arrived data.
 
-        The rank that writes a tile reports its arrival in the tile's word.
+        Each word belongs to one tile, a part of a slot.
         """
         return padded_bytes(2 * _WORD * self.ranks * self.most)
 
@@ -170,9 +168,9 @@ def padded_bytes(size: int) -> int:
 
 
 class SymmetricBuffer:
-    """This rank's access to memory that kernels of all ranks of an axis can write, for collectives inside kernels.
+    """Memory on all ranks of an axis, writable by kernels of all ranks, for collectives inside kernels.
 
-    All ranks of the axis make the same calls in the same order; an epoch is the number of a call.
+    All ranks make the same calls in the same order; a call's number is its epoch.
 
     Args:
         memory: memory of all ranks, mapped by this process.
@@ -207,11 +205,7 @@ class SymmetricBuffer:
 
     @cached_property
     def copies(self) -> SideStream:
-        """Stream for copies to other ranks that overlap with computation.
-
-        If several ranks are threads of one process, each rank has a stream of its own, because ranks with one common
-        stream would wait for each other.
-        """
+        """This rank's own stream for copies to other ranks, which overlap with computation."""
         return SideStream(self._memory.own.device)
 
     def fits(self, size: int, tiles: int) -> bool:
@@ -219,7 +213,7 @@ class SymmetricBuffer:
         return size <= self.sizes.capacity and tiles <= self.sizes.most
 
     def say_once(self, sentence: str) -> None:
-        """Logs ``sentence``, the reason why a collective does not use this memory; logs each sentence only once."""
+        """Logs ``sentence``, the reason why a collective does not use this memory, only once."""
         if sentence not in self._said:
             self._said.add(sentence)
             logger.info("overlap: %s", sentence)
@@ -230,25 +224,22 @@ class SymmetricBuffer:
         return self._epoch
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view, with this ``shape`` and ``dtype``, of the data that this rank receives in the call ``epoch``.
+        """Returns a view, with this ``shape`` and ``dtype``, of the data that this rank receives from ``writer`` in
+        call ``epoch``.
 
-        ``writer``: index on the axis of the rank that sends the data. The view is valid until the call ``epoch`` + 2
-        reuses its memory.
+        ``writer``: index on the axis. The view is valid until call ``epoch`` + 2.
         """
         return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
 
     def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view of the slot on index ``owner`` of the axis into which this rank writes in call ``epoch``.
-
-        The view has this ``shape`` and ``dtype``.
-        """
+        """Returns a view, with this ``shape`` and ``dtype``, of this rank's slot on index ``owner`` for call
+        ``epoch``."""
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:
-        """Returns a view of the int32 words in which this rank reports arrived data to index ``owner`` of the axis.
+        """Returns a view of the int32 words on index ``owner`` that signal this rank's data, one word per tile.
 
-        The view has one word for each tile that a slot can have. When tile i of this rank's data for the call ``epoch``
-        has arrived on ``owner``, this rank writes ``epoch`` to word i.
+        This rank writes ``epoch`` to word i when tile i of the call ``epoch`` has arrived.
         """
         most = self.sizes.most
         words = self._memory.parts[owner][self.sizes.slots :].view(torch.int32)
@@ -262,21 +253,17 @@ class SymmetricBuffer:
         return (epoch % 2) * self.sizes.ranks + writer
 
     def bring_status(self) -> None:
-        """Starts to copy to the host the status word in which kernels report timeouts.
+        """Starts to copy the kernels' timeout report to the host, for the next ``check``.
 
-        The next ``check`` reads this copy, so it need not wait for kernels launched after this call. The caller must
-        wait for the device before that ``check``.
+        The caller must wait for the device before that ``check``.
         """
         self._brought = self.mailbox.status.to("cpu", non_blocking=True, copy=True)
 
     def check(self) -> None:
-        """Checks that no kernel has timed out while it waited for a signal.
-
-        Synchronizes the GPU, unless ``bring_status`` has copied the status word.
+        """Raises if a kernel has timed out; synchronizes the GPU, unless ``bring_status`` was called before.
 
         Raises:
-            PeerEndedError: the rank that should have signalled has ended; the message names the rank, the tile and the
-                call.
+            PeerEndedError: the awaited rank has ended; the message names the rank, the tile and the call.
             RuntimeError: a signal has timed out; the message names the rank, the tile and the call.
         """
         word, self._brought = self._brought, None

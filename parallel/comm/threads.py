@@ -40,7 +40,7 @@ _NUMPY: Any = np.random  # its stubs lack the exchange of generators
 
 
 class DeadlockError(EngineError):
-    """Error raised when all thread ranks wait for each other; the message names the call that each rank waits in."""
+    """Error when all thread ranks wait for each other; the message names the call of each waiting rank."""
 
 
 class _AbortedError(EngineError):
@@ -63,10 +63,9 @@ class _Rank(Generic[Result]):
 
 
 class Turns:
-    """Scheduler that runs ``size`` ranks as threads of one process, one at a time.
+    """Scheduler that runs ``size`` ranks as threads of one process, one at a time, in the same order in every run.
 
-    A rank runs until it waits for another rank, so the order of execution is the same in every run. Each rank has its
-    own random state, also in ``generators``, the random generators of devices with several ranks.
+    Each rank has its own random state. ``generators``: random generators of devices that several ranks share.
     """
 
     def __init__(self, size: int, generators: Sequence[torch.Generator] = ()) -> None:
@@ -80,7 +79,7 @@ class Turns:
 
         Raises:
             DeadlockError: all ranks that have not ended wait for each other.
-            Exception: first error of a rank; each other rank ends at its next wait that cannot complete.
+            Exception: first error of a rank.
         """
         process = _ProcessState.take(self._generators)
         grad = torch.is_grad_enabled()
@@ -127,7 +126,7 @@ class Turns:
     def wait(self, index: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Blocks rank ``index`` and runs the threads of other ranks until ``ready()`` is True.
 
-        Only the thread of rank ``index`` calls it. ``what`` is a callback that describes the wait, for error messages.
+        ``what`` is a callback that describes the wait, for error messages.
 
         Raises:
             DeadlockError: no rank can continue.
@@ -230,8 +229,8 @@ class Rounds:
     def bring(self, rank: int, call: Any, part: Tensor) -> Callable[[], list[Tensor]]:
         """Contributes a copy of ``part`` to the next collective of rank ``rank``.
 
-        ``call`` describes the collective and must be equal on all ranks. Returns a function that waits for all ranks
-        and returns their parts in order of rank, on the device of ``part``.
+        Returns a function that waits for all ranks and returns their parts in order of rank, on the device of ``part``.
+        ``call`` describes the collective.
 
         Raises:
             EngineError: another rank contributed to a different ``call``; the message contains ``str(call)``.
@@ -262,12 +261,10 @@ def run_thread_ranks(
 ) -> list[Result]:
     """Runs ``body(world)`` on ``size`` ranks, each a thread of this process; returns the results in rank order.
 
-    ``engine.initialize(..., world=world)`` makes an engine that communicates with the engines of the other threads.
-    Each rank needs a model of its own. Nothing is sent between processes.
+    ``engine.initialize(..., world=world)`` makes a rank's engine. Each rank needs a model of its own.
 
     Args:
-        devices: device of each rank, by default the CPU. Backwards on a shared device run in the threads of their
-            ranks, because torch's one thread per device would deadlock.
+        devices: device of each rank, by default the CPU.
 
     Raises:
         DeadlockError: all ranks wait for each other; the message names each rank's call.
@@ -327,10 +324,9 @@ class _Post:
 
 
 class ThreadBackend(Backend):
-    """Backend of a rank that is a thread of this process; a group or channel is opened at its first use.
+    """Backend of a rank that is a thread of this process.
 
-    ``share_bytes`` returns None: kernels that wait for each other would deadlock, because Triton's interpreter runs
-    only one kernel of a process at a time.
+    ``share_bytes`` returns None, because kernels that wait for each other would deadlock.
     """
 
     def __init__(self, grid: Grid, turns: Turns, post: _Post) -> None:
@@ -357,8 +353,7 @@ class ThreadBackend(Backend):
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Starts to sum ``full`` over ``axis`` into ``shard``, this rank's slice of the sum; returns a function that
-        waits.
-        """
+        waits."""
         index, ranks = self._grid.index(axis), self._grid.size(axis)
 
         def place(parts: list[Tensor]) -> None:
@@ -414,7 +409,7 @@ class ThreadBackend(Backend):
     ) -> Wait:
         """Starts to all-gather ``shard`` into ``full`` for each pair of ``pairs``; returns a function that waits.
 
-        The group has all ranks of ``axis``, or ``within`` neighbouring data ranks; without either, all data ranks.
+        The group is ``within`` neighbouring data ranks or all ranks of ``axis``, by default all data ranks.
         """
         line = axis or self._grid.shard_line
         size = within or self._grid.size(line)
@@ -468,7 +463,7 @@ class ThreadBackend(Backend):
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Starts to send ``tensor`` to index ``to`` of axis pp over ``channel``; returns a function that waits.
 
-        The wait ends when the receiver has called ``receive`` for this message.
+        The wait ends when the receiver has called ``receive``.
         """
         target = self._grid.peers("pp")[to]
         box = self._post.boxes[channel, self._grid.rank, target]

@@ -58,18 +58,12 @@ exchange, or a channel of messages."""
 class TorchBackend:
     """Backend between processes, over torch.distributed: one process group per axis of several ranks.
 
-    An axis of all ranks uses the group of the world. ``close`` destroys the groups that this backend has opened, see
-    :class:`~engine.parallel.comm.world.OwnedGroups`. With gloo the backend opens a group of the world too, so that
-    ``close`` ends all connections of this engine, and none of another engine.
+    With NCCL (or ``linked`` = True) each channel of activations and gradients has a group of its own, because a group's
+    messages block each other; gloo separates channels by tags. ``close`` destroys the groups that this backend has
+    opened.
 
-    NCCL runs all messages of a group on one stream in the order of issue, and each message blocks the stream until its
-    other end is ready. Pipeline ranks issue their messages in different orders. So with NCCL (or ``linked`` = True)
-    every channel of activations and gradients has a group of its own, and the two ends of a channel agree on the order.
-    gloo separates channels by tags.
-
-    On CPUs, tensor ranks of one host use shared memory, because they communicate most. On every device, data ranks of
-    one host also exchange their messages about parameter gathers through shared memory, in a tenth of the time that
-    gloo takes.
+    On CPUs, tensor ranks of one host communicate through shared memory; on every device, data ranks of one host
+    exchange messages about parameter gathers through it.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -124,8 +118,7 @@ class TorchBackend:
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
         """Allocates ``size`` bytes per rank of ``axis``: shared host memory on CPUs, torch's symmetric memory on GPUs.
 
-        Returns None on all ranks if CPU ranks run on several hosts or may not share memory, or if a GPU cannot access
-        another GPU.
+        Returns None on all ranks if the ranks cannot share memory.
         """
         group = self._groups[axis]
         assert group is not None
@@ -136,10 +129,8 @@ class TorchBackend:
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates groups of the indices ``members`` of the data axis, one per coordinate of the other axes.
-
-        They are for ``all_to_all``. Does nothing for a single member, or for all data ranks, which have a group.
-        """
+        """Creates the groups that ``all_to_all`` uses for ``members`` of the data axis, one per coordinate of the other
+        axes."""
         if len(members) in (1, self._grid.size(self._grid.shard_line)) or _DataMembers(members) in self._groups:
             return
         axis = self._grid.shard_line
@@ -159,16 +150,15 @@ class TorchBackend:
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
         """Starts to send ``gives[i]`` rows of ``given`` to each index i of ``axis``; returns a function that waits.
 
-        ``received`` takes ``gets[i]`` rows from each index i, in order of index. Runs torch's ``all_to_all_single``.
+        ``received`` takes ``gets[i]`` rows from each index i, in order of index.
         """
         group = self._groups[axis]
         return _finisher(dist.all_to_all_single(received, given, list(gets), list(gives), group=group, async_op=True))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates a second process group for :meth:`gather_parameters`, separate from other collectives.
+        """Creates the process group of :meth:`gather_parameters`, separate from other collectives; every rank calls it.
 
-        The group has all ranks of ``axis``, or ``within`` neighbouring data ranks; without either, all data ranks.
-        Every rank calls it.
+        It has ``within`` neighbouring data ranks or all ranks of ``axis``, by default all data ranks.
         """
         if axis is not None:
             self._groups[_AxisGathers(axis)] = self._along(axis)
@@ -192,7 +182,7 @@ class TorchBackend:
     ) -> Wait:
         """Starts to all-gather ``shard`` into ``full`` for each pair of ``pairs``; returns a function that waits.
 
-        It uses the group that ``open_gathers`` created for the same ``within`` and ``axis``.
+        It uses the group that ``open_gathers`` created for ``within`` and ``axis``.
         """
         line = _DataGathers("gathers", within or self._grid.size(self._grid.shard_line))
         group = self._groups[line if axis is None else _AxisGathers(axis)]
@@ -205,7 +195,7 @@ class TorchBackend:
         return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data``, of equal length on all ranks, between hosts over ``within`` neighbouring data ranks.
+        """All-gathers ``data``, of equal length on all ranks, between the hosts of ``within`` neighbouring data ranks.
 
         Returns the bytes of each rank, in order of index.
         """
@@ -228,10 +218,9 @@ class TorchBackend:
         return _finisher(dist.all_reduce(tensor, group=self._groups[stages], async_op=True))
 
     def link(self, links: Sequence[Link]) -> None:
-        """Creates the groups for messages over ``links``, and sends one message in each, because NCCL connects at first
-        use.
+        """Creates and connects a process group for messages over each of ``links``; does nothing with gloo.
 
-        Does nothing with gloo. Every rank calls it with the same ``links``.
+        Every rank calls it with the same ``links``.
         """
         new = [link for link in links if link.channel not in self._groups]
         for links_at_once in link_rounds(new) if self._linked else ():
@@ -286,7 +275,7 @@ class TorchBackend:
         return group, int(other > self._here) if paired else other, tag
 
     def close(self) -> None:
-        """Destroys the process groups and releases the shared memory. A second call does nothing."""
+        """Destroys the process groups and releases shared memory. A second call does nothing."""
         atexit.unregister(self._groups.clear)
         self._groups.clear()
         for shared in (*self._shared.values(), *([self._agreement] if self._agreement is not None else ())):
@@ -307,10 +296,7 @@ class TorchBackend:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Starts to sum ``full`` over ``axis`` into ``shard``, this rank's slice of the sum; returns a function that
-        waits.
-
-        With gloo, ranks exchange slices and add them in rank order.
-        """
+        waits."""
         if axis in self._shared:
             return self._shared[axis].reduce_scatter(shard, full)
         group = self._groups[axis]

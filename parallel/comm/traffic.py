@@ -29,10 +29,10 @@ def megabytes(count: int) -> str:
 
 
 def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
-    """Returns the bytes that one rank sends in ``op``; collectives are counted as ring algorithms.
+    """Returns the bytes that one rank sends in ``op``; collectives are counted as ring algorithms, a "receive" as 0.
 
-    ``payload_bytes``: for "send", the size of the message; for "exchange", the bytes that this rank has for other
-    ranks; otherwise the size of the full tensor of a collective over ``ranks`` ranks. A "receive" counts 0.
+    ``payload_bytes``: size of the message ("send"), bytes for other ranks ("exchange"), or size of a collective's full
+    tensor.
     """
     if op in ("send", "exchange"):
         return payload_bytes
@@ -55,7 +55,7 @@ class Traffic:
 
 
 class Record(NamedTuple):
-    """Entry of the record of recent calls: one issued collective or message, counted from 1 by ``sequence``."""
+    """Issued collective or message in the log of recent calls; ``sequence`` counts them from 1."""
 
     sequence: int
     op: Op

@@ -47,9 +47,9 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """Process groups and frozen parameters that one engine lends to later engines on the same grid.
+    """Process groups and frozen parameters that an engine lends to later engines on the same grid.
 
-    The borrowing engine neither writes, moves nor frees the parameters, and ends before the lender.
+    Borrowers must not write, move or free the parameters, and must end before the lender.
     """
 
     comm: Comm
@@ -112,10 +112,10 @@ def _forget_default_groups() -> None:
 
 
 def read_world() -> World:
-    """Returns this process's world without communication.
+    """Returns this process's world without communication: from the default process group, or from the variables of
+    torchrun, Slurm or MPI.
 
-    The sources are the default process group if it exists, otherwise the variables of torchrun, Slurm or MPI. Without
-    either, the world is one process.
+    Without either, the world is one process.
 
     Raises:
         GridError: the variables are incomplete, or there are more local ranks than GPUs.
@@ -147,7 +147,7 @@ def _device(local_rank: int, shared: bool) -> torch.device:
 def open_store(world: World) -> Store:
     """Opens the key-value store of the job: the store of the default process group, or a TCP store at ``world.place``.
 
-    Rank 0 serves the store, unless torchrun's agent does. A single process gets a store in its own memory.
+    A single process gets a store in its own memory.
 
     Raises:
         GridError: the store cannot be reached within ``TRINE_TIMEOUT_SECONDS``; the message names the address.
@@ -218,13 +218,10 @@ _BACKLOG = 4096
 
 
 def open_world(world: World, store: Store | None = None) -> None:
-    """Starts torch's default process group for ``world``, unless the group exists; it is destroyed at interpreter exit.
-
-    :func:`timeout_seconds` is the timeout of the rendezvous and of every collective.
+    """Starts torch's default process group for ``world``, unless it exists; it is destroyed at interpreter exit.
 
     Args:
-        store: store with a prefix that no earlier start of the job has used, since torchrun's store retains addresses
-            of ended processes. None: the store of the job.
+        store: store with a prefix that no earlier start of the job has used; None: the store of the job.
 
     Raises:
         GridError: the other ranks cannot be reached; the message names address and network interface.
@@ -263,11 +260,9 @@ def prefixed(store: Store, prefix: str) -> Store:
 
 @contextmanager
 def connected_when_needed(ranks: int) -> Iterator[None]:
-    """Makes gloo connect ranks at their first message if a group of many ``ranks`` is created in the block.
+    """Defers gloo's connections in a group created in the block to the ranks' first message, if ``ranks`` > 64.
 
-    Many is more than ``ALL_WITH_ALL`` (64). gloo otherwise connects all pairs at creation: with 16,384 ranks, a rank
-    would open as many connections and read 2 GB of addresses from the store. Collectives connect a rank with few
-    others.
+    By default gloo connects all pairs of ranks at creation.
     """
     if ranks <= ALL_WITH_ALL or _LAZILY in os.environ:
         yield
@@ -287,13 +282,8 @@ _LAZILY = "TORCH_GLOO_LAZY_INIT"
 class OwnedGroups:
     """Process groups created by one component of an engine; ``close`` destroys them on this rank.
 
-    ``close`` starts a thread that destroys the groups, the newest first, and waits for the thread for a few seconds. If
-    all ranks close, at whatever time, every group is destroyed. If another rank closes much later or never, this rank
-    continues, and the remaining groups end with that rank or with the process.
-
-    The thread is needed because destruction can block. With gloo it waits for queued collectives, which another rank
-    may never join. With NCCL it frees a communicator only once all ranks on the node have asked for it. torch documents
-    ``destroy_process_group`` as a call that all ranks make in the same order when no work is pending.
+    ``close`` waits at most a few seconds, since destruction can block until other ranks close too; a thread then
+    continues it.
     """
 
     def __init__(self) -> None:
@@ -304,17 +294,10 @@ class OwnedGroups:
     def open(
         self, ranks: Sequence[int] | None, backend: str | None = None, timeout: timedelta | None = None
     ) -> dist.ProcessGroup | None:
-        """Creates and returns the process group of ``ranks``, which include this rank.
+        """Creates and returns the process group of ``ranks``, which include this rank; returns None for ``ranks`` None.
 
-        With ``ranks`` None, this rank joins no group in this call and gets None. Every rank of the world makes the call
-        at the same point; the groups of two ranks are equal or disjoint. Only members of a group wait for each other,
-        at the store; with torch's ``new_group``, all ranks would take part in each of thousands of groups. With NCCL,
-        one call is one split of the world's communicator, and each group is a color (see :func:`split_color`).
-
-        The default ``timeout`` is :func:`group_timeout`; torch's own default is half an hour.
-
-        The name of a group contains the number of the call. torch's names contain the number of groups instead, which
-        is neither unique nor the same on all ranks once groups are destroyed.
+        Every rank of the world calls it at the same point, with equal or disjoint ``ranks``; only members of a group
+        wait for each other. The default ``timeout`` is :func:`group_timeout`.
         """
         wait = group_timeout() if timeout is None else timeout
         made = _members_meet(ranks, backend, wait)
@@ -369,11 +352,10 @@ def _members_meet(ranks: Sequence[int] | None, backend: str | None, wait: timede
 def color_rounds(
     groups: Iterable[tuple[int, ...]], color: Callable[[Sequence[int]], int] | None = None
 ) -> list[frozenset[tuple[int, ...]]]:
-    """Divides disjoint ``groups`` of ranks into rounds, sets in which no two groups have the same color.
+    """Divides disjoint ``groups`` of ranks into rounds such that no two groups of a round have the same color.
 
-    There is almost always one round. NCCL splits a communicator by colors, for which torch takes a hash of the ranks:
-    two groups of one color in one round would become one group. ``color`` computes a group's color, by default torch's
-    hash.
+    NCCL splits a communicator by colors, for which torch takes a hash of the ranks. ``color`` computes a group's color,
+    by default torch's.
     """
     rounds: list[dict[int, tuple[int, ...]]] = []
     for group in groups:
@@ -386,7 +368,7 @@ def color_rounds(
 
 
 def split_color(ranks: Sequence[int]) -> int:
-    """Returns the color by which torch splits the group of ``ranks`` from the world's NCCL communicator."""
+    """Returns torch's color of ``ranks``, the key by which NCCL splits a group from the world's communicator."""
     color: int = distributed_c10d._process_group_color(list(ranks))
     return color
 
@@ -416,21 +398,17 @@ def timeout_seconds(configured: int = 600) -> int:
 
 
 def watchdog_seconds(configured: int = 600) -> float:
-    """Returns the seconds that a rank waits before the watchdog reports: ``TRINE_WATCHDOG_SECONDS``, or half the
-    timeout.
+    """Returns the seconds until the watchdog reports a slow rank: ``TRINE_WATCHDOG_SECONDS``, else half the timeout.
 
-    The watchdog thus reports the slow rank before a collective times out. The timeout is ``TRINE_TIMEOUT_SECONDS`` if
-    set, otherwise ``configured``.
+    The timeout is ``TRINE_TIMEOUT_SECONDS``, else ``configured``.
     """
     given = read_count(os.environ, "TRINE_WATCHDOG_SECONDS", 0)
     return float(given) if given else timeout_seconds(configured) / 2
 
 
 def group_timeout() -> timedelta:
-    """Returns the timeout of the engine's process groups.
-
-    It is ``TRINE_TIMEOUT_SECONDS`` if that is set, otherwise the timeout of the default process group.
-    """
+    """Returns the timeout of the engine's process groups: ``TRINE_TIMEOUT_SECONDS``, else the default group's
+    timeout."""
     world = dist.group.WORLD
     if world is None or "TRINE_TIMEOUT_SECONDS" in os.environ:
         return timedelta(seconds=timeout_seconds())
@@ -439,10 +417,7 @@ def group_timeout() -> timedelta:
 
 
 def patience_seconds() -> float:
-    """Returns the seconds between the keep-alive messages that a busy rank sends to the ranks that wait for it.
-
-    At least four such messages fit in the timeout of a collective.
-    """
+    """Returns the seconds between keep-alive messages of a busy rank, at most a quarter of a collective's timeout."""
     return min(_PATIENCE_SECONDS, group_timeout().total_seconds() / 4)
 
 
@@ -450,12 +425,12 @@ _PATIENCE_SECONDS = 20.0
 
 
 def shares_memory() -> bool:
-    """Returns True if ranks of one host may communicate through shared memory; ``TRINE_SHARED_MEMORY=0`` forbids it."""
+    """Returns True if ranks of one host may use shared memory; ``TRINE_SHARED_MEMORY=0`` forbids it."""
     return read_count(os.environ, "TRINE_SHARED_MEMORY", 1) != 0
 
 
 def leave_traceback(main: Callable[[], None]) -> None:
-    """Runs ``main``; if it raises, torchrun's summary of the failed job ends with the traceback."""
+    """Runs ``main``; if it raises, torchrun's summary of the failed job contains the traceback."""
     from torch.distributed.elastic.multiprocessing.errors import record  # slow to import, and only needed here
 
     record(main)()

@@ -48,7 +48,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Totals of one rank since its start: steps (outermost engine calls), and nanoseconds in steps and in waits."""
+    """Totals of one rank since its start: number of steps, and nanoseconds in steps and in waits."""
 
     steps: int = 0
     in_steps: int = 0
@@ -58,7 +58,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamWaits:
-    """Totals, since the start of a rank, of its waits for one stream of collectives or messages."""
+    """Total waits of a rank for one stream of collectives or messages."""
 
     kind: EventKind
     axis: str
@@ -72,10 +72,8 @@ class StreamWaits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """State of one rank at one moment, as read from its flight file (its log of recent communication).
-
-    It has the rank's phase, step, the event that the rank waits for, and total times.
-    """
+    """State of one rank at one moment, read from its log of communication: its phase, step, current wait and total
+    times."""
 
     rank: int
     size: int
@@ -111,7 +109,7 @@ class Flight:
 
 
 class FlightFile:
-    """Open file of a rank's flight recorder, a log of collectives; ``read`` may be called while the rank writes."""
+    """Open log of a rank's communication; ``read`` may be called while the rank writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -129,7 +127,7 @@ class FlightFile:
         self._map.close()
 
     def read(self) -> Flight:
-        """Returns the current content of the file: the rank's phase and step, its current wait, and total times.
+        """Returns the current state in the file: the rank's phase, step, current wait and total times.
 
         Raises:
             ValueError: this is no flight file, or its header is not yet written.
@@ -168,10 +166,9 @@ class FlightFile:
         )
 
     def events(self, written: int | None = None, most: int = layout.EVENTS) -> list[Event]:
-        """Returns at most ``most`` of the newest events in the file, oldest first.
+        """Returns at most ``most`` of the newest complete events in the file, oldest first.
 
-        ``written``: number of events that the rank has written so far, by default read from the file. Events that the
-        rank is overwriting at present are left out.
+        ``written``: number of events that the rank has written so far, by default read from the file.
         """
         if written is None:
             (written,) = layout.SEQUENCE.unpack_from(self._map, layout.COUNT_AT)
@@ -240,10 +237,7 @@ def _text(data: bytes) -> str:
 
 
 def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Compresses ``ranks`` to a list of runs (first rank, step, number of ranks), each an arithmetic progression.
-
-    The ranks of an axis give few runs, for any number of ranks.
-    """
+    """Compresses ``ranks`` to runs (first rank, step, number of ranks), each an arithmetic progression."""
     runs: list[tuple[int, int, int]] = []
     for rank in ranks:
         if runs:

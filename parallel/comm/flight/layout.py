@@ -35,10 +35,7 @@ MOST_AXES: Final = 16
 
 
 def axis_names(identity: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the axis names in ``identity``, the JSON header of a rank's flight file.
-
-    Events in the file store an axis as its index in the returned tuple.
-    """
+    """Returns the axis names in ``identity``, the JSON header of a rank's log; events store an index into them."""
     return tuple(identity.get("axes", {}))[:MOST_AXES]
 
 

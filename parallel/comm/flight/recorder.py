@@ -35,7 +35,7 @@ _ACTIONS = Stream(EventKind.ACTION, "", "actions")
 
 
 class FlightRecorder:
-    """Writer of one rank's flight file, a log of its recent calls that other processes can read at any time.
+    """Writer of one rank's log of recent calls, which other processes can read at any time.
 
     begin .. wait .. waited   a collective or message: issued, waited for, complete
     begin .. ended            computation of a pipeline stage
@@ -106,9 +106,9 @@ class FlightRecorder:
         return began
 
     def waited(self, sequence: int, stream: Stream, began: int, size: int = 0) -> None:
-        """Records that the event with the sequence number ``sequence``, and the wait for it, have ended.
+        """Records that the event ``sequence``, and the wait for it, have ended; counts the wait in ``stream``.
 
-        Adds the wait to the totals of ``stream``. ``began``: result of :meth:`wait`. ``size``: bytes of the call.
+        ``began``: result of :meth:`wait`. ``size``: bytes of the call.
         """
         ended = now()
         layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)
@@ -160,7 +160,7 @@ class FlightRecorder:
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.USER, ended)
 
     def say(self, words: str) -> None:
-        """Writes ``words``, the message of the error that ends this rank, unless a message is already written."""
+        """Writes ``words``, the error message that ends this rank, unless a message is already written."""
         if self._map[layout.WORDS_AT] == 0:
             text = words.encode(errors="replace")[: layout.WORDS_BYTES - 1]
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text
@@ -171,7 +171,7 @@ class FlightRecorder:
         self._map[layout.NOTE_AT : layout.NOTE_AT + layout.NOTE_BYTES] = data
 
     def close(self) -> None:
-        """Closes the file; unless an error message is written, first records that this rank ended normally."""
+        """Closes the file; without an error message, first records that this rank ended normally."""
         if self._map[layout.WORDS_AT] == 0:
             step = layout.STATE.unpack_from(self._map, layout.STATE_AT)[0] >> 8
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.ENDED, now())
