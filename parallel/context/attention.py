@@ -22,7 +22,7 @@ from engine.parallel.tensor.global_tensor.index_runs import Runs, indices_of
 
 
 class KeyAttention(NamedTuple):
-    """Attention of this context rank's queries over the keys of all ranks, under a causal mask or a given mask."""
+    """Attention of this context rank's queries over the keys of all ranks, with a causal mask or a given mask."""
 
     queries: Runs
     """Positions of the queries."""
@@ -31,11 +31,10 @@ class KeyAttention(NamedTuple):
     scale: float
 
     def rules(self, number: int, rows: Tensor | None, unseeing: Tensor | None) -> Iterator[tuple[SeenBlock, BlockRule]]:
-        """Yields pairs (block of queries and keys, rule of its mask) to compute for one parcel of received keys.
+        """Yields pairs (block of queries and keys, rule of its mask) for the received set of keys with this ``number``.
 
-        Blocks without visible keys are left out. ``number``: index of the parcel in ``flow``. ``rows``: mask of this
-        rank's queries, [.., queries or 1, keys of all ranks or 1]; None: no mask. ``unseeing``: True for each query
-        from which ``rows`` hides all keys.
+        Blocks without visible keys are omitted. ``rows``: mask of this rank's queries, [.., queries or 1, keys of all
+        ranks or 1]; None: no mask. ``unseeing``: bool, True for queries that see no key.
         """
         keys = self.flow.parcels[number].keys
         if type(rows) is TensorRecipe and rows.shape[-1] != 1:
@@ -64,9 +63,10 @@ class KeyAttention(NamedTuple):
 def attend_keys(q: Tensor, pairs: Tensor, rows: Tensor | None, attention: KeyAttention) -> Tensor:
     """Returns attention's output [.., G, Q, E] for this rank's queries ``q`` [.., G, Q, D] over the keys of all ranks.
 
-    ``pairs`` [.., H, K, D + E] are this rank's keys, each joined with its value; ``attention.flow`` exchanges them over
-    its axis, again in backward. G and H: heads of queries and of keys; Q and K: numbers of queries and of keys; D and
-    E: sizes of a key and of a value. ``rows``: mask of this rank's queries, without a gradient; None: no mask.
+    ``pairs`` [.., H, K, D + E]: this rank's keys, each joined with its value; they are exchanged, again in backward.
+    ``rows``: mask of this rank's queries, without a gradient; None: no mask.
+
+    G, H: heads of queries and of keys. Q, K: their positions. D, E: sizes of a key and of a value.
     """
     if casts_for_autocast(q):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -78,10 +78,7 @@ def attend_keys(q: Tensor, pairs: Tensor, rows: Tensor | None, attention: KeyAtt
 
 
 def casts_for_autocast(x: Tensor) -> bool:
-    """Returns True if autocast is enabled on the device of ``x``, so that it casts the inputs of attention.
-
-    Returns False for meta tensors.
-    """
+    """Returns True if autocast on the device of ``x`` casts the inputs of attention; False for meta tensors."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 

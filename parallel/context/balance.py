@@ -34,7 +34,7 @@ _NAMES = ("position", "document", "segment", "seq_idx", "doc_id")
 
 
 class WorkBalance(NamedTuple):
-    """Attention work of each context rank: the number of (query, key) pairs that it computes in one head."""
+    """Attention work of each context rank: its number of (query, key) pairs in one head."""
 
     pairs: tuple[int, ...]
 
@@ -47,38 +47,32 @@ class WorkBalance(NamedTuple):
 def causal_balance(length: int, ranks: int, unit: int = 1) -> WorkBalance:
     """Returns the attention work of each context rank for ``length`` positions under a causal mask.
 
-    The positions are sharded zig-zag over ``ranks`` ranks, in chunks with sizes that are multiples of ``unit``.
+    The positions are sharded zig-zag over ``ranks`` ranks, in chunks that are multiples of ``unit``.
     """
     return runs_balance(zigzag(length, ranks, unit))
 
 
 def runs_balance(index: Index) -> WorkBalance:
-    """Returns the attention work of each context rank under a causal mask, for the sharding ``index`` of positions.
-
-    Rank r stores the runs of positions ``index.runs[r]``.
-    """
+    """Returns the attention work of each context rank under a causal mask, if positions are sharded as ``index``."""
     return WorkBalance(
         tuple(int(((runs[:, 1] - runs[:, 0]) * (runs[:, 0] + runs[:, 1] + 1) // 2).sum()) for runs in index.runs)
     )
 
 
 def work_balance(work: Indices, index: Index) -> WorkBalance:
-    """Returns the attention work of each context rank for the sharding ``index`` of S positions.
+    """Returns the attention work of each context rank, if S positions are sharded as ``index``.
 
-    ``work`` [S]: for each position, the number of (query, key) pairs of its query. Rank r stores the runs of positions
-    ``index.runs[r]``.
+    ``work`` [S]: number of (query, key) pairs of the query at each position.
     """
     before = np.append(0, np.cumsum(work))
     return WorkBalance(tuple(int((before[runs[:, 1]] - before[runs[:, 0]]).sum()) for runs in index.runs))
 
 
 def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
-    """Returns a sharding of positions over ``ranks`` context ranks by which all ranks have nearly equal attention work.
+    """Returns a sharding of S positions by which ``ranks`` context ranks have nearly equal attention work.
 
-    ``work`` [S]: for each of S positions, the number of (query, key) pairs of its query. Returns the zig-zag sharding
-    if it divides the work evenly enough (``EVEN``). Otherwise ranks have as many positions as in that sharding, in 2,
-    4, 8, .. chunks of at least ``LEAST_CHUNK`` positions, and exchange parts of chunks until the work is even. Chunks
-    have sizes that are multiples of ``unit``.
+    ``work`` [S]: number of (query, key) pairs of the query at each position. All ranks have as many positions as in the
+    zig-zag sharding, which is returned if it is even enough. Chunks are multiples of ``unit``.
     """
     plain = zigzag(len(work), ranks, unit)
     best, found = work_balance(work, plain).most_over_mean, plain
@@ -163,12 +157,11 @@ def _ends(
 
 
 def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indices]:
-    """Returns the attention work at each position of packed documents: [S], summed over rows, keyed by the length S.
+    """Returns the attention work at each position of packed documents, summed over rows: [S], keyed by the length S.
 
-    The work is the number of keys that the position's query sees: earlier keys of its document and its own. A length is
-    left out if no row of this length contains several documents.
+    The work is the number of keys that the position's query sees. Lengths without packed documents are omitted.
 
-    ``batch``: pairs (name, tensor). The host waits for tensors with a name for position ids or document numbers.
+    ``batch``: pairs (name, tensor). The host waits for tensors named as position ids or document numbers.
     """
     found: dict[int, Indices] = {}
     for name, tensor in batch:

@@ -21,7 +21,7 @@ GAIN = 0.9
 
 
 class AttentionRates(NamedTuple):
-    """Speed of a GPU's attention and of the links between context ranks; all ranks use equal rates."""
+    """Speed of a GPU's attention and of the links between context ranks, equal on all ranks."""
 
     flops: float
     """FLOP/s of attention."""
@@ -37,14 +37,14 @@ ASSUMED = AttentionRates(4e14, 5e10, 2e-5, "assumed rates")
 
 
 class AskedMethod(NamedTuple):
-    """Configured method of context-parallel attention, with the rates by which "auto" chooses one."""
+    """Configured method of context-parallel attention, with the speeds for the choice of "auto"."""
 
     method: Method | Literal["auto"]
     rates: AttentionRates = ASSUMED
 
 
 class AttentionSizes(NamedTuple):
-    """Sizes of one attention call, the same on all ranks, from which the cost of each method follows."""
+    """Sizes of one attention call that determine the cost of each method, equal on all ranks."""
 
     ranks: int
     rows: int
@@ -70,21 +70,19 @@ class AttentionSizes(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Forward FLOPs of attention on one rank, if the work is divided evenly over the ranks."""
+        """Forward FLOPs of attention on one rank, if the ranks have equal work."""
         pairs = self.queries * self.keys / (2 if self.causal else 1)
         return 2 * self.rows * self.heads * self.width * pairs / self.ranks
 
     @property
     def served(self) -> int:
-        """Number of key heads that one rank needs if the query heads are divided evenly over the ranks; at least 1."""
+        """Number of key heads that one rank needs if the ranks divide the query heads evenly; at least 1."""
         return max(1, self.key_heads // self.ranks)
 
 
 class MethodCost(NamedTuple):
-    """Cost of one attention method in one forward on one rank.
-
-    It has the sent bytes, the exposed seconds (not hidden by computation), and the bytes of keys and values in memory.
-    """
+    """Cost of one attention method in one forward on one rank: bytes sent, seconds not hidden by computation, and
+    memory for keys and values."""
 
     bytes: int
     exposed: float
@@ -93,10 +91,10 @@ class MethodCost(NamedTuple):
 
 
 def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[Method, MethodCost]:
-    """Returns the cost of each method of attention that can run with the sizes ``form``, keyed by method.
+    """Returns the cost of each context-parallel attention method that can run with the sizes ``form``.
 
-    All methods move keys and values between context ranks. "heads" can run if the ranks divide the heads evenly, and
-    "need" if the keys that each rank needs are known; "gather" and "ring" always can.
+    "heads" needs heads that the ranks divide evenly, and "need" needs to know the keys that each rank reads; "gather"
+    and "ring" always can run.
     """
     away, whole = form.ranks - 1, form.key_bytes
     gathered = whole * away // form.ranks
@@ -120,10 +118,10 @@ def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[M
 
 
 def choose_method(form: AttentionSizes, limit: int | None, rates: AttentionRates = ASSUMED) -> tuple[Method, str]:
-    """Returns the method (gather, need, heads or ring) with the least exposed time, and the reason as text.
+    """Returns the attention method (gather, need, heads or ring) with the least exposed time, and the reason as text.
 
-    The method needs at most ``limit`` bytes of memory; None: no limit. Another method than gather is returned only if
-    it has at most 90 % of gather's exposed time, or if gather does not fit; ring is returned if no method fits.
+    It needs at most ``limit`` bytes (None: no limit); ring is returned if none fits. Gather is preferred unless another
+    method has at most 90 % of its exposed time.
     """
     costs = costs_of(form, rates)
     fits = {name: cost for name, cost in costs.items() if limit is None or cost.memory <= limit} or {

@@ -16,7 +16,7 @@ def zigzag(length: int, ranks: int, unit: int = 1) -> Index:
     """Returns the zig-zag sharding of ``length`` positions: rank r of n ranks stores the chunks r and 2n-1-r of 2n
     chunks.
 
-    Sizes of chunks are multiples of ``unit``, which divides ``length``. Any two sizes differ by at most one ``unit``.
+    Chunks are multiples of ``unit`` and differ by at most one ``unit``; ``length`` must be a multiple of it.
     """
     chunks = [one_run(unit * start, unit * stop) for start, stop in evenly(length // unit, 2 * ranks)]
     pairs = ((chunks[rank], chunks[2 * ranks - 1 - rank]) for rank in range(ranks))
@@ -26,16 +26,16 @@ def zigzag(length: int, ranks: int, unit: int = 1) -> Index:
 def contiguous(length: int, ranks: int, unit: int = 1) -> Index:
     """Returns the sharding of ``length`` positions over ``ranks`` ranks in contiguous blocks, in rank order.
 
-    Sizes of blocks are multiples of ``unit``, which divides ``length``. Any two sizes differ by at most one ``unit``.
+    Blocks are multiples of ``unit`` and differ by at most one ``unit``; ``length`` must be a multiple of it.
     """
     ends = evenly(length // unit, ranks)
     return Index.of_runs((one_run(unit * start, unit * stop) for start, stop in ends), length)
 
 
 def evenly(length: int, parts: int) -> list[tuple[int, int]]:
-    """Divides ``length`` positions into ``parts`` contiguous runs, longer ones first.
+    """Divides ``length`` positions into ``parts`` contiguous runs; returns (start, stop) of each.
 
-    Sizes of runs differ by at most one. Returns (start, stop) of each run.
+    Sizes differ by at most one; longer runs come first.
     """
     size, more = divmod(length, parts)
     starts = [size * part + min(part, more) for part in range(parts + 1)]

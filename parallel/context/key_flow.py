@@ -25,7 +25,7 @@ KEYS, KEY_GRADIENTS = "keys", "key gradients"
 
 
 class Parcel(NamedTuple):
-    """Set of keys and values that a rank receives in one communication; ``boxes`` None: this rank's own keys."""
+    """Keys and values that a rank receives in one communication; ``boxes`` None: its own keys, not communicated."""
 
     keys: Runs
     """Positions of the keys."""
@@ -35,16 +35,16 @@ class Parcel(NamedTuple):
 
 
 class KeyFlow(NamedTuple):
-    """Order in which one rank receives the keys and values of an attention: parcels, each in one communication."""
+    """Communications in which a rank receives the keys and values of one attention, in order."""
 
     parcels: tuple[Parcel, ...]
     axis: TensorAxis
 
     def bring(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Receives the parcels in order; yields pairs (number of the parcel, its keys joined with their values).
+        """Receives keys and values in order; yields pairs (number of the communication, keys joined with values).
 
-        The second element is a tensor [.., K, D + E] of K keys; D and E are the sizes of a key and of a value.
-        ``local``: keys and values of this rank, which it sends. The next parcel is in flight while the caller computes.
+        The second element is a tensor [.., K, D + E] of K keys of size D and values of size E. ``local``: this rank's
+        keys and values, for the other ranks. The next communication overlaps with the caller's computation.
         """
         coming = self._start(0, local)
         for number in range(len(self.parcels)):
@@ -72,11 +72,11 @@ class KeyFlow(NamedTuple):
         return made, place
 
     def take_home(self, number: int, grad: Tensor) -> tuple[Tensor, Wait]:
-        """Starts to send ``grad``, the gradient of the keys and values in parcel ``number``, to the ranks that own
-        these keys.
+        """Starts to send the gradient ``grad`` of the received keys and values with this ``number`` back to their
+        ranks.
 
-        Returns a tensor and a function that waits; after the wait the tensor is the gradient of this rank's own keys
-        and values, summed over all ranks that received them in this parcel.
+        Returns a tensor and a function that waits; the tensor is then the gradient of this rank's keys and values,
+        summed over ranks.
         """
         parcel = self.parcels[number]
         if parcel.boxes is None:
@@ -89,10 +89,9 @@ class KeyFlow(NamedTuple):
         return made, pending.wait
 
     def expect_backward(self, local: Tensor, made: Tensor) -> None:
-        """Reports the collectives that the backward of ``made``, the attention's output, will call; only in a dry run.
+        """Reports to a listener the collectives that the backward of ``made``, the attention's output, will call.
 
-        In a dry run the axis communicates nothing and reports each call to a listener. ``local``: keys and values of
-        this rank.
+        It does so only in a dry run, in which the axis communicates nothing. ``local``: keys and values of this rank.
         """
         for parcel in self.parcels if self.axis.dry else ():
             if parcel.boxes is None:
@@ -111,15 +110,15 @@ def _nothing() -> None:
 
 
 def own_keys(length: int, axis: TensorAxis) -> KeyFlow:
-    """Returns the key flow without communication, for ranks that store all ``length`` positions of their key heads."""
+    """Returns a key flow without communication, for ranks that store all ``length`` positions of their heads."""
     return KeyFlow((Parcel(one_run(0, length)),), axis)
 
 
 def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
-    """Returns the key flow that gathers all keys and values on every rank, in one parcel.
+    """Returns a key flow that all-gathers all keys and values.
 
-    ``shape``: full shape of the keys joined with values, [.., S, D + E], for S positions, with D and E the sizes of a
-    key and of a value. ``have``: sharding of this joined tensor.
+    ``shape``: full shape [.., S, D + E] of the keys joined with values: S positions, keys of size D, values of size E.
+    ``have``: sharding of this tensor.
     """
     boxes = boxes_of(shape, have, (None,) * len(have), axis.index, axis.size)
     index = have[-2]
@@ -128,10 +127,10 @@ def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow
 
 
 def needed_flow(shape: Sequence[int], have: Sets, wanted: Index, axis: TensorAxis) -> KeyFlow:
-    """Returns the key flow that sends the keys at positions ``wanted.ranks[r]`` to each rank r, in one exchange.
+    """Returns a key flow that sends the keys at positions ``wanted.ranks[r]`` to each rank r, in one exchange.
 
-    ``shape``: full shape of the keys joined with values, [.., S, D + E], for S positions, with D and E the sizes of a
-    key and of a value. ``have``: sharding of this joined tensor.
+    ``shape``: full shape [.., S, D + E] of the keys joined with values: S positions, keys of size D, values of size E.
+    ``have``: sharding of this tensor.
     """
     boxes = boxes_of(shape, have, replaced(have, len(have) - 2, wanted), axis.index, axis.size)
     return KeyFlow((Parcel(wanted.runs[axis.index], boxes),), axis)
@@ -140,8 +139,8 @@ def needed_flow(shape: Sequence[int], have: Sets, wanted: Index, axis: TensorAxi
 def ring_of_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
     """Returns the key flow of ring attention: rank i first uses its own keys, then the keys of rank i - 1, i - 2, ...
 
-    ``shape``: full shape of the keys joined with values, [.., S, D + E], for S positions, with D and E the sizes of a
-    key and of a value. ``have``: sharding of this joined tensor.
+    ``shape``: full shape [.., S, D + E] of the keys joined with values: S positions, keys of size D, values of size E.
+    ``have``: sharding of this tensor.
     """
     index = have[-2]
     assert index is not None, "the keys of a ring are sharded"

@@ -46,10 +46,10 @@ _MEMORY_SHARE = 16
 
 
 class AttentionMethods:
-    """Record of the method by which each attention of a model runs, with counts for the startup banner.
+    """Record of the context-parallel method (gather, need, heads or ring) by which each attention of a model runs.
 
-    A method moves keys between context ranks: gather, need, heads or ring. ``asked``: configured method; "auto" chooses
-    one for each call. The object also caches masks and plans of one forward.
+    ``asked``: configured method; "auto" chooses one for each call. The object also caches masks and plans of one
+    forward.
     """
 
     def __init__(self, asked: Method | Literal["auto"] = "auto", rates: AttentionRates = ASSUMED) -> None:
@@ -64,13 +64,13 @@ class AttentionMethods:
         """Mask, and its rows for the queries of this rank, one copy for all layers of a forward."""
 
     def clear(self) -> None:
-        """Drops the masks and plans that are cached for one forward, at its end."""
+        """Drops the masks and plans of a forward at its end."""
         self.plans.clear()
         self.rows.clear()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the startup banner: each method with its number of calls and the reason, most frequent first."""
+        """Lines for the startup banner: each method with its number of calls and its reason."""
         return tuple(
             f"parallel.context: {times} attention{'s' if times > 1 else ''} by {method} "
             f"({f'auto: {self.figures[method]}' if reason == 'auto' else reason})"
@@ -79,7 +79,7 @@ class AttentionMethods:
 
 
 class AttendingContext(GlobalTensorContext):
-    """Context of global tensors that are sharded along positions, with the method of attention over these positions."""
+    """Context of global tensors sharded along positions; it contains the method of attention over these positions."""
 
     def __init__(
         self, axis: TensorAxis, rules: Rules, method: Method | Literal["auto"] = "auto", rates: AttentionRates = ASSUMED
@@ -88,15 +88,14 @@ class AttendingContext(GlobalTensorContext):
         self.attention = AttentionMethods(method, rates)
 
     def uneven(self, own: Index, causal: bool) -> float:
-        """Returns the largest attention work of a rank, divided by the mean work of all ranks; 1 if the work is
-        unknown.
+        """Returns the largest attention work of a rank, divided by the mean of all ranks; 1 if unknown.
 
-        ``own``: positions of the queries of each rank. ``causal``: True if the mask is causal.
+        ``own``: positions of the queries of each rank. ``causal``: True for a causal mask.
         """
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Drops everything cached for one forward, at its end: copies of plain tensors, masks and plans."""
+        """Drops the values cached for one forward at its end: copies of plain tensors, masks and plans."""
         super().clear()
         self.attention.clear()
 
@@ -148,14 +147,12 @@ class _Call(NamedTuple):
 
 
 def context_attention(context: "AttendingContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``F.scaled_dot_product_attention`` on [.., heads, S, D] with queries and keys sharded along S over axis
-    cp.
+    """Computes ``F.scaled_dot_product_attention`` on [.., heads, S, D] with positions S sharded over axis cp.
 
-    S is the dim of positions. The method of ``context``, configured or chosen by cost, moves keys and values between
-    ranks; if it cannot compute a call, keys and values are gathered.
+    The method of ``context`` moves keys and values between ranks; calls that it cannot compute gather them.
 
     Raises:
-        NoRuleError: heads or another dim than S are sharded, or keys and values are sharded differently.
+        NoRuleError: another dim than S is sharded, or keys and values are sharded differently.
     """
     query, key, value, mask, options = attention_arguments(args, options)
     own, theirs = layout_of(query).sets, layout_of(key).sets
@@ -180,9 +177,7 @@ def context_attention(context: "AttendingContext", func: Function, *args: Any, *
 
 
 def context_flex(context: "AttendingContext", func: Function, q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
-    """Computes flex attention on [B, heads, S, D] with queries and keys sharded along S, the positions, over axis cp.
-
-    Gathers keys and values on every rank.
+    """Computes flex attention on [B, heads, S, D] with positions S sharded over axis cp; gathers keys and values.
 
     Raises:
         NoRuleError: another dim is sharded, or keys and values are sharded differently.

@@ -67,8 +67,8 @@ _FOLLOWED = _BY_ELEMENT | {_INDEXED} | _functions("unsqueeze expand view diff cu
 class TensorRecipe(Tensor):
     """Tensor without memory, such as a long mask, that computes its elements only when code reads them.
 
-    The callback ``part(wanted)`` computes the elements at given indices of each dim. ``made``: the whole tensor, once
-    code has read it; None before.
+    The callback ``part(wanted)`` computes the elements at given indices of each dim. ``made``: the whole tensor, None
+    until code reads it.
     """
 
     part: Callable[[Sequence[Part]], Tensor]
@@ -83,14 +83,12 @@ class TensorRecipe(Tensor):
         return recipe
 
     def box(self, wanted: Sequence[Part]) -> Tensor:
-        """Returns the elements at the indices ``wanted``: for each dim a tensor of indices, a slice, or None for all.
-
-        It computes only these elements, unless the whole tensor exists already.
-        """
+        """Returns the elements at the indices ``wanted``: for each dim a tensor of indices, a slice, or None for
+        all."""
         return _box(self.made, wanted) if self.made is not None else self.part(wanted)
 
     def whole(self) -> Tensor:
-        """Computes the whole tensor at the first call and returns it."""
+        """Computes the whole tensor at the first call; returns it."""
         if self.made is None:
             self.made = self.part((None,) * self.ndim)
         return self.made
@@ -131,9 +129,9 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
-    """Returns the result of ``func(*args, **kwargs)`` as a recipe, a tensor that is computed in parts when read.
+    """Returns ``func(*args, **kwargs)`` as a tensor without memory that is computed in parts when read.
 
-    Returns None if the result is small or ``func`` has no recipe, so that it must be computed now.
+    Returns None for a small result or an unsupported ``func``.
     """
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_tensor) if isinstance(leaf, Tensor)]
     if not tensors or any(type(leaf) not in (Tensor, TensorRecipe) or leaf.requires_grad for leaf in tensors):
@@ -319,9 +317,9 @@ def _attention(func: Function, *args: Any, **options: Any) -> Tensor:
 
 
 class SeenLines(NamedTuple):
-    """Block of rows of a mask (``lines``), with the range of keys that at least one row sees.
+    """Block of rows of a mask (``lines``), with the shortest range of ``keys`` outside of which its rows see none.
 
-    The range goes from the first to the last such key; ``keys`` None: no row sees a key.
+    ``keys`` None: no row sees a key.
     """
 
     lines: slice
@@ -331,7 +329,7 @@ class SeenLines(NamedTuple):
 def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
     """Computes the rows ``lines`` and columns ``keys`` of the mask ``recipe`` [.., rows or 1, columns or 1].
 
-    A dim of size one is not divided. ``keys`` None: all columns.
+    Dims of size one stay whole. ``keys`` None: all columns.
     """
     wanted = (lines if recipe.shape[-2] != 1 else None, keys if recipe.shape[-1] != 1 else None)
     return recipe.box([*(None,) * (recipe.ndim - 2), *wanted])
@@ -342,11 +340,10 @@ def seen_lines(
 ) -> list[SeenLines]:
     """Divides the rows of the mask ``recipe`` into blocks; returns each block with the range of keys that its rows see.
 
-    The result is cached for all layers; the host waits once for the device. In an additive mask all rows count as
-    seeing all keys.
+    The result is cached; the host waits once for the device. Rows of an additive mask count as seeing all keys.
 
-    ``runs``: number of rows in each run of neighbouring queries; a block has rows of one run. ``places``: indices of
-    the keys to consider, with ``key`` as their name in the cache; None: all keys.
+    ``runs``: lengths of the runs of neighbouring queries; a block does not cross runs. ``places``: indices of the keys
+    to consider, named ``key`` in the cache; None: all keys.
     """
     at = (tuple(runs), key)
     if at not in recipe.seen:
@@ -372,11 +369,10 @@ def _ends(block: Tensor) -> Tensor:
 
 
 class HostTwins:
-    """Host copies of short integer tensors that a forward has on a device, for reading their values without a wait.
+    """Host copies of a forward's short integer tensors on a device, from which code reads values without a wait.
 
-    The first copies come from ``torch.arange`` and from a batch in host memory; the host then repeats each operation on
-    its copies. For example, transformers reads position ids in each forward to see if rows contain several documents.
-    Without a copy, the host would wait until the device has finished all earlier work.
+    The first copies come from ``torch.arange`` and from a batch in host memory; the host repeats later operations on
+    them.
     """
 
     def __init__(self) -> None:
@@ -384,10 +380,10 @@ class HostTwins:
         """(tensor, its version, the copy) by the tensor's id; the tensor is held, so that its id stays its own."""
 
     def follow(self, func: Function, args: Any, kwargs: Any, made: Any) -> None:
-        """Computes and registers the host copy of ``made``, the result of ``func``, by a call of ``func`` on host
-        copies.
+        """Registers the host copy of ``made``, the result of ``func``; it calls ``func`` on the host copies of the
+        arguments.
 
-        Does nothing unless all tensors in the arguments have host copies and ``made`` is a short tensor of integers.
+        Does nothing unless all of them have host copies and ``made`` is a short tensor of integers.
         """
         if func is not torch.arange and not any(id(each) in self._known for each in args):
             return
@@ -404,16 +400,14 @@ class HostTwins:
             self._known[id(made)] = made, made._version, func(*args, **kwargs)
 
     def know(self, tensor: Tensor, twin: Tensor) -> None:
-        """Registers ``twin``, in host memory, as the host copy of ``tensor``, which is on a device.
-
-        Large and floating-point tensors are ignored.
-        """
+        """Registers ``twin``, in host memory, as the host copy of ``tensor``; ignores large and floating-point
+        tensors."""
         short = tensor.numel() <= _TWIN and not tensor.is_floating_point() and not tensor.is_inference()
         if short and is_host(twin.device) and not is_host(tensor.device):
             self._known[id(tensor)] = tensor, tensor._version, twin
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Returns the host copy of ``tensor``; None if there is none, or if ``tensor`` was written after the copy."""
+        """Returns the host copy of ``tensor``; None without a copy, or if ``tensor`` was written since."""
         _, version, twin = self._known.get(id(tensor), (None, 0, None))
         return twin if twin is not None and tensor._version == version else None
 
@@ -424,10 +418,9 @@ def _on_host(leaf: Any) -> Any:
 
 
 class RecipeMode(QuietMode):
-    """Function mode in which a large elementwise result of small tensors becomes a :class:`TensorRecipe`.
+    """Function mode that replaces large elementwise results of small tensors by :class:`TensorRecipe`.
 
-    A recipe computes its elements only when code reads them. ``twins``: host copies of short tensors, from which
-    ``bool``, ``int`` and ``item`` are answered without a wait for the device; None: no copies.
+    ``twins``: host copies of short tensors, which ``bool``, ``int`` and ``item`` read without a wait; None: no copies.
     """
 
     def __init__(self, twins: HostTwins | None = None) -> None:
@@ -456,12 +449,12 @@ _STARTS, _ANSWERS = (torch.arange,), (Tensor.__bool__, Tensor.item, Tensor.__int
 
 @contextmanager
 def masks_by_recipe(batch: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Opens a context for one forward, in which large masks become recipes, computed in parts when read.
+    """Opens a context for one forward, in which large masks are computed in parts when read.
 
-    If the batch is on a device, the host also gets copies of short integer tensors. Does nothing if another function
-    mode is active, or if the batch is short and in host memory.
+    For a batch on a device, short integer tensors get host copies. Does nothing for a short batch in host memory, or if
+    another function mode is active.
 
-    ``batch``: pairs of a tensor on the device and the tensor that it was copied from.
+    ``batch``: pairs (tensor, the tensor that it was copied from).
     """
     pairs = [pair for pair in batch if pair[0].ndim > 1]
     given = [tensor for tensor, _ in pairs]

@@ -28,11 +28,8 @@ Places = tuple[Runs | None, ...]
 
 
 class Boxes(NamedTuple):
-    """Plan of a resharding on one rank.
-
-    It lists the slices of the local tensor that this rank sends to each rank, and the place in the result for each
-    slice that it receives. The slice for this rank itself is copied.
-    """
+    """Plan of a resharding on one rank: the slices that it sends to each rank, and the places of the slices that it
+    receives."""
 
     gives: tuple[Places, ...]
     """Box of the local tensor that each rank wants."""
@@ -49,13 +46,13 @@ class Boxes(NamedTuple):
 
     @property
     def back(self) -> "Boxes":
-        """Plan of the reverse resharding, from the result to the local tensor."""
+        """Plan of the reverse resharding."""
         shape, have, want = self.ways
         ways = shape, want, have
         return Boxes(self.gets, self.gives, self.get_sizes, self.give_sizes, self.made, self.given, ways)
 
     def sent(self, x: Tensor, ranks: int) -> list[int]:
-        """Returns, for each of ``ranks`` ranks, the bytes that it sends to other ranks, for the dtype of ``x``."""
+        """Returns the bytes that each of ``ranks`` ranks sends, for the dtype of ``x``."""
         return [count * x.element_size() for count in sent_elements(*self.ways, ranks)]
 
 
@@ -63,7 +60,7 @@ def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int
     """Returns the plan by which rank ``rank`` of ``ranks`` reshards a tensor of full ``shape`` from ``have`` to
     ``want``.
 
-    A sharding has one entry per dim: the indices on each rank, or None if the dim is not sharded. Communicates nothing.
+    A sharding has, for each dim, the indices on each rank, or None. Communicates nothing.
 
     Raises:
         NoRuleError: several ranks store an element under ``have``.
@@ -81,10 +78,9 @@ def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int
 
 
 def sent_elements(shape: Sequence[int], have: Sets, want: Sets, ranks: int) -> tuple[int, ...]:
-    """Returns, for each of ``ranks`` ranks, the number of elements that it sends when a tensor is resharded.
+    """Returns the number of elements that each of ``ranks`` ranks sends in a resharding from ``have`` to ``want``.
 
-    ``shape``: full shape of the tensor. ``have`` and ``want``: its sharding before and after. Elements that a rank
-    already stores are not sent.
+    ``shape``: full shape of the tensor.
     """
 
     def met(rank: int, other: int) -> int:
@@ -143,10 +139,7 @@ def take(x: Tensor, box: Places) -> Tensor:
 
 
 def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
-    """Writes ``piece`` to the elements of ``into`` at ``box``, which lists the places along each dim.
-
-    ``add``: adds ``piece`` to these elements instead.
-    """
+    """Writes ``piece`` to the elements of ``into`` at ``box``, the places along each dim; ``add`` adds it instead."""
     split = next((dim for dim, runs in enumerate(box) if runs is not None), None)
     if split is None:
         _ = into.add_(piece) if add else into.copy_(piece)
@@ -165,10 +158,7 @@ def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
 
 
 def read(x: Tensor, box: Places, into: Tensor) -> None:
-    """Copies the elements of ``x`` at ``box``, which lists the places along each dim, to the tensor ``into``.
-
-    Each element is copied once, unless the places of a dim form many runs.
-    """
+    """Copies the elements of ``x`` at ``box``, the places along each dim, to the tensor ``into``."""
     split = next((dim for dim, runs in enumerate(box) if runs is not None), None)
     if split is None:
         into.copy_(x)
@@ -188,8 +178,8 @@ def read(x: Tensor, box: Places, into: Tensor) -> None:
 class Way(NamedTuple):
     """Plan of one tensor's resharding in an exchange.
 
-    ``add``: True if received values are added to zeros, because several ranks, or none, send some element of the
-    result; False if they overwrite uninitialized memory.
+    ``add``: True adds received values to zeros, for elements that several ranks or none send; False overwrites
+    uninitialized memory.
     """
 
     boxes: Boxes
@@ -197,10 +187,9 @@ class Way(NamedTuple):
 
 
 def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tensor, Wait]:
-    """Starts to reshard the local tensor ``x`` by the plan ``way`` over ``axis``.
+    """Starts to reshard the local tensor ``x`` by the plan ``way`` over ``axis``, under the name ``label`` in counts.
 
-    Returns this rank's new shard, and a function that waits until the shard is complete. ``label`` names the exchange
-    in counts.
+    Returns this rank's new shard, and a function that waits until the shard is complete.
     """
     (made,), wait = start_together((x,), (way,), axis, label)
     return made, wait
@@ -209,11 +198,10 @@ def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tenso
 def start_together(
     given: Sequence[Tensor], ways: Sequence[Way], axis: TensorAxis, label: str
 ) -> tuple[list[Tensor], Wait]:
-    """Starts to reshard the local tensors ``given``, all of one dtype, by the plans ``ways``, in one exchange over
+    """Starts to reshard the local tensors ``given``, of one dtype, by the plans ``ways``, in one exchange over
     ``axis``.
 
-    Returns this rank's new shards, one per tensor, and a function that waits until they are complete. ``label`` names
-    the exchange in counts.
+    Returns this rank's new shards, and a function that waits until they are complete. ``label``: name in counts.
     """
     own, others = axis.index, [rank for rank in range(axis.size) if rank != axis.index]
     expect(given, [way.boxes for way in ways], axis, label)
@@ -266,10 +254,10 @@ def _packed(given: Sequence[Tensor], ways: Sequence[Way], others: Sequence[int])
 def expect(
     given: Sequence[Tensor], boxes: Sequence[Boxes], axis: TensorAxis, label: str, made: Tensor | None = None
 ) -> None:
-    """Reports the bytes that each rank would send in one exchange, if ``axis`` is in a dry run; otherwise does nothing.
+    """Reports, in a dry run of ``axis``, the bytes that each rank would send to reshard ``given`` by the plans
+    ``boxes``.
 
-    The exchange reshards the tensors ``given`` by the plans ``boxes``. ``made``: tensor with a backward that makes the
-    exchange; None: the exchange belongs to the forward.
+    ``made``: tensor with a backward that makes this exchange; None: a forward makes it.
     """
     if axis.dry:
         sizes = (each.sent(x, axis.size) for x, each in zip(given, boxes, strict=True))
@@ -279,8 +267,8 @@ def expect(
 def recut(given: Sequence[GlobalTensor], wanted: Sequence[Sets], label: str) -> list[GlobalTensor]:
     """Reshards the global tensors ``given`` to the shardings ``wanted``, in one exchange over their axis.
 
-    The tensors have one context and one dtype; the result has a tensor for each of them, in order. In ``wanted``,
-    several ranks may store an element. Backward sends gradients back.
+    They have the same context and dtype. In ``wanted``, several ranks may store an element. Backward reshards the
+    gradients back.
 
     Raises:
         NoRuleError: several ranks store an element of a tensor in ``given``.

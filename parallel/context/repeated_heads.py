@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``expand``; if it repeats one dim of size one, records in the result the tensor before the repeat.
+    """Computes ``expand``; if it repeats a dim of size one, the result refers to the unrepeated tensor.
 
-    Attention then sends the tensor before the repeat, which is smaller, between ranks.
+    Attention then sends the smaller, unrepeated tensor between ranks.
     """
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1 and given.full[grown[0]] == 1:
@@ -26,9 +26,9 @@ def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``repeat_interleave``, and records in the result the tensor before the repeat.
+    """Computes ``repeat_interleave``; the result refers to the unrepeated tensor.
 
-    Attention then sends the tensor before the repeat, which is smaller, between ranks.
+    Attention then sends the smaller, unrepeated tensor between ranks.
     """
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1:
@@ -37,9 +37,9 @@ def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_reshape(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``reshape``; if it joins a repeated dim with the heads, records in the result the unrepeated heads.
+    """Computes ``reshape``; if it joins a repeated dim with the heads, the result refers to the unrepeated heads.
 
-    Attention then sends the tensor before the repeat, which is smaller, between ranks.
+    Attention then sends the smaller, unrepeated tensor between ranks.
     """
     made, given, _ = _run(context, func, args, options)
     note = given.unrepeated if type(given) is GlobalTensor and type(made) is GlobalTensor else None
@@ -60,9 +60,7 @@ def _run(context: "GlobalTensorContext", func: Function, args: Any, options: Any
 
 
 def before_repeat(x: GlobalTensor) -> GlobalTensor:
-    """Returns keys or values ``x`` [.., heads, S, D] as they were before their heads were repeated for grouped queries.
-
-    Returns ``x`` itself if no repeat was recorded. S: positions, D: size of a head.
-    """
+    """Returns keys or values ``x`` [.., heads, S, D] without the repeats of heads for grouped queries, if any are
+    recorded."""
     note = x.unrepeated
     return note.source if note is not None and note.dim == x.ndim - 3 and note.valid(x) else x

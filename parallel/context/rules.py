@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 def attend_gathered(context: "GlobalTensorContext", func: Function, given: "GivenAttention") -> GlobalTensor:
     """Computes ``func``, torch's attention, for this rank's queries over keys and values gathered from all ranks.
 
-    Returns the output as a global tensor, sharded as the queries. Autograd stores the gathered keys and values for
-    backward.
+    Returns a global tensor, sharded as the queries. Autograd stores the gathered keys and values for backward.
     """
     query, (keys, values) = given.query, gathered_pair(given.key, given.value)
     shape, options = (*query.full[:-1], given.value.shape[-1]), dict(given.options)
@@ -48,10 +47,7 @@ def attend_gathered(context: "GlobalTensorContext", func: Function, given: "Give
 
 
 class GivenAttention(NamedTuple):
-    """Arguments of one attention call.
-
-    ``query`` [.., G, S, D] is a global tensor, with G heads, S positions and D elements per head.
-    """
+    """Arguments of one attention call; ``query`` [.., G, S, D] is a global tensor of G heads and S positions."""
 
     query: GlobalTensor
     key: Tensor
@@ -63,10 +59,10 @@ class GivenAttention(NamedTuple):
 
 
 def gathered_pair(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Gathers keys and values over axis cp and returns both as plain tensors.
+    """Returns keys and values gathered over axis cp as plain tensors; returns both unchanged if one is not a global
+    tensor.
 
-    Uses one all-gather if ``key`` and ``value`` have equal shapes, otherwise two. If one of them is not a global
-    tensor, returns both unchanged.
+    Uses one all-gather for equal shapes, otherwise two.
     """
     if type(key) is not GlobalTensor or type(value) is not GlobalTensor:
         return key, value
@@ -91,9 +87,9 @@ def _causal(func: Function, query: Tensor, keys: Tensor, values: Tensor, held: R
 
 
 def mask_rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) -> Tensor:
-    """Returns the rows of ``mask`` [.., S or 1, keys] for this rank's queries, each with all keys.
+    """Returns the rows of ``mask`` [.., S or 1, keys] for this rank's queries; a single row is returned as it is.
 
-    ``positions``: positions of the queries of each rank. A mask with a single row is returned with that row.
+    ``positions``: positions of the queries of each rank.
     """
     wanted: list[Index | None] = [None] * mask.ndim
     if mask.shape[-2] != 1:
@@ -109,10 +105,9 @@ def mask_rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) ->
 
 
 def context_cross_entropy(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Computes ``F.cross_entropy`` on logits [N, V] or [N, V, ..] that are sharded along rows: N rows, V classes.
+    """Computes ``F.cross_entropy`` on logits [N, V] or [N, V, ..] that are sharded along the N rows; V: classes.
 
-    A mean or a sum is over the rows of all ranks. The mean all-reduces two numbers over axis cp, the sum of losses and
-    the number of targets other than ``ignore_index``.
+    A mean or a sum is over the rows of all ranks. The mean all-reduces two numbers over axis cp.
 
     Raises:
         NoRuleError: classes are sharded or weighted, or the target is a distribution.

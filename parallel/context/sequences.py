@@ -67,8 +67,7 @@ CONTEXT_RULES = Rules(
 class ContextOfSequences(AttendingContext):
     """Context of the global tensors that are sharded along positions over axis cp.
 
-    It has the rules by which torch functions compute on these tensors, and the positions that each rank stores in the
-    present forward.
+    It has their rules for torch functions, and the positions that each rank stores in the present forward.
     """
 
     plain = PlainGradient.PARTIAL
@@ -96,13 +95,10 @@ class ContextOfSequences(AttendingContext):
         self._is_noted = False
 
     def begin(self, given: Mapping[int, Indices], sharing: bool = True) -> None:
-        """Begins a forward: sets the packed documents of its batch, and drops the values cached for the last batch's
-        documents.
+        """Begins a forward: sets its packed documents, and drops values cached for the documents of the last batch.
 
-        Each sequence is sharded at its first use.
-
-        ``given``: for each length of sequences with packed documents, the number of (query, key) pairs of the query at
-        each position. ``sharing``: True gives the ranks positions with nearly equal numbers of pairs.
+        ``given``: number of (query, key) pairs of the query at each position, by length of packed sequences.
+        ``sharing``: shards them such that ranks have nearly equal numbers of pairs.
         """
         self.work = given
         work = given if sharing else {}
@@ -120,7 +116,7 @@ class ContextOfSequences(AttendingContext):
         }
 
     def positions_of(self, length: int) -> Index:
-        """Returns the positions that each rank stores of a sequence of ``length`` positions in this forward's batch."""
+        """Returns the positions that each rank stores of a sequence of ``length`` positions in this forward."""
         made = self.shared.get(length) or self._plain(length)
         return self.find((POSITIONS, length), lambda: made)
 
@@ -129,11 +125,7 @@ class ContextOfSequences(AttendingContext):
         return self.find(("shard", length), lambda: self.shard(length, self.axis.size, self.unit))
 
     def current(self, sets: Sets) -> Sets:
-        """Returns the sharding ``sets``, recorded in a trace without packed documents, as it is in this forward.
-
-        A dim with the length of packed documents gets the positions that ranks have in this forward; other dims are
-        unchanged.
-        """
+        """Returns ``sets``, a sharding from a trace without packed documents, adapted to this forward's documents."""
         if not self.running:
             return sets
         return tuple(
@@ -141,15 +133,14 @@ class ContextOfSequences(AttendingContext):
         )
 
     def is_plain(self, sets: Sets) -> bool:
-        """Returns True if each sharded dim in ``sets`` has the sharding of this batch's sequence of the same length."""
+        """Returns True if each dim in ``sets`` is sharded as this batch's sequence of the same length."""
         return all(index is None or index == self.found((POSITIONS, index.size)) for index in sets)
 
     def _is_shared(self, index: Index) -> bool:
         return index.size in self.shared and index == self._plain(index.size)
 
     def uneven(self, own: Index, causal: bool) -> float:
-        """Returns the largest attention work of a rank, divided by the mean work of all ranks; 1 if the work is
-        unknown.
+        """Returns the largest attention work of a rank, divided by the mean of all ranks; 1 if unknown.
 
         ``own``: positions of the queries of each rank. The work is known for packed documents and for a causal mask.
         """
@@ -160,14 +151,14 @@ class ContextOfSequences(AttendingContext):
 
     @property
     def balance(self) -> WorkBalance:
-        """Attention work of each rank in the packed documents of this forward; empty without packed documents."""
+        """Attention work of each rank in this forward's packed documents; empty without packed documents."""
         every = [work_balance(work, self.positions_of(length)).pairs for length, work in self.work.items()]
         return WorkBalance(tuple(map(sum, zip(*every, strict=True))))
 
     def note_unshared(self) -> None:
-        """Logs a warning that attention work is not divided evenly over ranks, if this forward has packed documents.
+        """Warns that attention work is not divided evenly over ranks, if this forward has packed documents.
 
-        Only the first context rank logs it, and only once.
+        Only the first context rank logs it, once.
         """
         if self.work and not self._is_noted and not self.axis.index:
             logger.warning(
@@ -177,14 +168,12 @@ class ContextOfSequences(AttendingContext):
             self._is_noted = True
 
     def next_age(self) -> int:
-        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns their number so far."""
+        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the count."""
         self._age += 1
         return self._age
 
     def clear(self) -> None:
-        """Drops everything cached for one forward, at its end, and the order of the messages between ranks in that
-        forward.
-        """
+        """Drops the values cached for one forward, and its order of messages between ranks, at its end."""
         super().clear()
         self.relay.clear()
 
@@ -194,11 +183,10 @@ def _begins_with(key: Hashable, word: str) -> bool:
 
 
 class SequenceEntry(QuietMode):
-    """Function mode of a model's forward that shards batch tensors where an embedding or a matrix product reads them.
+    """Function mode of a model's forward: an embedding or a matrix product reads the batch sharded along positions.
 
-    Token ids [.., S] of an embedding are sharded along the last dim. Embeddings [B, S, H] and rows [.., S, H] of a
-    product are sharded along the dim before the last one. B: rows of the batch, S: positions, H: hidden size. All other
-    functions read the full batch tensors.
+    Token ids [.., S] are sharded along S; embeddings [B, S, H] and rows [.., S, H] too. S: positions, H: hidden size.
+    All other functions read the full batch tensors.
 
     A table of learned positions returns the rows of this rank's positions alone.
     """

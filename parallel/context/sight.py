@@ -24,7 +24,7 @@ from engine.parallel.tensor.global_tensor.index_sets import Index
 class SeenBlock(NamedTuple):
     """Block of neighbouring queries and keys that one kernel call computes, as slices of a rank's local tensors.
 
-    ``causal``: the block is a square in which a query sees keys up to its own.
+    ``causal``: the block is a square in which each query sees keys up to its own.
     """
 
     queries: slice
@@ -33,10 +33,9 @@ class SeenBlock(NamedTuple):
 
 
 def causal_blocks(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
-    """Yields the blocks of queries and keys that a rank computes under a causal mask; blocks without visible keys are
-    left out.
+    """Yields the blocks of queries and keys with visible keys under a causal mask, for one rank.
 
-    ``queries``: positions of this rank's queries. ``keys``: positions of the keys that this rank has.
+    ``queries``: positions of its queries. ``keys``: positions of the keys that it has.
     """
     at_query = 0
     for first, last in queries.tolist():
@@ -63,18 +62,17 @@ def _blocks(query: tuple[int, int, int], key: tuple[int, int, int]) -> Iterator[
 
 
 def all_keys(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
-    """Yields one block of all ``queries`` and ``keys``, without a mask; nothing if either is empty."""
+    """Yields one block of all ``queries`` and ``keys``, without a mask; none if either is empty."""
     sizes = [int((runs[:, 1] - runs[:, 0]).sum()) for runs in (queries, keys)]
     if all(sizes):
         yield SeenBlock(slice(0, sizes[0]), slice(0, sizes[1]))
 
 
 def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) -> Index | None:
-    """Returns, for each rank, the keys that at least one of its queries sees; every rank returns the same.
+    """Returns, for each rank, the keys that at least one of its queries sees; equal on all ranks.
 
-    Returns None if the values of the mask are not available. ``queries``: positions of the queries of each rank.
-    ``keys``: number of keys. ``causal``: queries see keys up to their own position. ``mask``: plain tensor [.., queries
-    or 1, keys or 1], bool or added to scores; the host waits for its values.
+    Returns None if the mask has no values here. ``queries``: positions of the queries of each rank. ``keys``: number of
+    keys. ``mask``: [.., queries or 1, keys or 1], bool or added to scores; the host waits for its values.
     """
     if causal:
         ends = (int(runs[-1, 1]) if len(runs) else 0 for runs in queries.runs)
@@ -89,15 +87,12 @@ def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) ->
 
 
 def hidden_below(dtype: torch.dtype) -> float:
-    """Returns the threshold of an additive mask of ``dtype``: a key is hidden if its value is at most this number.
-
-    It is half of the lowest finite number of ``dtype``.
-    """
+    """Returns the largest value of an additive mask of ``dtype`` that hides a key: half of the lowest finite number."""
     return torch.finfo(dtype).min / 2
 
 
 def unseeing_queries(rows: Tensor) -> Tensor | None:
-    """Returns a bool tensor [.., Q, 1], True where the additive mask ``rows`` [.., Q, K] hides all K keys of a query.
+    """Returns bool [.., Q, 1], True for queries without a visible key under the additive mask ``rows`` [.., Q, K].
 
     Returns None for a bool mask.
     """
