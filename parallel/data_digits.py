@@ -8,13 +8,13 @@ class DataParts(NamedTuple):
     """Division of a rank's data index into three mixed-radix digits and of its context index into two. The fields list
     the number of values of each digit, slowest-varying digit first.
 
-    A shard group or a group of experts is a run of neighbouring ranks, so it consists of the fastest digits:
+    A shard group or a group of experts is a run of neighbouring ranks, so it has the fastest digits:
 
         dp = 8, shard_size = 4, experts = 2     outer 2 x middle 2 x inner 2
         dp_shard    middle, inner               dp_replicate    outer
         ep          inner                       edp             outer, middle
 
-    Context ranks vary faster than data ranks, so a group of experts has context ranks first.
+    A group of experts has context ranks first, since they vary faster than data ranks.
     """
 
     data: tuple[int, int, int]
@@ -25,20 +25,18 @@ class DataParts(NamedTuple):
     """Number of fastest data digits that ``ep`` has; it has the fastest context digit too."""
 
     def digits(self, axis: str, size: int) -> Iterable[tuple[str, int]]:
-        """Returns (name, number of values) for each digit of the index along ``axis``, slowest-varying digit first. An
-        axis other than "dp" and "cp" is one digit.
+        """Returns (name, number of values) for each digit of the index along ``axis``, slowest-varying digit first.
 
-        ``size``: number of ranks along ``axis``.
+        ``size``: number of ranks along ``axis``. Only "dp" and "cp" have several digits.
         """
         if axis == "dp":
             return zip(_DATA_DIGITS, self.data, strict=True)
         return zip(_CONTEXT_DIGITS, self.context, strict=True) if axis == "cp" else ((axis, size),)
 
     def names(self, axis: str) -> tuple[str, ...]:
-        """Returns the names of the digits in which the ranks along ``axis`` differ, such as "dp_middle" and "dp_inner"
-        for "dp_shard".
+        """Returns the digits in which ranks along ``axis`` differ, such as "dp_middle" and "dp_inner" for "dp_shard".
 
-        An axis other than the data, context and expert axes is one digit of this name.
+        Only data, context and expert axes are divided into digits.
         """
         data, context = set(_DATA_DIGITS), set(_CONTEXT_DIGITS)
         shard = set(_DATA_DIGITS[3 - self.shards :])
@@ -58,11 +56,10 @@ _MOST_RANKS = 2**16
 
 
 def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
-    """Returns the digits into which the data and context indices are divided, for ``dp`` data ranks and ``cp`` context
-    ranks.
+    """Returns the digits of the data and context indices, for ``dp`` data ranks and ``cp`` context ranks.
 
-    ``shards``: number of data ranks in a ZeRO shard group; ``experts``: number of ranks among which the experts of a
-    layer are divided.
+    ``shards``: number of data ranks in a ZeRO shard group; ``experts``: number of ranks that divide the experts of a
+    layer.
     """
     within = min(experts, cp)
     experts //= within
@@ -72,11 +69,10 @@ def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
 
 
 def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> str | None:
-    """Checks if the experts of a layer can be divided among groups of ``experts`` ranks. Returns None, or the end of an
-    error sentence that begins with ``experts``.
+    """Returns None if ``experts`` ranks can divide the experts of a layer; otherwise the end of an error text.
 
-    ``experts`` must divide the ``dp`` data x ``cp`` context ranks, and fit ZeRO shard groups of ``shard_size`` data
-    ranks (None: one group of all).
+    ``experts`` must divide the ``dp`` data x ``cp`` context ranks, and fit shard groups of ``shard_size`` data ranks
+    (None: all).
     """
     if experts == 1:
         return None
@@ -96,8 +92,8 @@ def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> st
 
 
 def expert_sizes(dp: int, cp: int, shard_size: int | None) -> list[int]:
-    """Returns all numbers of ranks among which the experts of a layer can be divided, with ``dp`` data and ``cp``
-    context ranks.
+    """Returns all possible numbers of ranks that divide the experts of a layer, for ``dp`` data and ``cp`` context
+    ranks.
 
     ``shard_size``: number of data ranks in a ZeRO shard group, None for all.
     """

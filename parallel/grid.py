@@ -61,8 +61,8 @@ class GridAxis:
 
 
 class Spread(NamedTuple):
-    """Axes for one kind of parameters: the axis over which ZeRO shards them, axes along which they are equal, and axes
-    over which their gradients are summed; also the number of ZeRO shards.
+    """Axes for one kind of parameters: over which ZeRO shards them, along which they are equal, and over which their
+    gradients are summed.
     """
 
     sharding: Axis = "dp"
@@ -88,14 +88,15 @@ AXES: tuple[GridAxis, ...] = (
 
 
 def shown_axes(sizes: Mapping[str, int]) -> tuple[GridAxis, ...]:
-    """Returns the axes that reports and error texts name: always pipeline, data and tensor, and every further axis with
-    more than one rank. ``sizes``: number of ranks by axis.
+    """Returns the axes that reports and error texts name: pipeline, data, tensor, and others with several ranks.
+
+    ``sizes``: number of ranks by axis.
     """
     return tuple(axis for axis in AXES if axis.name in ("pp", "dp", "tp") or sizes.get(axis.name, 1) > 1)
 
 
 class Coord(Mapping[str, int]):
-    """Position of a rank in the grid: its index along each axis. The index along an axis that is not given is 0."""
+    """Index of a rank along each axis of the grid, by default 0."""
 
     __slots__ = ("_indices",)
 
@@ -141,9 +142,7 @@ class Coord(Mapping[str, int]):
 
 
 class ShardHolder(NamedTuple):
-    """Pipeline, tensor and expert index of a rank. Ranks with equal indices store the same parameters and shards of
-    parameters, before ZeRO.
-    """
+    """Pipeline, tensor and expert index of a rank, which determine its shards of parameters before ZeRO."""
 
     pp: int = 0
     tp: int = 0
@@ -151,14 +150,14 @@ class ShardHolder(NamedTuple):
 
 
 class Grid:
-    """Grid of ranks with named axes, as seen by one of its ranks. Immutable.
+    """Grid of ranks with named axes, seen from the rank ``rank``. Immutable.
 
     Args:
         rank: global number of this rank.
         order: axes, from the fastest-varying to the slowest.
         shard_size: number of neighbouring data ranks that share one copy of the state that ZeRO shards; None: all data
             ranks.
-        experts: number of neighbouring data and context ranks among which the experts of a layer are divided.
+        experts: number of neighbouring data and context ranks that divide the experts of a layer.
         sizes: number of ranks along each axis, 1 by default.
 
     Raises:
@@ -228,43 +227,39 @@ class Grid:
 
     @property
     def row_ranks(self) -> int:
-        """Number of ranks along the axis :attr:`rows`: the number of parts into which a batch is divided."""
+        """Number of ranks along the axis :attr:`rows`, which divide a batch."""
         return self.size(self.rows)
 
     @property
     def row_rank(self) -> int:
-        """Index of this rank along the axis :attr:`rows`, along which ranks read different rows of the batch."""
+        """Index of this rank along the axis :attr:`rows`."""
         return self.index(self.rows)
 
     @property
     def copies(self) -> Axis:
-        """Name of the axis along which ranks have the same parameters. ZeRO may shard these parameters over it."""
+        """Name of the axis along which ranks have the same parameters, which ZeRO may shard over it."""
         return self._joined(axis.name for axis in AXES if axis.copies)
 
     @property
     def sums(self) -> Axis:
-        """Name of the axis over which gradients are summed: each rank along it computes a part of every gradient."""
+        """Name of the axis over which gradients are summed."""
         return self._joined(axis.name for axis in AXES if axis.sums)
 
     @property
     def sharding(self) -> Axis:
-        """Name of the axis over which ZeRO shards: the part of :attr:`sums` inside one shard group, or all of
-        :attr:`sums` without such groups.
-        """
+        """Name of the axis over which ZeRO shards: one shard group of :attr:`sums`, by default all of it."""
         if not self.data_axes:
             return self.sums
         return self._joined(("dp_shard", *(axis.name for axis in AXES if axis.sums and not axis.rows)))
 
     @property
     def shard_line(self) -> Axis:
-        """Name of the axis along which each ZeRO shard group is a run of neighbouring ranks: the axis :attr:`sums`."""
+        """Name of the axis along which ZeRO shard groups are runs of neighbouring ranks: the axis :attr:`sums`."""
         return self.sums
 
     @property
     def shard_groups(self) -> Axis:
-        """Name of the axis that has one rank of each ZeRO shard group. The ranks along it store the same shard and sum
-        its gradient.
-        """
+        """Name of the axis between ZeRO shard groups. Ranks along it store the same shard and sum its gradient."""
         return "dp_replicate"
 
     @property
@@ -282,23 +277,22 @@ class Grid:
 
     @property
     def expert_spread(self) -> Spread:
-        """Axes over which the parameters of experts are sharded and replicated, and their gradients summed. The axes
-        exclude the axis ``ep``, along which ranks have different experts.
+        """Axes over which the parameters of experts are sharded and replicated, and their gradients summed.
+
+        They exclude the axis ``ep``, along which ranks have different experts.
         """
         sharding: Axis = "edp_shard" if self.data_axes else "edp"
         return Spread(sharding, "edp_replicate", "edp", "edp", "edp_replicate", self.size(sharding))
 
     @property
     def shard_group(self) -> int | None:
-        """Number of neighbouring ranks along :attr:`shard_line` that share one copy of the state that ZeRO shards.
-        None: all of them.
-        """
+        """Number of neighbouring ranks along :attr:`shard_line` in one ZeRO shard group; None: all of them."""
         return self.size(self.sharding) if self.data_axes else None
 
     @property
     def data_axes(self) -> tuple[Axis, ...]:
-        """Names of the two parts of the data axis, ("dp_shard", "dp_replicate"), if there are several ZeRO shard
-        groups; otherwise an empty tuple.
+        """Names of the two parts of the data axis, ("dp_shard", "dp_replicate"), or () without several ZeRO shard
+        groups.
         """
         return ("dp_shard", "dp_replicate") if self.shard_size not in (None, self.dp) else ()
 
@@ -315,16 +309,12 @@ class Grid:
         return {axis.name: coord[axis.name] for axis in shown_axes(self.sizes)}
 
     def holder(self, coord: Coord | None = None) -> ShardHolder:
-        """Returns the pipeline, tensor and expert index of the rank at ``coord``, by default of this rank. They
-        determine the parameters that the rank stores.
-        """
+        """Returns the pipeline, tensor and expert index of the rank at ``coord``, by default of this rank."""
         coord = coord or self._coord
         return ShardHolder(coord.pp, coord.tp, self.index("ep", self.rank_at(**coord)))
 
     def rank_at(self, **indices: int) -> int:
-        """Returns the global number of the rank with these ``indices`` along the named axes, and index 0 along all
-        further axes. This is the inverse of :meth:`coord`.
-        """
+        """Returns the global number of the rank with these ``indices``; axes without an index have index 0."""
         rank = 0
         for axis, index in indices.items():
             for size, stride in reversed(self._digits_of(axis)):
@@ -333,7 +323,7 @@ class Grid:
         return rank
 
     def at(self, rank: int) -> "Grid":
-        """Returns a grid with the same axes and sizes, as seen by the rank with the global number ``rank``."""
+        """Returns the same grid, seen from the rank with the global number ``rank``."""
         return Grid(rank=rank, order=self.order, shard_size=self.shard_size, experts=self.experts, **self.sizes)
 
     def size(self, axis: Axis) -> int:
@@ -344,11 +334,11 @@ class Grid:
         return found
 
     def stride(self, axis: Axis) -> int:
-        """Returns the difference between the global numbers of two ranks that are neighbours along ``axis``."""
+        """Returns the difference between the global numbers of neighbouring ranks along ``axis``."""
         return min(stride for _, stride in self._digits_of(axis))
 
     def index(self, axis: Axis, rank: int | None = None) -> int:
-        """Returns the index of ``rank``, by default of this rank, along ``axis``, among its :meth:`peers`."""
+        """Returns the index of ``rank``, by default of this rank, along ``axis``."""
         rank, index = self.rank if rank is None else rank, 0
         for size, stride in self._digits_of(axis):
             index = index * size + rank // stride % size
@@ -359,8 +349,9 @@ class Grid:
         return self.index(axis, None if coord is None else self.rank_at(**coord)) == 0
 
     def peers(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
-        """Returns the global numbers, ascending, of ``rank`` itself and of all ranks that differ from it along ``axis``
-        only. ``rank``: by default this rank.
+        """Returns the global numbers, ascending, of all ranks that differ from ``rank`` at most along ``axis``.
+
+        ``rank``: by default this rank.
         """
         rank = self.rank if rank is None else rank
         self._check(rank)
@@ -369,8 +360,7 @@ class Grid:
         return tuple(first + offset for offset in _offsets(digits))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
-        """Yields every group of ranks that differ along ``axis`` only, in order of their first ranks. Each rank of the
-        grid is in exactly one group.
+        """Yields all groups of ranks that differ only along ``axis``, in order of their first ranks. They are disjoint.
         """
         own = set(self._names(axis))
         offsets = _offsets(self._digits_of(axis))
@@ -405,7 +395,7 @@ class Grid:
 
     @property
     def shape(self) -> str:
-        """Numbers of ranks along the axes, as text such as ``2 pipeline x 4 data x 1 tensor``."""
+        """Text with the number of ranks along each axis, such as ``2 pipeline x 4 data x 1 tensor``."""
         shape = " x ".join(f"{self.sizes[axis.name]} {axis.noun}" for axis in shown_axes(self.sizes))
         return f"{shape}, {self.experts} expert" if self.experts > 1 else shape
 
@@ -453,26 +443,23 @@ def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def saved_order(sizes: Mapping[str, object]) -> Order:
-    """Returns the order of axes in ``sizes``, the description of the grid that a checkpoint contains. Without an entry
-    "order" it is "tp-dp-pp".
-    """
+    """Returns the order of axes in ``sizes``, a checkpoint's description of its grid; by default "tp-dp-pp"."""
     return "tp-pp-dp" if sizes.get("order") == "tp-pp-dp" else "tp-dp-pp"
 
 
 def saved_grid(sizes: Mapping[str, Any]) -> Grid:
-    """Returns the grid that ``sizes`` describes, as seen by its rank 0. ``sizes``: the description in a checkpoint; an
-    axis without an entry has one rank.
+    """Returns the grid that ``sizes``, a checkpoint's description, defines, seen from rank 0. Missing axes have one
+    rank.
     """
     experts = sizes.get("ep", 1)
     return Grid(order=saved_order(sizes), experts=experts, **{axis.name: sizes.get(axis.name, 1) for axis in AXES})
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
-    """Returns a dict from each axis with several ranks to the axis with the process group that it uses; keys are in the
-    order in which groups are opened.
+    """Maps each axis with several ranks to the axis with its process group, in the order of opening.
 
-    An axis of all ranks uses the group of "world". Axes with the same ranks share one group, but axes along which
-    parameters are equal get groups of their own, since gradients travel over them at the same time as other messages.
+    An axis of all ranks uses the group "world". Axes with the same ranks share a group; axes along which parameters are
+    equal get their own, for concurrent gradients.
     """
     lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
     expert_axes = ("ep", *dict.fromkeys(grid.expert_spread[:5])) if grid.experts > 1 else ()

@@ -34,9 +34,7 @@ from engine.parallel.grid import ShardHolder
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows from ``start`` to ``stop`` - 1 of a sharded dim. ``holders``: indices, along one axis, of the ranks that
-    store these rows.
-    """
+    """Rows from ``start`` to ``stop`` - 1 of a sharded dim. ``holders``: indices of the ranks that store them."""
 
     start: int
     stop: int
@@ -45,8 +43,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """Sharding of one parameter: its name and full shape, the pipeline stages that store it, and the ranges of rows of
-    its sharded dim. A tied parameter has one row.
+    """Sharding of one parameter: its name, full shape, pipeline stages, and ranges of rows of its sharded dim. A tied
+    parameter has one row.
     """
 
     name: str
@@ -79,35 +77,31 @@ class ShardRow:
 
     @property
     def equal_on_tensor_ranks(self) -> bool:
-        """True if the parameter is not sharded over tensor ranks, so that all of them store the same elements."""
+        """True if all tensor ranks store the same elements of the parameter."""
         return self.dim is None
 
     @property
     def sharded(self) -> bool:
-        """True if the parameter is sharded over tensor or expert ranks, so that a rank stores only a part of it."""
+        """True if a rank stores only a part of the parameter, because tensor or expert ranks shard it."""
         return self.dim is not None or len(self.experts) > 1
 
     def held(self, holder: ShardHolder) -> bool:
-        """Returns True if the rank ``holder`` (its pipeline, tensor and expert index) stores elements of the parameter,
+        """Returns True if the rank ``holder`` (its pipeline, tensor and expert index) stores elements of the parameter
         before ZeRO.
         """
         return holder.pp in self.owners and (not self.experts or bool(self.expert_ranges(holder)))
 
     def tensor_ranges(self, holder: ShardHolder) -> tuple[Range, ...]:
-        """Returns the ranges of rows along ``dim`` that the rank ``holder`` stores, in the order in which its shard
-        concatenates them.
-        """
+        """Returns the ranges of rows along ``dim`` that the rank ``holder`` stores, in the order of its shard."""
         return tuple(each for each in self.ranges if holder.tp in each.holders)
 
     def expert_ranges(self, holder: ShardHolder) -> tuple[Range, ...]:
-        """Returns the ranges of experts along ``expert_dim`` that the rank ``holder`` stores. Experts that are not
-        consecutive give several ranges.
-        """
+        """Returns the ranges of experts along ``expert_dim`` that the rank ``holder`` stores."""
         return tuple(each for each in self.experts if holder.ep in each.holders)
 
     def local(self, full: Tensor, holder: ShardHolder) -> Tensor:
-        """Returns the elements of ``full``, the full parameter, that the rank ``holder`` stores: a new contiguous
-        tensor, or ``full`` itself if the parameter is not sharded.
+        """Returns the elements of the parameter ``full`` that the rank ``holder`` stores, as a new contiguous tensor.
+        Returns ``full`` itself if it is not sharded.
         """
         if not self.sharded:
             return full
@@ -121,9 +115,7 @@ class ShardRow:
         return math.prod(self.shape)
 
     def local_shape(self, holder: ShardHolder) -> tuple[int, ...]:
-        """Returns the shape of the parameter's shard on the rank ``holder`` (its pipeline, tensor and expert index),
-        before ZeRO.
-        """
+        """Returns the shape of the shard on the rank ``holder`` (its pipeline, tensor and expert index) before ZeRO."""
         sizes = list(self.shape)
         if len(self.experts) > 1:
             sizes[self.expert_dim] = sum(each.stop - each.start for each in self.expert_ranges(holder))
@@ -132,13 +124,13 @@ class ShardRow:
         return tuple(sizes)
 
     def local_elements(self, holder: ShardHolder) -> int:
-        """Returns the number of elements of the parameter's shard on the rank ``holder`` (its pipeline, tensor and
-        expert index), before ZeRO.
+        """Returns the number of elements of the shard on the rank ``holder`` (its pipeline, tensor and expert index)
+        before ZeRO.
         """
         return math.prod(self.local_shape(holder))
 
     def quantized_shape(self, holder: ShardHolder) -> QuantizedShape | None:
-        """Returns shape and format of the quantized shard on the rank ``holder``. Returns None if the parameter is not
+        """Returns shape and format of the quantized shard on the rank ``holder``; None if the parameter is not
         quantized.
         """
         if self.quantized is None:
@@ -150,19 +142,18 @@ class ShardRow:
         return QuantizedShape(format=self.quantized, shape=self.local_shape(holder), runs=runs)
 
     def counted(self, holder: ShardHolder) -> bool:
-        """Returns True if global norms, such as the gradient norm, count the elements that the rank ``holder`` stores.
-        Each element is counted on one of the pipeline and tensor ranks that store it.
+        """Returns True if global norms, such as the gradient norm, include the shard on the rank ``holder``, except
+        :meth:`copies`.
 
-        The ranges in :meth:`copies` are not counted on this rank.
+        Each element is counted on one of the pipeline and tensor ranks that store it.
         """
         return holder.pp == self.owners[0] and any(each.holders[0] == holder.tp for each in self.ranges)
 
     def copies(self, holder: ShardHolder) -> tuple[tuple[int, int], ...]:
-        """Returns the ranges [start, stop) of the flattened shard on the rank ``holder`` that global norms count on
-        another rank, which stores them too.
+        """Returns the ranges [start, stop) of the flattened shard on the rank ``holder`` that another rank counts in
+        global norms.
 
-        The result is empty if global norms count no part of the shard on the rank ``holder``. A fused QKV weight with a
-        shared key is an example with such ranges.
+        An example is a fused QKV weight with a shared key. Empty if ``holder`` counts no part of its shard.
         """
         own = [(each.stop - each.start, each.holders[0] == holder.tp) for each in self.tensor_ranges(holder)]
         if self.dim is None or not any(first for _, first in own):
@@ -178,9 +169,7 @@ class ShardRow:
 
 @dataclass(frozen=True, slots=True)
 class ShardTable:
-    """Table with a row for each parameter of a model, in the order of ``model.named_parameters()``, that describes its
-    sharding.
-    """
+    """Table of the sharding of a model: a row for each parameter, in the order of ``model.named_parameters()``."""
 
     rows: tuple[ShardRow, ...]
 
@@ -195,14 +184,12 @@ class ShardTable:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the full model. A tied parameter is counted once."""
+        """Number of elements of the full model; a tied parameter is counted once."""
         return sum(row.elements for row in self.rows)
 
 
 class Cutting(Protocol):
-    """Interface of the sharding of one parameter over the tensor axis: its sharded dim, and the ranges of rows along
-    it.
-    """
+    """Interface of one parameter's sharding over the tensor axis."""
 
     @property
     def dim(self) -> int | None:
@@ -215,8 +202,8 @@ class Cutting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Input for :func:`build_table`: the shardings of a model's parameters by their first names. By default every
-    parameter is replicated on the first pipeline stage.
+    """Input for :func:`build_table`: shardings of parameters by their first names. By default all are replicated on the
+    first pipeline stage.
     """
 
     tp: int = 1
@@ -237,8 +224,7 @@ class Division:
 
 
 def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:
-    """Returns a shard table with one row for each parameter of ``model``, which must not be sharded yet. It reads only
-    names, shapes, dtypes and ties.
+    """Returns the shard table of ``model``, with a row for each parameter; ``model`` must not be sharded yet.
 
     Args:
         groups: index of the optimizer group of each trainable parameter, by name.

@@ -42,12 +42,14 @@ class CheckpointPolicy(Protocol):
     @property
     def mode(self) -> str:
         """Mode of the model's blocks: ``none``, ``full``, ``selective`` or ``offload``. ``full`` recomputes blocks in
-        backward, ``selective`` parts of them; ``offload`` moves activations to the host."""
+        backward, ``selective`` parts of them; ``offload`` moves activations to the host.
+        """
 
     @property
     def save(self) -> tuple[str, ...] | None:
         """Outputs that mode ``selective`` saves: names of torch operators, or of kinds such as "matmul". None: matrix
-        products and attention."""
+        products and attention.
+        """
 
     @property
     def every(self) -> int | None:
@@ -84,7 +86,8 @@ def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[s
 
 def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
     """Returns the blocks that backward recomputes in part, by module name. With Hugging Face's own gradient
-    checkpointing, returns none."""
+    checkpointing, returns none.
+    """
     if _switched_on(model):
         return MappingProxyType({})
     if settings.mode == "offload" and settings.others == "selective":

@@ -84,7 +84,8 @@ class HostActivations:
 
     def keeping(self, block: nn.Module) -> Any:
         """Returns a forward of ``block`` that stores the tensors saved for backward in host memory. Parameters, buffers
-        and tensors below 4 KiB stay on the device."""
+        and tensors below 4 KiB stay on the device.
+        """
         inner = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

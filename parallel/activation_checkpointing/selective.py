@@ -98,7 +98,8 @@ class SavedActivations:
 
     def note(self, operator: Operator, out: Any, random: tuple[Tensor, ...] | None) -> None:
         """Saves ``out``, the output of one call of ``operator``. ``random``: states of the random generators after the
-        call, if it drew random numbers; otherwise None."""
+        call, if it drew random numbers; otherwise None.
+        """
         leaves, spec = pytree.tree_flatten(out)
         noted = tuple(self._noted(leaf, leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
@@ -134,7 +135,8 @@ class SavedActivations:
 
     def before_write(self, tensor: Tensor) -> None:
         """Replaces saved tensors that share memory with ``tensor`` by copies. Call it before an in-place write to
-        ``tensor``."""
+        ``tensor``.
+        """
         for output in self._in_memory.pop(_memory(tensor), ()):
             output.copy()
 
@@ -280,7 +282,8 @@ class Selective:
 
     def contexts(self, kept: SavedActivations) -> "tuple[_Run, _Run]":
         """Returns the pair of contexts for ``context_fn`` of ``torch.utils.checkpoint``. The forward fills the record
-        ``kept``; the recomputation takes tensors from it."""
+        ``kept``; the recomputation takes tensors from it.
+        """
         first, second = _Saving(self._operators, kept), _Reusing(self._operators, kept)
         return _FirstRun(first, self._axis, kept), _Run(second, self._axis, kept.clear)
 

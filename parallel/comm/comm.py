@@ -312,7 +312,8 @@ class Comm:
 
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Creates the group that :meth:`all_to_all` uses for ``members`` of the data axis; all ranks call it in the
-        same order."""
+        same order.
+        """
         self._backend.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str, axis: Axis) -> Pending:

@@ -112,7 +112,8 @@ class EncodedCollectives:
     @torch.no_grad()
     def reduce_scatter(self, part_p: Tensor, full: Tensor, label: str) -> Pending:
         """Starts to sum ``full`` [ranks * p] over the axis into this rank's slice ``part_p`` [p], by one encoded
-        all-to-all."""
+        all-to-all.
+        """
         values_Ts = self._rows(full)
         if values_Ts.shape[1] == part_p.numel():
             return self._sum(values_Ts, part_p, label)

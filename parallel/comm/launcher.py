@@ -75,7 +75,8 @@ def find_place(variables: _Variables) -> Place | None:
 
 def local_rank(variables: _Variables, rank: int) -> int:
     """Returns this process's local rank from the launcher's environment ``variables``, by default the global rank
-    ``rank``."""
+    ``rank``.
+    """
     task = _find_task(variables)
     return read_count(variables, "LOCAL_RANK", task.local_rank if task is not None else rank)
 

@@ -353,7 +353,8 @@ class ThreadBackend(Backend):
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Starts to sum ``full`` over ``axis`` into ``shard``, this rank's slice of the sum; returns a function that
-        waits."""
+        waits.
+        """
         index, ranks = self._grid.index(axis), self._grid.size(axis)
 
         def place(parts: list[Tensor]) -> None:

@@ -130,7 +130,8 @@ class TorchBackend:
 
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Creates the groups that ``all_to_all`` uses for ``members`` of the data axis, one per coordinate of the other
-        axes."""
+        axes.
+        """
         if len(members) in (1, self._grid.size(self._grid.shard_line)) or _DataMembers(members) in self._groups:
             return
         axis = self._grid.shard_line
@@ -296,7 +297,8 @@ class TorchBackend:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Starts to sum ``full`` over ``axis`` into ``shard``, this rank's slice of the sum; returns a function that
-        waits."""
+        waits.
+        """
         if axis in self._shared:
             return self._shared[axis].reduce_scatter(shard, full)
         group = self._groups[axis]

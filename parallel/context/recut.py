@@ -29,7 +29,8 @@ Places = tuple[Runs | None, ...]
 
 class Boxes(NamedTuple):
     """Plan of a resharding on one rank: the slices that it sends to each rank, and the places of the slices that it
-    receives."""
+    receives.
+    """
 
     gives: tuple[Places, ...]
     """Box of the local tensor that each rank wants."""

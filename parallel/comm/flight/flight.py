@@ -73,7 +73,8 @@ class StreamWaits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
     """State of one rank at one moment, read from its log of communication: its phase, step, current wait and total
-    times."""
+    times.
+    """
 
     rank: int
     size: int

@@ -17,7 +17,7 @@ from engine.parallel.tensor.global_tensor.redistribute import full
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Module that receives full sequences, because its code raises an error on sharded sequences."""
+    """Module that receives full sequences, because its code raises an error on sharded ones."""
 
     module: str
     place: str
@@ -26,7 +26,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """Decisions about how a model runs over sequences sharded along positions; all ranks have the same decisions."""
+    """Plan of a model's run over sequences sharded along positions, equal on all ranks."""
 
     gathered: tuple[Gathered, ...] = ()
     """Modules that run on full sequences."""
@@ -41,10 +41,10 @@ class ContextPlan:
 
 
 def follow_sequences(model: nn.Module, plan: ContextPlan, patches: ForwardPatches) -> None:
-    """Patches the modules of ``model`` so that it runs over sharded sequences as ``plan`` decides.
+    """Patches the modules of ``model`` to run over sharded sequences according to ``plan``.
 
-    Scans, functions that carry a state along positions, pass their state from rank to rank. The modules in
-    ``plan.gathered`` get full sequences.
+    Scans, functions that carry a state along positions, pass it from rank to rank. Modules in ``plan.gathered`` get
+    full sequences.
     """
     relay_scans(model, patches)
     for one in plan.gathered:
@@ -67,10 +67,9 @@ def _on_full(forward: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 def with_refusal(model: nn.Module, plan: ContextPlan, problem: BaseException) -> ContextPlan | None:
-    """Returns ``plan`` with one more module that gets full sequences: the one that raised ``problem``, a forward's
-    error.
+    """Returns ``plan`` with one more module that gets full sequences: the module in which a forward raised ``problem``.
 
-    Returns None if no module refused a sharded sequence, or if ``plan`` contains the module already.
+    Returns None if no module refused a sharded sequence, or if ``plan`` contains it already.
     """
     names = {id(module): name for name, module in model.named_modules() if name}
     done = {one.module for one in plan.gathered}

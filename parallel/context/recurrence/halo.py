@@ -37,11 +37,11 @@ _Rows = Callable[[], Indices]
 
 
 def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: _Rows) -> Index:
-    """Returns the sharding of a result that has ``size`` rows and is computed from rows sharded as ``have``.
+    """Returns the sharding of a result with ``size`` rows that is computed from rows sharded as ``have``.
 
-    The sharding is ``have`` if ``have`` has ``size`` rows too, otherwise the sharding of the batch's sequence of length
-    ``size``. If there is no such sequence, each row is on the rank of its source row. The callback ``near`` returns the
-    source rows, and ``key`` identifies them in the cache.
+    It is ``have`` for the same number of rows, otherwise the sharding of this batch's sequence of length ``size``.
+    Without one, each row is on the rank of its source row; the callback ``near`` returns source rows, named ``key`` in
+    the cache.
     """
     if size == have.size:
         return have
@@ -84,10 +84,10 @@ def pad_positions(
     mode: str = "constant",
     value: float | None = None,
 ) -> Any:
-    """Computes ``F.pad`` with a constant ``value``, also along a sharded dim.
+    """Computes ``F.pad`` with a constant ``value``; along a sharded dim, rows are sent to the ranks of their new
+    positions.
 
-    Along the sharded dim, ranks exchange the rows that move to another rank. ``pad``: pairs of widths (before, after),
-    from the last dim to the first.
+    ``pad``: pairs of widths (before, after), from the last dim to the first.
 
     Raises:
         NoRuleError: ``mode`` is not "constant", or ``input`` is no global tensor.
@@ -139,9 +139,9 @@ def convolve_positions(
     *options: Any,
     **named: Any,
 ) -> Any:
-    """Computes ``F.conv1d`` on [.., C, S], C channels and S positions, with S sharded.
+    """Computes ``F.conv1d`` on [.., C, S] with the S positions sharded; C: channels.
 
-    Each rank receives the positions of other ranks that its windows read.
+    Each rank receives the positions of other ranks that its outputs need.
 
     Raises:
         NoRuleError: the stride is not one, or another dim is sharded.
@@ -200,8 +200,7 @@ def _windows(held: Runs, reach: int, before: int, length: int) -> Indices:
 def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, **kwargs: Any) -> Any:
     """Computes ``cumsum`` or ``cumprod`` along ``dim``, also if this dim is sharded.
 
-    Each rank then scans its own runs of neighbouring rows. The totals of all runs are all-gathered, and each run adds,
-    or multiplies by, the totals of earlier runs.
+    Each rank then scans its own rows, and combines them with the all-gathered totals of earlier rows.
     """
     dim = positive_dim(dim, input.ndim)
     if type(input) is not GlobalTensor or input.sets[dim] is None:
@@ -240,10 +239,9 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 
 
 def with_aligned_rows(rule: "TensorRule") -> "TensorRule":
-    """Returns a rule that runs ``rule`` and, if ``rule`` raises NoRuleError, retries with operands sharded equally.
+    """Returns a rule that runs ``rule``; after a NoRuleError it reshards the operands equally along rows and retries.
 
-    For the retry, it moves rows of the operands between ranks. If the operands are sharded equally already, or cannot
-    be, the error remains.
+    The error remains if they cannot be resharded, or need not.
     """
 
     def run(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ HALO = "halo"
 
 
 class RowRun(NamedTuple):
-    """Run of rows from ``start`` to before ``stop``: all are own rows, all are received rows, or all are constant."""
+    """Rows from ``start`` to before ``stop``, all from the same source: own, received or constant rows."""
 
     source: int
     """0: rows of this rank; 1: received rows; -1: constants."""
@@ -39,10 +39,9 @@ class RowRun(NamedTuple):
 
 
 class RowMoves:
-    """Plan of an exchange of rows along a dim sharded as ``have``, after which each rank r has the rows ``wanted[r]``.
+    """Plan of an exchange along a dim sharded as ``have``, after which each rank r has the rows ``wanted[r]``.
 
-    A rank copies the rows that it stores, and receives each other row from the first rank that stores it. The index -1
-    in ``wanted`` denotes a row of a constant. ``rank``: this rank.
+    Each row comes from the first rank that stores it; index -1 denotes a row of a constant. ``rank``: this rank.
     """
 
     def __init__(self, have: Index, wanted: Sequence[Indices], rank: int) -> None:
@@ -66,17 +65,17 @@ class RowMoves:
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """Number of rows that each rank sends in total, by rank."""
+        """Number of rows that each rank sends, by rank."""
         return tuple(self._counts.sum(1).tolist())
 
     @cached_property
     def received(self) -> tuple[int, ...]:
-        """Number of rows that each rank receives in total, by rank."""
+        """Number of rows that each rank receives, by rank."""
         return tuple(self._counts.sum(0).tolist())
 
     @property
     def gets(self) -> tuple[int, ...]:
-        """Number of rows that this rank receives from each peer, by rank of the peer."""
+        """Number of rows that this rank receives from each rank."""
         return tuple(self._counts[:, self._rank].tolist())
 
 
@@ -111,10 +110,10 @@ def _runs(places: Indices) -> list[tuple[int, int]]:
 def moved_local(
     x: GlobalTensor, dim: int, key: Hashable, wanted: Callable[[], Sequence[Indices]], fill: float = 0.0
 ) -> Tensor:
-    """Exchanges rows of ``x`` along ``dim`` and returns this rank's new rows, ``wanted()[rank]``, as a local tensor.
+    """Exchanges rows of ``x`` along ``dim``; returns this rank's new rows, ``wanted()[rank]``, as a local tensor.
 
-    The callback ``wanted`` returns the row indices of each rank; it is called once, since the plan is cached under
-    ``key``. ``fill``: value of the rows with index -1.
+    The callback ``wanted`` returns the row indices of each rank; the plan is cached under ``key``. ``fill``: value of
+    the rows with index -1.
 
     Raises:
         NoRuleError: another dim is sharded too, also over tensor ranks.

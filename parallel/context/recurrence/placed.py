@@ -42,7 +42,7 @@ _CONTENT = frozenset((
 
 
 class SequenceState(Protocol):
-    """Interface of a context of sharded sequences, for the rules of tensors that a single rank stores."""
+    """Interface of a context of sharded sequences for tensors that a single rank stores."""
 
     relay: Relay
     placed: Mapping[Any, Any]
@@ -50,7 +50,7 @@ class SequenceState(Protocol):
     written: Any
 
     def next_age(self) -> int:
-        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns their number so far."""
+        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the count."""
 
 
 class PlacedTensor(GlobalTensor):
@@ -78,8 +78,8 @@ class PlacedTensor(GlobalTensor):
     ) -> "PlacedTensor":
         """Wraps ``local`` as a tensor that a single rank stores; on other ranks ``local`` is a meta tensor.
 
-        ``home``: (rank that stores it, number of the slice that decided the rank). ``carried``: True for a result of
-        several slices, such as a recurrent state. ``device``: device of the tensor on the rank that stores it.
+        ``home``: (rank, number of the slice that decided the rank). ``device``: device on that rank. ``carried``: True
+        for a result of several slices, such as a recurrent state.
         """
         x: PlacedTensor = Tensor._make_wrapper_subclass(
             PlacedTensor,
@@ -123,10 +123,9 @@ class PlacedTensor(GlobalTensor):
         return self.views.axis.index == self.rank
 
     def on(self, rank: int) -> "PlacedTensor":
-        """Returns this tensor as stored on rank ``rank``; all ranks call it.
+        """Returns a copy of this tensor that rank ``rank`` stores; all ranks call it.
 
-        Sends the tensor, unless ``rank`` stores it or has received a copy since the last write in place to any
-        :class:`PlacedTensor`.
+        Sends the tensor, unless ``rank`` has it already.
         """
         if rank == self.rank:
             return self
@@ -141,9 +140,9 @@ class PlacedTensor(GlobalTensor):
         return done
 
     def everywhere(self, reason: str) -> Tensor:
-        """Broadcasts the tensor from its rank and returns it as a plain tensor on every rank; all ranks call it.
+        """Broadcasts the tensor and returns it as a plain tensor on every rank; all ranks call it.
 
-        ``reason``: text under which the context counts this broadcast.
+        ``reason``: name of this broadcast in counts.
         """
         context = self.views
         context.note_gather(reason)
@@ -176,13 +175,12 @@ def state_of(x: GlobalTensor) -> SequenceState:
 
 
 def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTensor:
-    """Returns the rows from ``start`` to before ``stop`` of the sharded ``dim`` of ``x``.
+    """Returns the rows from ``start`` to before ``stop`` of the sharded ``dim`` of ``x``, without communication.
 
-    The result is a tensor on the rank that stores these rows. Communicates nothing.
+    The result is a tensor on the rank that stores these rows.
 
     Raises:
-        NoRuleError: the rows are on several ranks, another dim is sharded too, or autocast is enabled: meta tensors do
-            not show the dtypes that autocast chooses.
+        NoRuleError: the rows are on several ranks, another dim is sharded too, or autocast is enabled.
     """
     context, index = x.views, x.sets[dim]
     nested = type(x.local) is GlobalTensor  # over tensor ranks
@@ -205,9 +203,9 @@ def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTen
 
 
 def home_of(context: "GlobalTensorContext", index: Index, start: int, stop: int) -> tuple[int, int]:
-    """Returns (rank, offset) for the rows from ``start`` to before ``stop`` under the sharding ``index``.
+    """Returns (rank, offset) of the rows from ``start`` to before ``stop``: their rank, and their place in its shard.
 
-    The rank stores all of these rows, and the offset is the place of the first row in its shard.
+    ``index``: sharding of the rows.
 
     Raises:
         NoRuleError: the rows are on several ranks, or several ranks store each of them.
@@ -241,10 +239,10 @@ def _leaves(values: Any) -> list[Any]:
 
 
 def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> Any:
-    """Runs ``func`` on a single rank: the one that stores the argument with the newest slice, or the written argument.
+    """Runs ``func`` on the rank that stores the written argument, or else the argument with the newest slice.
 
-    Arguments that other ranks store are sent to this rank. A function that reads values on the host, writes into a
-    plain tensor, or also has a sharded argument, runs on all ranks after a broadcast.
+    Other arguments are sent to this rank. A function that reads values on the host, writes into a plain tensor, or has
+    a sharded argument runs on all ranks instead.
     """
     name = function_name(func)
     leaves = _leaves((args, kwargs))
@@ -311,10 +309,9 @@ def _on_meta(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def with_gradient(local: Tensor, graded: bool) -> Tensor:
-    """Returns ``local``, or if ``graded``, a tensor with its values that requires a gradient.
+    """Returns ``local``; if ``graded``, replaces a floating-point tensor without a gradient by a new leaf with one.
 
-    If ``graded`` and ``local`` is a floating-point tensor that requires none, the result is a new leaf, so that
-    ``requires_grad`` is the same on all ranks.
+    ``requires_grad`` is then the same on all ranks.
     """
     if not graded or local.requires_grad or not (local.is_floating_point() or local.is_complex()):
         return local

@@ -36,7 +36,7 @@ _USES_ALONE = 2
 
 
 class WrittenTensors:
-    """Records of sharded results of ``zeros_like`` and similar functions, into which a model may write positions."""
+    """Records of sharded results of ``zeros_like`` and similar functions, for later writes of positions."""
 
     def __init__(self) -> None:
         self.blank: Any = WeakIdKeyDictionary()
@@ -46,9 +46,7 @@ class WrittenTensors:
 
 
 def select_position(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """Computes ``select``; along the sharded dim, the result is a tensor on the rank that stores the position
-    ``index``.
-    """
+    """Computes ``select``; along the sharded dim, the result is only on the rank that stores the position ``index``."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         place = positive_dim(int(index), input.full[dim])
@@ -58,9 +56,7 @@ def select_position(context: "GlobalTensorContext", func: Function, input: Any, 
 
 
 def get_positions(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Computes ``input[index]``; a single position of the sharded dim gives a tensor on the rank that stores the
-    position.
-    """
+    """Computes ``input[index]``; a single position of the sharded dim is only on the rank that stores it."""
     found = _position(input, index)
     if found is None:
         return slicing.getitem(context, func, input, index)
@@ -97,7 +93,7 @@ def _position(x: Any, index: Any) -> tuple[list[Any], int, int, int] | None:
 
 
 def unbind_positions(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
-    """Computes ``unbind``; along the sharded dim, each result is a tensor on the rank that stores its position."""
+    """Computes ``unbind``; along the sharded dim, each result is only on the rank that stores its position."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is None:
         return slicing.unbind(context, func, input, dim)
@@ -105,7 +101,7 @@ def unbind_positions(context: "GlobalTensorContext", func: Function, input: Any,
 
 
 def split_positions(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Computes ``split``; along the sharded dim, pieces of one position are tensors on the ranks that store them."""
+    """Computes ``split``; along the sharded dim, pieces of one position are only on the ranks that store them."""
     x, sizes, dim = slicing._split_arguments(*args, **kwargs)
     if type(x) is not GlobalTensor or x.sets[dim] is None or sizes != 1:
         return slicing.split(context, func, *args, **kwargs)
@@ -115,7 +111,7 @@ def split_positions(context: "GlobalTensorContext", func: Function, *args: Any, 
 def narrow_positions(
     context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int
 ) -> Any:
-    """Computes ``narrow``; a single position of the sharded dim gives a tensor on the rank that stores the position."""
+    """Computes ``narrow``; a single position of the sharded dim is only on the rank that stores it."""
     at = positive_dim(dim, input.ndim)
     if type(input) is GlobalTensor and input.sets[at] is not None and length == 1 and type(start) is int:
         first = positive_dim(start, input.full[at])
@@ -127,8 +123,7 @@ def narrow_positions(
 def blank_sequence(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes ``zeros_like`` and similar functions; the result is sharded as ``input``.
 
-    If a function without a rule for sharded tensors is the first to write into the result, the result becomes a full
-    tensor.
+    It becomes a full tensor if a function without a rule for sharded tensors first writes into it.
     """
     if type(input) is not GlobalTensor or not any(input.sets):
         return metadata.blank(context, func, input, *args, **kwargs)
@@ -145,9 +140,9 @@ def blank_sequence(context: "GlobalTensorContext", func: Function, input: Any, *
 
 
 def blank_of_placed(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Computes ``zeros_like`` and similar functions for ``input``, a tensor that a single rank stores.
+    """Computes ``zeros_like`` and similar functions for a tensor ``input`` that a single rank stores.
 
-    The result is a plain tensor on every rank.
+    Returns a plain tensor on every rank.
     """
     if type(input) is not PlacedTensor:
         raise NoRuleError("the result copies the shape of another tensor.")
@@ -155,10 +150,9 @@ def blank_of_placed(context: "GlobalTensorContext", func: Function, input: Any, 
 
 
 def gathered_or_blank(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Computes a function that has no rule: gathers its sharded arguments and runs it on every rank.
+    """Runs a function without a rule on every rank, on gathered arguments.
 
-    If the function writes in place into a result of ``zeros_like`` that nothing has written to, the function gets a new
-    full tensor instead of a gathered one.
+    An in-place write into an unwritten result of ``zeros_like`` gets a new full tensor, without a gather.
     """
     name, target = function_name(func), args[0] if args else None
     if type(target) is not GlobalTensor or not writes_in_place(name):
@@ -184,10 +178,9 @@ def _has_views(x: GlobalTensor) -> bool:
 
 
 def gathered_value(value: Any, name: str) -> Any:
-    """Returns ``value`` as a plain tensor on every rank if it is sharded or on a single rank; otherwise returns it
-    unchanged.
+    """Returns ``value`` as a plain tensor on every rank if it is sharded or on a single rank; otherwise unchanged.
 
-    Items of a tuple are converted one by one. ``name``: function name under which the context counts the gather.
+    Converts each item of a tuple. ``name``: name of the gather in counts.
     """
     if type(value) is PlacedTensor:
         return value.everywhere(name)
@@ -199,8 +192,7 @@ def gathered_value(value: Any, name: str) -> Any:
 def set_position(context: "GlobalTensorContext", func: Function, target: Any, index: Any, value: Any) -> Any:
     """Computes ``target[index] = value`` for a sharded ``target``.
 
-    A single position of the sharded dim is written by the rank that stores it. A write to all positions of the sharded
-    dim runs on every rank.
+    The rank that stores a single position writes it. A write to all positions runs on every rank.
     """
     if type(target) is not GlobalTensor or not any(target.sets):
         raise NoRuleError("the target is not sharded.")
@@ -253,8 +245,8 @@ def _tie(target: GlobalTensor, graded: bool) -> None:
 def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
     """Computes ``stack`` of tensors that single ranks store.
 
-    If they are on several ranks, and are at least twice as many as the ranks of the axis, the result is sharded along
-    the new dim, and nothing is communicated. Otherwise one rank gets all of them.
+    The result of many tensors on several ranks is sharded along the new dim, without communication; few are sent to one
+    rank.
     """
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return _joined(context, func, list(tensors), dim, [1] * len(tensors))
@@ -296,9 +288,7 @@ def _joined(context: "GlobalTensorContext", func: Function, tensors: list[Any], 
 
 
 def join_pieces(pieces: list[PlacedTensor], dim: int) -> GlobalTensor:
-    """Concatenates ``pieces``, each stored by a single rank, to a tensor that is sharded along ``dim``.
-
-    Each piece stays on its rank; nothing is communicated.
+    """Concatenates ``pieces``, each stored by a single rank, to a tensor sharded along ``dim``; communicates nothing.
     """
     context, first = pieces[0].views, pieces[0]
     ranks, sizes = [one.rank for one in pieces], [one.shape[dim] for one in pieces]

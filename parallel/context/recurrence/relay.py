@@ -20,7 +20,7 @@ RECURRENT_STATE = "state"
 class Relay:
     """Sender of tensors, such as the state of a recurrence, between the ranks of ``axis`` in one forward.
 
-    Backward sends the gradients back, in the reversed order of the messages.
+    Backward sends their gradients back, in reversed order.
     """
 
     def __init__(self, axis: TensorAxis) -> None:
@@ -31,14 +31,14 @@ class Relay:
         """Number of writes in place into tensors on one rank; a copy of such a tensor is valid until the next one."""
 
     def clear(self) -> None:
-        """Forgets the messages of a forward at its end; the order of messages of the next forward begins anew."""
+        """Forgets the messages of a forward at its end."""
         self.token = None
 
     def send(self, local: Tensor, source: int, targets: tuple[int, ...], label: str, device: torch.device) -> Tensor:
-        """Sends ``local`` from rank ``source`` to the ranks ``targets``; returns a tensor with the sent values there.
+        """Sends ``local`` from rank ``source`` to the ranks ``targets``; all ranks call it.
 
-        ``source`` gets these values too, other ranks a tensor without elements. All ranks call it, with ``local`` of
-        equal shape, dtype and ``requires_grad``; only ``source`` reads the values.
+        Returns the sent values on these ranks and ``source``, elsewhere a tensor without elements. ``local`` has equal
+        shape, dtype and ``requires_grad`` on all ranks.
         """
         axis = self._axis
         size = local.numel() * local.element_size()
@@ -58,10 +58,9 @@ class Relay:
         return made
 
     def tie(self, local: Tensor, graded: bool, in_place: bool = False) -> Tensor:
-        """Returns ``local`` with an autograd graph that contains all messages so far.
+        """Returns ``local`` with an autograd graph through which backward reaches all messages so far on every rank.
 
-        A backward through the result thus reaches each message on every rank. ``graded``: True if every rank needs a
-        graph, also without a message. ``in_place``: changes the graph of ``local`` itself and returns it.
+        ``graded``: True if every rank needs a graph, also without a message. ``in_place``: changes ``local`` itself.
         """
         if not torch.is_grad_enabled() or not (graded or self.token is not None):
             return local

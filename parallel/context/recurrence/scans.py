@@ -37,10 +37,9 @@ _LENGTH, _PART = 37, 21
 
 
 class Carry(NamedTuple):
-    """Names of the arguments of a scan for its state, and the dim of positions in its result.
+    """Arguments of a scan for its state, and the dim of positions in its result.
 
-    ``state`` is the argument that takes the initial state; ``flag`` is the argument that makes the scan return its last
-    state.
+    ``state``: name of the argument for the initial state; ``flag``: name of the argument that requests the last state.
     """
 
     state: str
@@ -49,11 +48,10 @@ class Carry(NamedTuple):
 
 
 def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches methods of ``model`` so that their calls of scan functions run on each rank's own positions.
+    """Patches methods of ``model`` so that scan functions run on each rank's own positions.
 
-    A scan is a function outside the model that can take and return a state; ranks pass the state on in order of
-    position. A trial must first prove that the result equals that of a run on the whole sequence. Custom autograd
-    functions also run on each rank's own positions, if a trial permits it.
+    A scan takes and returns a state, which ranks pass on in order of position. A trial must first prove an unchanged
+    result. Custom autograd functions are treated too.
     """
     relayed: dict[Any, Any] = {}
 
@@ -212,8 +210,8 @@ def recurrent_layer(
 ) -> Any:
     """Computes torch's own recurrences (``nn.GRU``, ``nn.LSTM``, ``nn.RNN``) over a sharded sequence.
 
-    Ranks run their positions one after the other, in order of position, and send the state to the next rank. Returns
-    the output, sharded along positions, and the last state.
+    Ranks run one after the other and send the state to the next. Returns the output, sharded along positions, and the
+    last state.
 
     Raises:
         NoRuleError: the recurrence runs in both directions, or draws dropout between its layers.

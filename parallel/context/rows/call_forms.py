@@ -28,16 +28,16 @@ class SeenTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SeenCall:
-    """Arguments of one recorded module call, flattened, with shape and dtype in place of each tensor."""
+    """Arguments of one recorded module call, flattened, with shape and dtype in place of tensors."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
 
 
 class LeafForm(NamedTuple):
-    """Condition for one argument of a call: a tensor with ``dims`` dims, or a value equal to ``value``.
+    """Condition for one argument of a call: a tensor with ``dims`` dims, or, if ``dims`` is None, the value ``value``.
 
-    ``dim``: dim along which the tensor has positions; None: it has none. ``dims`` None: the argument is not a tensor.
+    ``dim``: the tensor's dim of positions; None: it has none.
     """
 
     dims: int | None
@@ -53,7 +53,7 @@ class CallForm:
     leaves: tuple[LeafForm, ...]
 
     def match(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """Returns the arguments as a flat list of leaves; None if they do not satisfy these conditions."""
+        """Returns the arguments as a flat list of leaves; None if they do not satisfy the conditions."""
         if self.positional:  # a tree costs a hundred calls
             leaves, same = args, not kwargs and len(args) == len(self.leaves)
         else:
@@ -67,7 +67,7 @@ class CallForm:
         return bool(self.spec == flatten_leaves(((None,) * len(self.leaves), {}))[1])
 
     def call(self, function: Callable[..., Any], leaves: Iterable[Any]) -> Any:
-        """Calls ``function`` with arguments rebuilt from ``leaves``, a flat list as :meth:`match` returns it."""
+        """Calls ``function`` with arguments rebuilt from ``leaves``, a result of :meth:`match`."""
         if self.positional:
             return function(*leaves)
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
@@ -89,7 +89,7 @@ class CallRecorder:
     """Recorder of the calls of all modules of a model.
 
     Attributes:
-        calls: the calls of each module, by module name; equal calls are recorded once.
+        calls: different calls of each module, by module name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -122,16 +122,17 @@ class SequenceSize(NamedTuple):
     length: int
 
     def dim_of(self, shape: Sequence[int]) -> int | None:
-        """Returns the dim along which a tensor of ``shape`` has positions: 1 for [rows or 1, positions, ..].
+        """Returns the dim of positions in a tensor of ``shape``: 1 for [rows or 1, positions, ..], 0 for [rows *
+        positions, ..].
 
-        Returns 0 for [rows * positions, ..], and None for any other shape.
+        Returns None for any other shape.
         """
         if len(shape) > 1 and shape[0] in (self.rows, 1) and shape[1] == self.length:
             return 1
         return 0 if len(shape) > 0 and shape[0] == self.rows * self.length else None
 
     def form_of(self, call: SeenCall) -> CallForm | None:
-        """Returns the conditions for calls with arguments of the same forms as in the recorded ``call``.
+        """Returns conditions that the recorded ``call`` and calls of the same form satisfy.
 
         Returns None if no floating-point argument has positions.
         """
@@ -149,10 +150,9 @@ class SequenceSize(NamedTuple):
 
 
 def sequences_of(batch: Iterable[Tensor], calls: Iterable[Sequence[SeenCall]]) -> tuple["SequenceSize", ...]:
-    """Returns the sizes (rows, positions) of all sequences in a forward, the longest first.
+    """Returns the sizes (rows, positions) of all sequences of at least four positions in a forward, the longest first.
 
-    These are the first two sizes of batch tensors, and of recorded floating-point arguments [B, S, H] with as many rows
-    B as a batch tensor; S: positions, H: hidden size. Sequences of fewer than four positions are left out.
+    They are found in the first two dims of batch tensors and of recorded floating-point arguments with three dims.
     """
     given = [tuple(tensor.shape) for tensor in batch if tensor.ndim]
     rows = {shape[0] for shape in given}

@@ -33,8 +33,8 @@ def is_custom(found: Any) -> TypeGuard[type[Function]]:
 def follow_function(function: type[Function]) -> type[Function]:
     """Returns a subclass of ``function`` that runs on this rank's positions of sharded arguments.
 
-    It does so only if a trial proves that ``function`` computes each position independently; otherwise it calls
-    ``function`` with the arguments as they are.
+    A trial must prove that ``function`` computes each position independently; otherwise the arguments are passed
+    unchanged.
     """
 
     def apply(*args: Any) -> Any:

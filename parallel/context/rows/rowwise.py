@@ -36,9 +36,7 @@ class RowwiseModule(NamedTuple):
 def find_rowwise(
     model: nn.Module, batch: Iterable[Tensor], calls: Mapping[str, Sequence[SeenCall]]
 ) -> tuple[RowwiseModule, ...]:
-    """Finds the outermost modules of ``model`` that compute each position independently, by trial.
-
-    Inner modules are tried first. A module is not tried if it contains a module that mixes positions.
+    """Finds by trial the outermost modules of ``model`` that compute each position independently.
 
     Args:
         batch: the batch tensors of the forward in which calls were recorded.
@@ -97,7 +95,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Returns True if submodules of ``module`` have hooks from user code, which can thus see inner values."""
+    """Returns True if submodules of ``module`` have hooks from user code."""
     return bool(module._modules) and any(
         not _is_own(hook)
         for each in module.modules()
@@ -113,9 +111,9 @@ def _is_own(hook: Any) -> bool:
 
 
 def run_rowwise(model: nn.Module, found: Iterable[RowwiseModule], patches: ForwardPatches) -> None:
-    """Patches the modules ``found``: a call with arguments sharded along positions runs on this rank's positions alone.
+    """Patches the modules ``found`` to run on this rank's positions of arguments that are sharded along positions.
 
-    The module gets plain tensors. Its result is sharded along positions.
+    They get plain tensors; their results are sharded along positions.
     """
     known = {each.name: each.forms for each in found}
     modules = {name: model.get_submodule(name) for name in known}
@@ -137,7 +135,7 @@ def run_rowwise(model: nn.Module, found: Iterable[RowwiseModule], patches: Forwa
 
 @contextmanager
 def running_rowwise(model: nn.Module, found: Iterable[RowwiseModule]) -> Iterator[None]:
-    """Patches the modules ``found`` as :func:`run_rowwise` does, but only in the block, which traces the forward."""
+    """Patches the modules ``found`` as :func:`run_rowwise` does, during the block."""
     patches = ForwardPatches()
     run_rowwise(model, found, patches)
     try:
@@ -147,7 +145,7 @@ def running_rowwise(model: nn.Module, found: Iterable[RowwiseModule]) -> Iterato
 
 
 class LocalCall(NamedTuple):
-    """Call of a module, reduced to this rank's positions of its arguments."""
+    """Call of a module with this rank's positions of its arguments."""
 
     form: ProvenForm
     context: GlobalTensorContext
@@ -161,8 +159,7 @@ class LocalCall(NamedTuple):
     def of(form: ProvenForm, context: GlobalTensorContext, args: Any, kwargs: Any) -> "LocalCall | None":
         """Returns the call of a module with this rank's positions of ``args`` and ``kwargs``.
 
-        Returns None if the arguments do not satisfy the conditions of ``form``, or are sharded along other dims than
-        positions.
+        Returns None if they do not satisfy the conditions of ``form``, or are sharded along other dims.
         """
         leaves = form.call.match(args, kwargs)
         if leaves is None:
@@ -176,7 +173,7 @@ class LocalCall(NamedTuple):
         return LocalCall(form, context, parts, sizes, positions)
 
     def run(self, forward: Callable[..., Any], training: bool) -> Any:
-        """Runs ``forward`` on this rank's positions; returns its result as global tensors sharded along positions.
+        """Runs ``forward`` on this rank's positions; returns global tensors sharded along positions.
 
         ``training``: True if the module is in training mode; random numbers then differ between ranks.
         """

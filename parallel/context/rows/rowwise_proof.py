@@ -39,9 +39,9 @@ _DROPOUT = (functional.dropout, torch.dropout, functional.alpha_dropout)
 
 
 class ProvenForm(NamedTuple):
-    """Conditions for a call under which a module is proven to compute each position independently.
+    """Conditions for calls in which a module is proven to compute each position independently.
 
-    It also describes the result of such a call and the memory that it needs.
+    It also describes the result and the memory of such calls.
     """
 
     call: CallForm
@@ -61,7 +61,7 @@ class ProvenForm(NamedTuple):
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Runs the block, a trial made only once, hidden from traces and from recomputation of the outer forward."""
+    """Runs the block, a trial, hidden from traces and from recomputation of the outer forward."""
 
     def same(saved: Tensor) -> Tensor:
         return saved
@@ -71,10 +71,9 @@ def apart() -> Iterator[None]:
 
 
 def prove_rowwise(module: nn.Module, call: SeenCall, size: SequenceSize) -> ProvenForm | None:
-    """Tries ``module`` on random arguments with the form of the recorded ``call``, for sequences of ``size``.
+    """Tests ``module`` on random arguments with the form of the recorded ``call``, for sequences of ``size``.
 
-    Returns the form of the call if the module computes each position independently, in values and gradients; otherwise
-    None.
+    Returns this form if the module computes each position independently, in values and gradients; otherwise None.
     """
     form = size.form_of(call)
     if form is None:
@@ -241,7 +240,7 @@ class _Trial:
 def random_twin(module: nn.Module, dtype: torch.dtype, draw: torch.Generator) -> tuple[nn.Module, list[Tensor]]:
     """Returns a copy of ``module`` with random parameters of ``dtype``, and the leaf tensors of these parameters.
 
-    A very large parameter is an expanded view of a leaf with one row. ``draw``: generator of the random numbers.
+    A very large parameter repeats one row, without more memory. ``draw``: generator of the random numbers.
     """
     leaves, fresh = list[Tensor](), dict[int, Any]()
     for each in module.parameters():
