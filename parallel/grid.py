@@ -360,8 +360,7 @@ class Grid:
         return tuple(first + offset for offset in _offsets(digits))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
-        """Yields all groups of ranks that differ only along ``axis``, in order of their first ranks. They are disjoint.
-        """
+        """Yields all groups of ranks that differ only along ``axis``, in order of their first ranks."""
         own = set(self._names(axis))
         offsets = _offsets(self._digits_of(axis))
         others = [digit for name, digit in self._digits.items() if name not in own]

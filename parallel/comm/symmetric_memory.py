@@ -232,8 +232,7 @@ class SymmetricBuffer:
         return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
 
     def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view, with this ``shape`` and ``dtype``, of this rank's slot on index ``owner`` for call ``epoch``.
-        """
+        """Returns a view, with ``shape`` and ``dtype``, of this rank's slot on index ``owner`` for call ``epoch``."""
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:

@@ -407,8 +407,7 @@ def watchdog_seconds(configured: int = 600) -> float:
 
 
 def group_timeout() -> timedelta:
-    """Returns the timeout of the engine's process groups: ``TRINE_TIMEOUT_SECONDS``, else the default group's timeout.
-    """
+    """Returns the timeout of the engine's process groups: ``TRINE_TIMEOUT_SECONDS``, else the default group's."""
     world = dist.group.WORLD
     if world is None or "TRINE_TIMEOUT_SECONDS" in os.environ:
         return timedelta(seconds=timeout_seconds())

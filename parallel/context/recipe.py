@@ -83,8 +83,7 @@ class TensorRecipe(Tensor):
         return recipe
 
     def box(self, wanted: Sequence[Part]) -> Tensor:
-        """Returns the elements at the indices ``wanted``: for each dim a tensor of indices, a slice, or None for all.
-        """
+        """Returns the elements at ``wanted``: for each dim a tensor of indices, a slice, or None for all."""
         return _box(self.made, wanted) if self.made is not None else self.part(wanted)
 
     def whole(self) -> Tensor:
@@ -400,7 +399,7 @@ class HostTwins:
             self._known[id(made)] = made, made._version, func(*args, **kwargs)
 
     def know(self, tensor: Tensor, twin: Tensor) -> None:
-        """Registers ``twin``, in host memory, as the host copy of ``tensor``; ignores large and floating-point tensors.
+        """Registers ``twin``, in host memory, as the host copy of ``tensor``; ignores large or floating-point tensors.
         """
         short = tensor.numel() <= _TWIN and not tensor.is_floating_point() and not tensor.is_inference()
         if short and is_host(twin.device) and not is_host(tensor.device):

@@ -40,9 +40,7 @@ _METADATA = _PROPERTIES | {
 
 
 class Arrival:
-    """Expert results that are being sent back to this rank, and their sum for each token. The sums are computed at
-    their first use.
-    """
+    """Expert results on their way back to this rank, and their sum for each token."""
 
     def __init__(self, sums: Tensor, token: Tensor, route: Round, comm: Comm) -> None:
         self.sums, self.token = sums, token
@@ -53,16 +51,12 @@ class Arrival:
         self._coming: tuple[Tensor, Pending] | None = None
 
     def expect(self, rows: Tensor, pending: Pending) -> None:
-        """Stores ``rows``, the receive buffer of a running exchange of expert results, and ``pending``, the handle of
-        that exchange.
-        """
+        """Stores ``rows``, the receive buffer of a running exchange of expert results, and its handle ``pending``."""
         self._coming = rows, pending
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Waits for the rows of expert results, and adds each row to the entry of its token in ``sums``. A second call
-        does nothing.
-        """
+        """Waits for the expert results, and adds them to ``sums`` by token. A second call does nothing."""
         coming, self._coming = self._coming, None
         if coming is not None:
             rows, pending = coming
@@ -71,10 +65,10 @@ class Arrival:
             self.sums.data.zero_().index_add_(0, self.token, rows)
 
     def send_back(self, grad: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Pending]:
-        """Starts the exchange that sends the gradient of each expert result to the rank of its expert. ``grad``:
-        gradient of ``sums``. ``token``: index of the token of each result.
+        """Starts to send the gradient of each expert result to the rank of its expert.
 
         Returns (``grad`` itself, receive buffer for gradients of this rank's expert results, handle of the exchange).
+        ``grad``: gradient of ``sums``. ``token``: index of the token of each result.
         """
         rows = grad.new_empty(sum(self._route.gets), *grad.shape[1:])
         route, given = self._route, grad.index_select(0, token)
@@ -83,12 +77,10 @@ class Arrival:
 
 
 class Awaited(Tensor):
-    """Tensor subclass for the output of an expert layer, while expert results are still being received. At its first
-    use it waits for them, and then acts as a plain tensor.
+    """Output tensor of an expert layer that waits for its expert results at its first use, and then acts as a plain
+    tensor.
 
-    It has the shape of the output, or of a view of the output, but no memory, so a C++ extension that accesses its data
-    pointer raises. A torch function waits before autograd records the function. Code that bypasses torch functions,
-    such as an ``autograd.Function``, waits later, in the operators below autograd.
+    A torch function waits before autograd records it. A C++ extension that accesses the data pointer raises.
     """
 
     _arrival: Arrival
@@ -102,9 +94,7 @@ class Awaited(Tensor):
 
     @staticmethod
     def of(own: Tensor, arrival: Arrival) -> "Awaited":
-        """Returns a tensor that waits for ``arrival`` at its first use. ``own``: plain tensor over the memory that
-        ``arrival`` fills.
-        """
+        """Returns a tensor that waits for ``arrival`` at its first use. ``own``: plain tensor for the same values."""
         made: Awaited = Tensor._make_wrapper_subclass(
             Awaited,
             own.size(),
@@ -119,7 +109,7 @@ class Awaited(Tensor):
         return made
 
     def plain(self) -> Tensor:
-        """Waits for the expert results. Returns the values of this tensor as a plain tensor with autograd history."""
+        """Waits for the expert results; returns a plain tensor with the same values and autograd history."""
         with torch._C.DisableTorchFunctionSubclass():
             node = self.grad_fn
         if node is self._node and self._plain is not None:
@@ -239,10 +229,9 @@ class _Combine(torch.autograd.Function):
 
 
 class WaitingBlock:
-    """Forward of a block with an expert layer. Other layers of the block compute while the expert results are being
-    received.
+    """Forward of a block with an expert layer; other layers compute while expert results are received.
 
-    All exchanges are complete at the end of the block, and its outputs are plain tensors.
+    All exchanges are complete at its end, and its outputs are plain tensors.
     """
 
     def __init__(self, own: Callable[..., Any], comm: Comm) -> None:
@@ -252,13 +241,11 @@ class WaitingBlock:
 
     @property
     def is_running(self) -> bool:
-        """True while the block's forward runs uncompiled, so that :class:`Awaited` tensors may be used."""
+        """True while the block's forward runs uncompiled, so that it may use :class:`Awaited` tensors."""
         return self._started is not None and not _is_compiled()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the original forward of the block and completes all exchanges. Returns the output, with a plain tensor
-        for each :class:`Awaited` one.
-        """
+        """Runs the block's forward and completes all exchanges; returns the output as plain tensors."""
         outer, self._started = self._started, []
         try:
             out = pytree.tree_map_only(Awaited, Awaited.plain, self._own(*args, **kwargs))
@@ -269,12 +256,11 @@ class WaitingBlock:
         return out
 
     def combine(self, made: Tensor, route: Round, token: Tensor, count: int, ties: Sequence[Tensor]) -> Tensor:
-        """Starts the exchange of ``route`` that sends ``made``, the results of this rank's experts, back to the ranks
-        of their tokens. Returns an :class:`Awaited` tensor [``count``, ..] with the sum of the results of each of this
-        rank's ``count`` tokens.
+        """Starts to send ``made``, the results of this rank's experts, back to the ranks of their tokens.
 
-        ``token``: index of the token of each result that this rank receives. ``ties``: tensors that get zero gradients,
-        so that the backward of this rank joins the exchange even if no result requires a gradient.
+        Returns an :class:`Awaited` tensor [``count``, ..] with the sum of results for each of this rank's tokens.
+        ``token``: index of the token of each received result. ``ties``: tensors with zero gradients, by which every
+        rank's backward joins the exchange.
         """
         assert self._started is not None
         sums: Awaited = _Combine.apply(made, route, token, count, self._comm, *ties)  # type: ignore[no-untyped-call]

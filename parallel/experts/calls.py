@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 
 class Rows(NamedTuple):
-    """Arguments of an expert layer in a form that all calling conventions share: token rows, with the indices and
-    weights of the experts that each row chooses.
-    """
+    """Arguments of an expert layer, equal for all calling conventions: token rows, with their experts and weights."""
 
     x: Tensor
     """Token rows [T, H]."""
@@ -31,9 +29,7 @@ class Rows(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Arguments for a module of experts, made from :class:`Rows`. ``back`` is a function that puts the module's result
-    into the row order of these :class:`Rows`.
-    """
+    """Arguments for a module of experts. ``back`` puts the module's result into the row order of :class:`Rows`."""
 
     arguments: Mapping[str, Any]
     """Arguments by name."""
@@ -42,9 +38,7 @@ class Written(NamedTuple):
 
 
 class ExpertCall(Protocol):
-    """Interface of a calling convention for modules of experts. It converts the module's arguments to :class:`Rows`,
-    the form that all conventions share, and back.
-    """
+    """Interface that converts the arguments of one calling convention for experts to :class:`Rows` and back."""
 
     slots: ClassVar[int]
     """Number of experts per row in a trial."""
@@ -53,29 +47,26 @@ class ExpertCall(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the forward's arguments in this convention, in order."""
+        """Names of the forward's arguments, in order."""
         ...
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
         """Converts the arguments ``given``, by name, of a module with ``experts`` experts to :class:`Rows`. Returns
-        None if the arguments do not fit this convention.
+        None if they do not fit.
         """
         ...
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
         """Converts ``rows`` to arguments for a module with ``experts`` experts.
 
-        ``given``: arguments of the original call, by name. If they contain row counts, the new counts get the same type
-        (list, or tensor of a dtype).
+        ``given``: arguments of the original call, by name; new row counts get their type.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedCall:
-    """Calling convention of modules that take token rows, and the indices [T, k] and weights [T, k] of the k experts
-    that each of the T rows chooses.
-    """
+    """Calling convention: T token rows, with the indices [T, k] and weights [T, k] of the k experts of each row."""
 
     rows: str
     numbers: str
@@ -91,9 +82,7 @@ class RoutedCall:
         return self.rows, self.numbers, self.weights
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments ``given``, by name, to :class:`Rows`. Returns None if they do not fit this convention.
-        ``experts`` has no effect.
-        """
+        """Converts the arguments ``given``, by name, to :class:`Rows`; returns None if they do not fit."""
         found: list[Any] = [given.get(name) for name in self.names]
         dims = [each.dim() for each in found if isinstance(each, Tensor)]
         if dims != [3 if self.batched else 2, 2, 2]:
@@ -102,9 +91,7 @@ class RoutedCall:
         return Rows(x, numbers, weights) if numbers.shape == weights.shape and len(x) == len(numbers) else None
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Converts ``rows`` to arguments for the module. ``experts`` and ``given`` have no effect, as the arguments
-        contain no counts.
-        """
+        """Converts ``rows`` to arguments for the module; ``experts`` and ``given`` have no effect."""
         x = rows.x[None] if self.batched else rows.x
         back = _first if self.batched else _same
         return Written(dict(zip(self.names, (x, *rows[1:]), strict=True)), back)
@@ -112,9 +99,7 @@ class RoutedCall:
 
 @dataclass(frozen=True, slots=True)
 class CountedCall:
-    """Calling convention of modules that take rows sorted by expert, and the number of rows of each expert as a tensor
-    or list.
-    """
+    """Calling convention: rows sorted by expert, and the number of rows of each expert as a tensor or list."""
 
     rows: str
     counts: str
@@ -130,7 +115,7 @@ class CountedCall:
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
         """Converts the arguments ``given``, by name, of a module with ``experts`` experts to :class:`Rows`. Returns
-        None if the arguments do not fit this convention.
+        None if they do not fit.
         """
         x, counts = given.get(self.rows), given.get(self.counts)
         if not isinstance(x, Tensor) or x.dim() != 2 or not isinstance(counts, Tensor | list | tuple):
@@ -141,9 +126,9 @@ class CountedCall:
         return _one_expert_each(x, torch.arange(experts, device=x.device).repeat_interleave(counted))
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Converts ``rows``, each with one expert, to rows sorted by expert and the row count of each of ``experts``
-        experts. The counts have the same type (list, or tensor of a dtype) as the counts in ``given``, the arguments of
-        the original call.
+        """Converts ``rows``, each with one expert, to rows sorted by expert and the row count of each expert.
+
+        The counts get the type of the counts in ``given``, the arguments of the original call.
         """
         numbers = rows.numbers[:, 0]
         order = numbers.argsort(stable=True)
@@ -156,7 +141,7 @@ class CountedCall:
 
 @dataclass(frozen=True, slots=True)
 class MajorCall:
-    """Calling convention of modules that take rows sorted by expert, with the same number of rows for every expert."""
+    """Calling convention: rows sorted by expert, with the same number of rows for every expert."""
 
     rows: str
     flat: bool
@@ -171,7 +156,7 @@ class MajorCall:
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
         """Converts the arguments ``given``, by name, of a module with ``experts`` experts to :class:`Rows`. Returns
-        None if the arguments do not fit this convention.
+        None if they do not fit.
         """
         x = given.get(self.rows)
         if not isinstance(x, Tensor) or x.dim() != (2 if self.flat else 3) or x.shape[0] % experts:
@@ -182,8 +167,8 @@ class MajorCall:
         return _one_expert_each(flat, torch.arange(experts, device=x.device).repeat_interleave(len(flat) // experts))
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Converts ``rows``, each with one expert, to rows sorted by expert. Zero rows fill up every expert to the row
-        count of the expert with the most rows. ``given`` has no effect.
+        """Converts ``rows``, each with one expert, to rows sorted by expert. Zero rows pad all experts to the same row
+        count.
         """
         numbers, width = rows.numbers[:, 0], rows.x.shape[-1]
         counts = torch.bincount(numbers, minlength=experts)
@@ -211,9 +196,7 @@ def _one_expert_each(x: Tensor, numbers: Tensor) -> Rows:
 
 
 def possible_calls(module: nn.Module) -> Iterator[ExpertCall]:
-    """Yields the calling conventions that the signature of ``module.forward`` allows, in the order in which they should
-    be tested. Several may fit, as the argument names are not examined.
-    """
+    """Yields the calling conventions that the signature of ``module.forward`` allows, in the order of trial."""
     try:
         given = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):

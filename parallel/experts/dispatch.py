@@ -18,9 +18,7 @@ DISPATCH, COMBINE, ROUTING = "dispatch", "combine", "routing"
 
 
 class Round(NamedTuple):
-    """One all-to-all round of token rows: the rows that this rank sends, and the numbers of rows that it sends to and
-    receives from each rank.
-    """
+    """One all-to-all of token rows: the rows that this rank sends, and the number of rows to and from each rank."""
 
     gives: tuple[int, ...]
     """Number of rows to each rank."""
@@ -31,10 +29,9 @@ class Round(NamedTuple):
 
 
 class Dispatch:
-    """Plan that routes this rank's tokens to the ranks of their experts. A token is sent once to each rank that owns at
-    least one of its experts.
+    """Plan that sends this rank's tokens to the ranks of their experts, each token once per rank.
 
-    The constructor all-gathers the row counts of all pairs of ranks over "ep", label "routing".
+    The constructor all-gathers row counts over "ep", label "routing".
 
     Args:
         numbers: indices of the k experts of each of T tokens [T, k]; -1: no expert.
@@ -61,11 +58,9 @@ class Dispatch:
         """Number of each expert among those of the pair's rank; -1: the expert is on another rank."""
 
     def asked(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the positions of all non-negative entries in ``numbers``, as a tensor of row indices and a tensor of
-        column indices.
+        """Returns the row indices and the column indices of all non-negative entries in ``numbers``.
 
-        ``numbers`` [n, k] belongs to the n rows that this rank has received. A non-negative entry is the index of an
-        expert among this rank's experts.
+        ``numbers`` [n, k]: for the n rows that this rank has received, indices among its own experts, or -1.
         """
         here = numbers >= 0
         row, slot = (here.nonzero_static(size=self._gets_experts) if self._is_one_round else here.nonzero()).unbind(1)
@@ -77,7 +72,7 @@ class Dispatch:
 
     @property
     def rounds(self) -> list[Round]:
-        """Rounds that together exchange all rows. There is at least one, and all ranks have the same number of them."""
+        """Rounds that together exchange all rows, at least one, and equally many on all ranks."""
         most = max(map(max, self._counts))
         step = max(1, min(self._limit, most))
         return [self._round(start, start + step) for start in range(0, max(most, 1), step)]
@@ -98,13 +93,10 @@ class Dispatch:
 def exchange(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str, ties: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Sends the rows of each of ``tensors`` over the axis "ep": the first ``gives[0]`` rows to rank 0, the next
-    ``gives[1]`` rows to rank 1, and so on. Returns the received rows as one tensor for each of ``tensors``, with
-    ``gets[r]`` rows from rank r.
+    """Sends ``gives[r]`` rows of each of ``tensors`` to each rank r of the axis "ep", in rank order.
 
-    The exchange is a single autograd node, so all ranks exchange the gradients in the same order. Integer tensors have
-    no gradient. ``ties``: tensors that get zero gradients. They make this rank's backward join the exchange even if no
-    row requires a gradient.
+    Returns the received rows, ``gets[r]`` from rank r, as one tensor for each of ``tensors``. Backward exchanges the
+    gradients of floating-point tensors. ``ties``: tensors with zero gradients, by which every rank's backward joins.
     """
     made: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
         comm, gives, gets, label, len(tensors), *tensors, *ties
@@ -147,10 +139,9 @@ class _Exchange(torch.autograd.Function):
 def swap_rows(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str
 ) -> tuple[Tensor, ...]:
-    """Exchanges rows over the axis "ep" as :func:`exchange` does, but without autograd. The exchanges of all
-    ``tensors`` run concurrently, and are complete on return.
+    """Exchanges rows over the axis "ep" as :func:`exchange` does, without autograd; complete on return.
 
-    During the wait, a pipeline schedule may compute a part of another microbatch (``TensorAxis.filling_waits``).
+    During the wait, a pipeline schedule may compute a part of another microbatch.
     """
     made, pending = [], []
     for tensor in tensors:

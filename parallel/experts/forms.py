@@ -14,9 +14,7 @@ from engine.parallel.shard_table import Range
 
 @dataclass(frozen=True, slots=True)
 class ExpertPacking:
-    """Memory order of a parameter that contains the weights of all experts of a layer, stacked along one dim (the
-    expert dim).
-    """
+    """Memory order of a parameter that stacks the weights of all experts of a layer along one dim, the expert dim."""
 
     rows: int = 1
     """Rows of one expert along the dim."""
@@ -25,27 +23,27 @@ class ExpertPacking:
     """True: row i of all experts precedes row i + 1. False: the rows of an expert are consecutive."""
 
     def shape(self, shape: Sequence[int], experts: int) -> tuple[int, ...]:
-        """Returns the parameter shape ``shape`` with the size of its expert dim changed to fit ``experts`` experts."""
+        """Returns ``shape`` with its expert dim resized to ``experts`` experts."""
         return (*shape[: self.dim], experts * self.rows, *shape[self.dim + 1 :])
 
     def apart(self, stack: Tensor, experts: int) -> Tensor:
-        """Returns a view [experts, ..] of the parameter ``stack``, which contains ``experts`` experts. Entry i of the
-        view has the weights of expert i.
-        """
+        """Returns a view [experts, ..] of the parameter ``stack``; entry i has the weights of expert i."""
         sizes = (self.rows, experts) if self.alternate else (experts, self.rows)
         split = stack.view(*stack.shape[: self.dim], *sizes, *stack.shape[self.dim + 1 :])
         return split.movedim(self.dim + self.alternate, 0)
 
     def chosen(self, stack: Tensor, experts: int, own: Sequence[int]) -> Tensor:
-        """Returns the part of the parameter ``stack``, which contains ``experts`` experts, for the experts with the
-        consecutive indices ``own``. The part has the same memory order as ``stack``.
+        """Returns the part of the parameter ``stack`` for the consecutive experts ``own``, in the same memory order.
+
+        ``experts``: number of experts in ``stack``.
         """
         apart = self.apart(stack, experts)[own[0] : own[-1] + 1]
         return apart.movedim(0, self.dim + self.alternate).flatten(self.dim, self.dim + 1)
 
     def ranges(self, bounds: Sequence[int]) -> tuple[Range, ...]:
-        """Shards the expert dim: returns ranges of indices along it, each with the rank that stores them. Rank r owns
-        the experts from ``bounds[r]`` up to, but not including, ``bounds[r + 1]``.
+        """Returns ranges of indices along the expert dim, each with the rank that stores them.
+
+        Rank r owns the experts from ``bounds[r]`` to before ``bounds[r + 1]``.
         """
         experts, ranks = bounds[-1], range(len(bounds) - 1)
         if self.alternate:
@@ -56,9 +54,7 @@ class ExpertPacking:
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Description of a module that owns all experts of a layer. Its forward receives token rows together with the
-    expert choices of each row.
-    """
+    """Description of a module that owns all experts of a layer and receives token rows with the experts of each row."""
 
     name: str
     """Name of the module."""
@@ -77,22 +73,18 @@ class RoutedExperts:
     along their width; None: tensor ranks hold whole experts and divide the rows."""
 
     def named(self, name: str) -> "RoutedExperts":
-        """Returns a copy of this description for the module ``name``, which has the same code, shapes and settings."""
+        """Returns a copy of this description for the module ``name`` of equal code, shapes and settings."""
         return replace(self, name=name)
 
     @property
     def parameters(self) -> Mapping[str, ExpertPacking]:
-        """Packing (dim and memory order of the experts) of each parameter that stacks experts, by the parameter's full
-        name in the model.
-        """
+        """Memory order of each parameter that stacks experts, by the parameter's full name in the model."""
         return {f"{self.name}.{own}": packing for own, packing in self.own.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Candidate interpretation of a module's parameters as stacks of experts; a numerical trial accepts or rejects
-    it.
-    """
+    """Possible interpretation of a module's parameters as stacks of experts, to be tested numerically."""
 
     experts: int
     own: Mapping[str, ExpertPacking]
@@ -105,9 +97,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class ListedExperts:
-    """Description of a block that contains a list of expert modules and calls them in its own code. The experts have
-    the same class and parameter shapes.
-    """
+    """Description of a block that calls a list of expert modules of the same class and parameter shapes."""
 
     block: str
     """Name of the block."""
@@ -124,7 +114,7 @@ class ListedExperts:
 
     @property
     def name(self) -> str:
-        """Name of the block. The block's forward communicates; the experts' forwards do not."""
+        """Name of the block. Its forward communicates, not the forwards of the experts."""
         return self.block
 
     @property
@@ -133,32 +123,27 @@ class ListedExperts:
         return len(self.names)
 
     def named(self, block: str, names: tuple[str, ...]) -> "ListedExperts":
-        """Returns a copy of this description for the block ``block``, which has the same code and shapes. ``names``:
-        full names of that block's experts.
+        """Returns a copy of this description for the block ``block`` of equal code and shapes, with the experts
+        ``names``.
         """
         return replace(self, block=block, names=names)
 
 
 def owner_cut(rows: int, rank: int) -> tuple[Range, ...]:
-    """Returns the sharding of a parameter that rank ``rank`` stores in full and other ranks do not store. ``rows``:
-    size of its first dim.
-    """
+    """Returns the sharding of a parameter that only rank ``rank`` stores. ``rows``: size of its first dim."""
     return (Range(0, rows, (rank,)),)
 
 
 def list_members(members: nn.Module) -> dict[str, nn.Module]:
-    """Returns the members of a module list that have parameters, by their names in the list. Members without
-    parameters, such as a dropout, are omitted.
-    """
+    """Returns the members of a module list that have parameters, by their names in the list."""
     return {name: each for name, each in members.named_children() if any(True for _ in each.parameters())}
 
 
 def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yields (name of a block, name of a list in it, full names of the list's members) for each module list or module
-    dict that may contain experts.
+    """Yields (name of a block, name of a list in it, full names of its members) for each list that may contain experts.
 
-    All members have the same class and the same parameter shapes, and no two share a parameter. Members without
-    parameters are omitted.
+    Lists are module lists or dicts. All members with parameters have the same class and parameter shapes, and share no
+    parameter.
     """
     for name, block in model.named_modules():
         for child, given in block.named_children():
@@ -174,23 +159,23 @@ def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
-    """Returns a tuple of the index of the first expert of each of ``ranks`` ranks, followed by ``experts``. If
-    ``experts`` is not divisible by ``ranks``, the first ranks own one expert more than the last ones.
+    """Returns the index of the first expert of each of ``ranks`` ranks, followed by ``experts``.
+
+    If ``experts`` does not divide evenly, the first ranks own one more.
     """
     each, more = divmod(experts, ranks)
     return tuple(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))
 
 
 def expert_cut(experts: int, ranks: int, packing: ExpertPacking = ExpertPacking()) -> tuple[Range, ...]:
-    """Returns the shards of a parameter that stacks ``experts`` experts with the memory order ``packing``: ranges of
-    indices along the expert dim, each with the rank (of ``ranks``) that stores them.
+    """Returns the sharding over ``ranks`` ranks of a parameter that stacks ``experts`` experts in the order
+    ``packing``.
     """
     return packing.ranges(expert_bounds(experts, ranks))
 
 
 def stacked_experts(module: nn.Module) -> int:
-    """Returns the number of experts that the parameters of ``module`` itself stack as [experts, ..]; 0 if they stack
-    none.
+    """Returns the number of experts that the own parameters of ``module`` stack as [experts, ..]; 0 if none.
 
     At least one parameter must have a matrix for each expert. Parameters of submodules must be vectors.
     """
@@ -205,20 +190,16 @@ def stacked_experts(module: nn.Module) -> int:
 
 
 def stacks_differ(module: nn.Module) -> bool:
-    """Returns True if a module has parameters [n, rows, width] with different sizes n, so they stack different numbers
-    of experts.
-    """
+    """Returns True if a module has parameters [n, rows, width] with different sizes n."""
     own = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
     return len(own) > 1 and not type(module).__module__.startswith("torch.nn.")
 
 
 def possible_stacks(module: nn.Module) -> Iterator[Stack]:
-    """Yields candidate interpretations of a module's parameters as stacks of experts, in the order in which they should
-    be tested.
+    """Yields possible interpretations of a module's parameters as stacks of experts, in the order of trial.
 
-    In the first kind, matrices have the shape [experts, rows, width], and vectors belong to one expert each or to all.
-    In the second, matrices have the shape [experts * rows, width], and an integer attribute of the module is the number
-    of experts.
+    Matrices are [experts, rows, width] with vectors for one or all experts, or [experts * rows, width] with the number
+    of experts in an integer attribute.
     """
     named = dict(module.named_parameters())
     matrices = [name for name, parameter in named.items() if parameter.dim() >= 2]
@@ -237,11 +218,11 @@ def possible_stacks(module: nn.Module) -> Iterator[Stack]:
 
 
 def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
-    """Yields candidate interpretations of the parameters of adapters (such as LoRA) on the module ``found`` as stacks
-    of experts. The memory order that PEFT uses comes first.
+    """Yields possible interpretations of adapter parameters (such as LoRA's) on the module ``found`` as stacks of
+    experts, in the order of trial.
 
-    ``adapter``: outermost adapter module. In each candidate, parameters of the same name in several adapters have the
-    same packing, and all experts use the parameters without a packing.
+    ``adapter``: outermost adapter module. Parameters of the same name in several adapters have the same memory order;
+    unstacked parameters serve all experts.
     """
     *adapters, (inside, base) = adapter_chain(adapter)
     theirs = {id(each) for each in base.parameters()}
@@ -278,7 +259,7 @@ def _has_layers(module: nn.Module) -> bool:
 
 
 def possible_widths(module: nn.Module) -> Sequence[int]:
-    """Returns candidates for the width of a module's input rows: the sizes of its matrices, the most frequent first."""
+    """Returns possible widths of a module's input rows: the sizes of its matrices, the most frequent first."""
     sizes = [size for parameter in module.parameters() if parameter.dim() >= 2 for size in parameter.shape[1:]]
     return sorted(set(sizes), key=lambda size: (-sizes.count(size), size))
 
@@ -295,11 +276,9 @@ def set_counts(module: nn.Module, names: Sequence[str], experts: int) -> None:
 
 
 def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
-    """Yields possible sets of the attributes that store the module's number of experts, as sets of names, the largest
-    set first. All are integer attributes with the value ``experts``.
+    """Yields possible sets of the attributes that store the module's number of experts, the largest set first.
 
-    Attributes outside of a set have this value by coincidence. With more than three such attributes, only the set of
-    all of them is yielded.
+    All are integer attributes with the value ``experts``. For more than three, only the full set is yielded.
     """
     names = _counting_attributes(module, experts)
     for size in range(len(names), -1 if len(names) <= 3 else len(names) - 1, -1):
@@ -307,8 +286,7 @@ def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]
 
 
 def module_kind(module: nn.Module) -> tuple[object, ...]:
-    """Returns a hashable key that two modules share if they have the same class, parameter shapes and settings. A test
-    result for one module is then valid for all modules with its key.
+    """Returns a hashable key of a module's class, parameter shapes and settings; test results are valid for equal keys.
     """
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     settings = tuple(

@@ -33,8 +33,8 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Pass(Enum):
-    """Phase of a block's forward, which runs twice: the first pass collects the experts' input rows, the second returns
-    their results.
+    """Phase of a block's forward, which runs twice: first to collect the experts' input rows, then to use their
+    results.
     """
 
     OUTSIDE = auto()
@@ -69,10 +69,10 @@ def share_listed(
     patches: ForwardPatches,
     uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Applies expert parallelism to the blocks in ``found``. Their forwards run twice: the first run collects the input
-    rows of the experts, which are sent to the ranks of these experts; the second run uses the results.
+    """Applies expert parallelism to the blocks in ``found``, by two runs of each forward.
 
-    ``uncounted``: callback that returns the context of the first run, in which a counter of expert load ignores rows.
+    The first run collects the experts' input rows, which are sent to the ranks of the experts; the second uses their
+    results. ``uncounted``: callback that returns a context for the first run, such that rows are counted once.
     """
     for each in found:
         block = SharedList(each, model, comm, tensor, uncounted)
@@ -80,9 +80,7 @@ def share_listed(
 
 
 class SharedList:
-    """Block with a list of experts, which are distributed over the ranks of the axis "ep". Rows are sent to the ranks
-    of their experts.
-    """
+    """Block with a list of experts that are distributed over the ranks of the axis "ep"."""
 
     def __init__(
         self, found: ListedExperts, model: nn.Module, comm: Comm, tensor: TensorAxis,
@@ -107,7 +105,7 @@ class SharedList:
         """Answers to all rows of this rank."""
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Wraps the forwards of the experts in ``model``, then the forward of their block."""
+        """Wraps the forwards of the experts in ``model`` and the forward of their block."""
         count, ranks = self._bounds[self._index + 1] - self._bounds[self._index], self._comm.grid.size(AXIS)
         for number, expert in enumerate(self._experts):
             held = "computes rows of" if expert in self._held else "is held by another of"
@@ -123,8 +121,9 @@ class SharedList:
         return self._experts[self._bounds[self._index] : self._bounds[self._index + 1]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block's forward twice and returns the output of the second run. Between the runs, rows and expert
-        results are exchanged over the axis "ep".
+        """Runs the block's forward twice and returns the output of the second run.
+
+        Between the runs, rows and expert results are exchanged over the axis "ep".
 
         Raises:
             EngineError: the second run calls the experts with other rows than the first run.

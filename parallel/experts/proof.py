@@ -48,25 +48,22 @@ LARGE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """Negative test result for a module with matrices for several experts: expert parallelism cannot be applied, for
-    the ``reason``. Every rank then stores all experts of the module.
-    """
+    """Negative test result: expert parallelism cannot be applied to a module, for the ``reason``."""
 
     name: str
     reason: str
 
     def named(self, name: str) -> "Unproven":
-        """Returns a copy of this result for the module ``name``, which has the same code, shapes and settings."""
+        """Returns a copy of this result for the module ``name`` of equal code, shapes and settings."""
         return replace(self, name=name)
 
 
 def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
-    """Tests numerically whether the experts of ``module`` can run on different ranks: each row's result must be the
-    sum of results of its experts, and depend on nothing else.
+    """Tests numerically, on small copies with random parameters, whether the experts of ``module`` can run on different
+    ranks.
 
-    A candidate states which parameters belong to which expert, and in which form ``forward`` takes rows and experts.
-    Each candidate is tested on a small copy of the module with random parameters. Returns the first one that satisfies
-    the rule; if none does, an :class:`Unproven` with the reason. ``name``: name of the module.
+    Each row's result must be the sum of results of its experts, and depend on nothing else. Returns the parameters of
+    each expert and the form of the arguments, or an :class:`Unproven` with the reason. ``name``: name of the module.
     """
     if any(True for _ in module.buffers()):
         return Unproven(name, "it has buffers, which are not shared among ranks")
@@ -91,11 +88,10 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
 
 
 def prove_adapted(name: str, adapter: nn.Module, ranks: int) -> RoutedExperts | Unproven:
-    """Tests whether the experts of a module with adapters, such as LoRA, can run on different ranks. The module is
-    tested without adapters first, then with each candidate. A candidate states which adapter parameters belong to which
-    expert. Every adapter parameter must affect the result, because one without effect would fit any candidate.
+    """Tests whether the experts of a module with adapters, such as LoRA, can run on different ranks.
 
-    ``ranks``: number of expert ranks. Returns the first candidate that passes, or the reason why none does.
+    Returns the parameters of each expert, including adapters, or the reason why they cannot. Every adapter parameter
+    must affect the result. ``ranks``: number of expert ranks.
     """
     base = adapter_chain(adapter)[-1][1]
     found = prove_routed(name, base)
@@ -123,11 +119,10 @@ _UNKNOWN = (
 
 
 class Trial:
-    """Numerical test of the rules that expert parallelism requires, on random rows. ``twin`` is a small copy of the
-    tested module.
+    """Numerical test on random rows that the experts of a module can run on different ranks.
 
-    Rules: the result of a row depends neither on other rows nor on experts that the row does not choose, and is the sum
-    of the results of its experts.
+    A row's result must be the sum of results of its experts, and depend on nothing else. ``twin``: small copy of the
+    module.
     """
 
     def __init__(
@@ -145,15 +140,14 @@ class Trial:
 
     @torch.no_grad()
     def failure(self) -> str | None:
-        """Returns the first rule that ``twin`` breaks, as text; None if it satisfies all rules."""
+        """Returns the first violated rule as text; None if ``twin`` satisfies all rules."""
         thin = any(map(is_expanded, self._twin.parameters()))
         with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
             return self._failure_in(False) or self._failure_in(True)
 
     @torch.no_grad()
     def is_sum_of(self, parts: Sequence[nn.Module]) -> bool:
-        """Returns True if the outputs of the modules ``parts`` add up to the output of ``twin``, in evaluation mode and
-        in training mode.
+        """Returns True if the outputs of ``parts`` add up to the output of ``twin``, in evaluation and training mode.
         """
         return self._adds_up(parts, False) and self._adds_up(parts, True)
 
@@ -205,9 +199,7 @@ class Trial:
 
     @torch.no_grad()
     def without_effect(self) -> str | None:
-        """Returns the name of the first parameter of ``twin`` without effect on the output; None if all have an
-        effect.
-        """
+        """Returns the name of the first parameter of ``twin`` without effect on the output; None if there is none."""
         names, rows = dict(self._twin.named_parameters()), (self._rows, self._numbers, self._weights)
         for name in names:
             whole = self._call(self._without(range(self._experts), (name,)), *rows)
@@ -259,8 +251,7 @@ def _can_copy(module: nn.Module) -> bool:
 
 
 def are_close(a: Tensor | int | None, b: Tensor) -> bool:
-    """Returns True if ``a`` is a tensor with the shape of ``b``, and differs from ``b`` by at most 1e-5 of the largest
-    absolute value in ``b``, as by fp32 rounding.
+    """Returns True if ``a`` has the shape of ``b`` and differs by at most 1e-5 of the largest absolute value of ``b``.
     """
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
@@ -268,8 +259,8 @@ def are_close(a: Tensor | int | None, b: Tensor) -> bool:
 def make_twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.Module:
     """Returns a copy of ``module`` with random fp32 parameters, reduced to ``experts`` experts.
 
-    ``stack``: interpretation of its parameters as stacks of experts. ``thin``: all rows of an expert's matrix [rows,
-    width] are the same memory, so that a trial of large experts needs little memory.
+    ``stack``: interpretation of its parameters as stacks of experts. ``thin``: saves memory, with one row repeated in
+    each matrix.
     """
     draw = torch.Generator().manual_seed(1)
     fresh = dict[int, nn.Parameter]()
@@ -285,8 +276,7 @@ def make_twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.M
 def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
     """Tests numerically whether the modules in the list ``child`` of ``block`` can run on different ranks as experts.
 
-    Returns (width of input rows, width of results), or the reason for a refusal as text. In the tested copy, all
-    experts share one set of parameters, and each scales its result by its own factor.
+    Returns (width of input rows, width of results), or the reason for a refusal as text.
     """
     members = list(list_members(block.get_submodule(child)).values())
     required = required_argument(block)
@@ -413,7 +403,7 @@ def _without_values(module: nn.Module) -> Iterator[None]:
 
 
 def required_argument(module: nn.Module) -> str | None:
-    """Returns the name of the only argument that a module's forward requires; None if it requires several or none."""
+    """Returns the name of a forward's only required argument; None if it requires several or none."""
     try:
         given = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -425,7 +415,8 @@ def required_argument(module: nn.Module) -> str | None:
 
 def random_copy(module: nn.Module, memo: dict[int, nn.Module], draw: torch.Generator) -> nn.Module:
     """Returns a copy of ``module`` in evaluation mode, with random fp32 parameters from the generator ``draw``.
-    ``memo``: replacements of submodules, by the ``id`` of the original submodule.
+
+    ``memo``: replacements of submodules, by ``id`` of the original.
     """
     inside = {id(parameter) for each in memo.values() for parameter in each.parameters()}
     left = {id(p) for key in memo for m in module.modules() if id(m) == key for p in m.parameters()}

@@ -39,11 +39,10 @@ def share_experts(
     patches: ForwardPatches,
     compiled: bool = False,
 ) -> None:
-    """Applies expert parallelism to each module in ``found``: wraps its forward, so that token rows are sent to the
-    ranks of their experts, and the results back.
+    """Applies expert parallelism to the modules in ``found``: sends token rows to the ranks of their experts, and
+    results back.
 
-    Other layers of the same block, such as a shared expert, compute during the exchange of results, unless the model's
-    code is ``compiled``.
+    Other layers of a block compute during the exchange of results, unless the model's code is ``compiled``.
     """
     for each in found:
         module, block = model.get_submodule(each.name), None
@@ -68,10 +67,9 @@ def _has_other_work(block: nn.Module, experts: nn.Module) -> bool:
 class SharedExperts:
     """Forward of an expert layer with its experts distributed over the ranks of the axis "ep".
 
-    All tensor ranks get the same input rows. If every tensor rank stores whole experts, each sends an equal share of
-    the rows to the expert ranks, and the results are gathered. If tensor ranks shard experts along their width, each
-    sends all rows, and the received results are summed over the tensor ranks. A dry run of the tensor axis, which
-    traces shapes, sends nothing to other expert ranks.
+    Tensor ranks with whole experts each send an equal share of the rows, and results are gathered. If tensor ranks
+    shard experts along their width, each sends all rows, and results are summed. A dry run of the tensor axis sends
+    nothing.
     """
 
     def __init__(
@@ -88,10 +86,10 @@ class SharedExperts:
         self._bounds = torch.tensor(bounds)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the layer's output for this rank's rows. Exchanges rows and results over the axis "ep".
+        """Returns the layer's output for this rank's rows; exchanges rows and results over the axis "ep".
 
         Raises:
-            EngineError: the arguments do not fit the calling convention of the module that ``found`` describes.
+            EngineError: the arguments do not fit the module's calling convention.
         """
         if isinstance(self._module, ExpertsLayer):
             summed: Tensor = self._module.tensor_summed(self._all_rows, args, kwargs)

@@ -14,9 +14,7 @@ from engine.parallel.experts.proof import random_copy, required_argument
 
 @dataclass(frozen=True, slots=True)
 class RouterBias:
-    """Reference to a router's bias buffer, with one value per expert. The bias affects which experts a row chooses, but
-    not the weights of the chosen experts.
-    """
+    """Bias buffer of a router, one value per expert, that affects only the choice of experts, not their weights."""
 
     experts: str
     """Name of the module that owns the experts."""
@@ -25,11 +23,10 @@ class RouterBias:
 
 
 def find_router_bias(model: nn.Module, experts: str, count: int) -> RouterBias | None:
-    """Finds the buffer with a bias per expert that affects only the choice of experts, as in DeepSeek-V3's load
-    balancing without auxiliary loss. Returns None if the block has no such buffer, or several.
+    """Finds a router's bias buffer, as in DeepSeek-V3's load balancing without auxiliary loss; None if there are none
+    or several.
 
-    ``experts``: name of the module with the experts; its parent module, the block, is searched. ``count``: number of
-    its experts.
+    ``experts``: name of the module with the experts; its parent is searched. ``count``: number of its experts.
     """
     block_name = experts.rpartition(".")[0]
     block, owner = model.get_submodule(block_name), model.get_submodule(experts)

@@ -30,7 +30,7 @@ _SHAPES = ((2, 5), (10,))
 
 @dataclass(frozen=True, slots=True)
 class RouterChoice:
-    """Location of the torch call (topk, argmax or max) with which a router chooses experts."""
+    """Torch call (topk, argmax or max) with which a router chooses experts."""
 
     router: str
     """Name of the module with the call in its forward."""
@@ -42,9 +42,7 @@ class RouterChoice:
     """Number of experts chosen per row."""
 
     def inside(self, block: str) -> "RouterChoice":
-        """Returns a copy with the router's full name in the model: the block's name ``block``, then the router's name
-        in the block.
-        """
+        """Returns a copy with the router's full name in the model; its present name is relative to ``block``."""
         return replace(self, router=".".join(filter(None, (block, self.router))))
 
 
@@ -83,12 +81,12 @@ class _Choices(TorchFunctionMode):
 
 
 class OtherChoice(_Choices):
-    """Torch function mode for one forward of a router. It replaces the router's expert indices with ``given``.
+    """Torch function mode that replaces a router's expert indices by ``given``, for one forward.
 
     Args:
-        choice: location of the call that chooses experts.
+        choice: the call that chooses experts.
         given: expert indices [T, k] of T rows; a row with -1 retains the router's choice. None: all rows retain it.
-        seen: callback for the expert indices [.., k] of all rows after the replacement; None: no call.
+        seen: callback for the resulting expert indices [.., k] of all rows; None: no call.
     """
 
     def __init__(self, choice: RouterChoice, given: Tensor | None, seen: Callable[[Tensor], object] | None) -> None:
@@ -96,8 +94,8 @@ class OtherChoice(_Choices):
         self._choice, self._given, self._seen, self._calls = choice, given, seen, 0
 
     def met(self, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns (scores, expert indices) [.., k] that replace the result of a torch call. Returns None if the result
-        stays: the call does not choose experts, or ``given`` is None.
+        """Returns the (scores, expert indices) [.., k] that replace the result of a torch call; None leaves it
+        unchanged.
 
         ``scores``: scores of all experts. ``own``: expert indices that the router has chosen.
 
@@ -179,10 +177,9 @@ class _Member(nn.Module):
 
 
 def find_router_choice(block: nn.Module, child: str, count: int) -> RouterChoice | str:
-    """Finds, by trial runs of a copy of ``block``, the torch call that chooses among the ``count`` experts in the
-    submodule ``child`` of ``block``. If there is none, returns the reason as text.
+    """Finds, by trial runs of a copy of ``block``, the torch call that chooses among ``count`` experts in ``child``.
 
-    The router's name in the result is relative to ``block``.
+    Returns the reason as text if there is none. The router's name in the result is relative to ``block``.
     """
     argument = required_argument(block)
     if argument is None:

@@ -11,11 +11,7 @@ _ATEN = torch.ops.aten
 
 
 class ThinProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch dispatch mode that computes products with expanded matrices (a stride of 0) without a copy of such a matrix
-    in full size.
-
-    Without this mode, torch copies the matrix for a plain product, and refuses it for a grouped product.
-    """
+    """Torch dispatch mode that computes products with expanded matrices (stride 0) without a copy in full size."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = _PRODUCTS.get(func)

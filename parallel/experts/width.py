@@ -28,9 +28,7 @@ MOST_UNCUT = 3
 
 @dataclass(frozen=True, slots=True)
 class WidthCut:
-    """Result of :func:`prove_width` for experts that tensor ranks shard along their width. It lists parameters that are
-    not sharded, by the way in which tensor ranks use them.
-    """
+    """Result of :func:`prove_width`: unsharded parameters of experts that tensor ranks shard along their width."""
 
     whole: tuple[str, ...]
     """Names, in the module, of unsharded parameters; each tensor rank has a part of their gradient."""
@@ -45,15 +43,14 @@ def prove_width(
     changes: tuple[AttributeChange, ...],
     tp: int,
 ) -> WidthCut | str:
-    """Tests numerically whether each of ``tp`` tensor ranks can compute a part of the experts' width, so that the
-    results of all ranks add up to the full result.
+    """Tests numerically whether ``tp`` tensor ranks can shard the experts' width, with results that add up.
 
     Returns a :class:`WidthCut` if they can, otherwise the reason as text.
 
     Args:
         found: description of the module of experts.
         cuts: sharding of parameters, by their names in ``module``.
-        changes: attributes with another value on a tensor rank than in ``module``, such as a width.
+        changes: attributes with another value on a tensor rank, such as a width.
     """
     if len(adapter_chain(module)) > 1:
         return "they have adapters"

@@ -23,8 +23,8 @@ INJECTION_TOLERANCE = 1e-5
 
 
 def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[str, nn.Module]) -> nn.Module:
-    """Returns a shallow copy of ``module`` that has ``parameters`` and ``children`` in place of its original ones. All
-    other attributes are shared with ``module``.
+    """Returns a shallow copy of ``module`` with the given ``parameters`` and ``children``; it shares all other
+    attributes.
     """
     other = copy.copy(module)
     vars(other)["_parameters"] = {name: nn.Parameter(value) for name, value in parameters.items()}
@@ -33,9 +33,9 @@ def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[
 
 
 def parameterless_copy(child: nn.Module) -> nn.Module:
-    """Returns a copy of ``child``, a module without parameters, in which a nonlinear function replaces every dropout.
+    """Returns a copy of ``child``, a module without parameters, in which a nonlinear function replaces dropout.
 
-    The function commutes with no other operation, so a comparison of two modules detects a dropout at another position.
+    A comparison of two copies thus detects a dropout at another position.
     """
     if isinstance(child, _DropoutNd):
         return _Bent()
@@ -54,7 +54,7 @@ class _Bent(nn.Module):
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Returns True if ``module``, or a module inside it, has forward or backward hooks."""
+    """Returns True if ``module`` or a module inside it has forward or backward hooks."""
     return any(
         inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks
         for inner in module.modules()
@@ -62,21 +62,17 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns the forward of the class of ``module``, or None if the object ``module`` itself has another forward."""
+    """Returns the forward of the class of ``module``; None if the object itself has another forward."""
     return None if "forward" in vars(module) else type(module).forward
 
 
 def is_linear_layer(child: nn.Module | None) -> bool:
-    """Returns True if ``child`` is an ``nn.Linear`` or Hugging Face ``Conv1D`` with an unmodified forward; False for
-    None.
-    """
+    """Returns True if ``child`` is an ``nn.Linear`` or Hugging Face ``Conv1D`` with an unmodified forward."""
     return child is not None and is_linear(child) and has_plain_forward(child) and own_forward(child) is not None
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Returns a float64 tensor of ``shape`` with random numbers. They come from a new generator with ``seed``, so the
-    user's generators do not change.
-    """
+    """Returns a float64 tensor of ``shape`` with random numbers from a new generator with ``seed``."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -86,8 +82,8 @@ def sizes_of(layer: Any) -> tuple[int, int]:
 
 
 def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
-    """Returns a float64 linear layer from ``inputs`` to ``outputs`` features, with random weights. It has a bias if the
-    layer ``like`` has one.
+    """Returns a float64 linear layer from ``inputs`` to ``outputs`` features, with random weights and, as ``like``, a
+    bias or none.
     """
     layer = nn.Linear(inputs, outputs, like.bias is not None, device="meta", dtype=torch.float64)
     for place, (name, parameter) in enumerate(layer.named_parameters()):
@@ -96,8 +92,7 @@ def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
 
 
 def agrees_in_use(module: nn.Module, forward: Function, operator: Function, width: int) -> bool:
-    """Returns True if the two functions ``forward`` and ``operator`` agree for random inputs at all ``SCALES`` of
-    magnitude, in train and eval mode of ``module``.
+    """Returns True if ``forward`` and ``operator`` agree for random inputs of all ``SCALES``, in train and eval mode.
 
     ``module``: a copy of the module with this ``forward``; ``width``: number of features of the inputs.
     """
@@ -110,12 +105,9 @@ def agrees_in_use(module: nn.Module, forward: Function, operator: Function, widt
 
 
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
-    """Returns True if ``module`` and ``operator``, the function to replace and its replacement, have equal outputs for
-    ``inputs``, and equal gradients of ``inputs`` and ``parameters``, up to a tolerance. An error in one of them counts
-    as a difference.
+    """Returns True if ``module`` and ``operator`` have equal outputs and gradients for ``inputs``, up to a tolerance.
 
-    Both draw different random numbers, so a function with dropout agrees with no other. The user's generators are
-    restored.
+    An error in one of them counts as a difference, and so does dropout. The user's random generators are restored.
     """
     with torch.random.fork_rng(devices=[]):
         try:

@@ -40,9 +40,8 @@ _NUMBERS = (((0, 3), (1, 0), (3, 1), (2, 3), (4, 1)), ((3,), (0,), (3,), (4,), (
 
 
 class GroupedStack(NamedTuple):
-    """Description of a module that computes MoE experts from stacked weights, one matrix for each expert.
-
-    It has the names of the stacked parameters, the activation, and the order of the forward's arguments.
+    """Description of a module that computes MoE experts from stacked weights: parameter names, activation and argument
+    order.
     """
 
     up: str
@@ -60,17 +59,16 @@ class GroupedStack(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Formula that each expert computes, as text for reports."""
+        """Formula of each expert, as text for reports."""
         inner = f"{self.activation}({self.gate or self.up})"
         other = " * its other half" if self.joint else f" * {self.up}" * (self.gate is not None)
         return f"{inner}{other}, {self.down}, all experts at once"
 
     def run(self, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
-        """Returns the output [T, H] of ``module`` for the rows ``x`` [T, H], computed by grouped products. The host
-        does not wait for the GPU.
+        """Returns the output [T, H] of ``module`` for the rows ``x`` [T, H], by grouped products, without a host wait.
 
-        ``numbers`` [T, k]: indices of the k experts of each row; ``weights`` [T, k]: their routing weights. An index
-        outside the range of experts adds nothing.
+        ``numbers`` [T, k]: indices of the k experts of each row, ignored outside their range; ``weights`` [T, k]: their
+        routing weights.
         """
         stacks = module._parameters
         experts = len(cast(Tensor, stacks[self.down]))
@@ -98,8 +96,10 @@ class GroupedStack(NamedTuple):
 
 
 def find_expert_stack(module: nn.Module) -> GroupedStack | None:
-    """Returns a description of the MoE experts that ``module`` computes in a loop over stacked weights. It is found by
-    comparing outputs and gradients of small copies; None if no form fits.
+    """Returns a description of the MoE experts that ``module`` computes in a loop over stacked weights; None if no form
+    fits.
+
+    It compares outputs and gradients of small copies.
     """
     forward, stacks = own_forward(module), {name: p for name, p in module._parameters.items() if p is not None}
     if forward is None or len(stacks) not in (2, 3) or any(p.dim() != 3 for p in stacks.values()):
@@ -240,8 +240,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def injected_experts(found: GroupedStack, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
     """Returns a forward for a module with the stacked experts ``found`` that computes them by grouped products.
 
-    It runs the forward of the module's class for unsupported inputs, for experts that tensor ranks shard along their
-    width, and for shapes at which the setting "auto" does not choose Triton. ``own``: the original forward.
+    Unsupported inputs, and experts that tensor ranks shard along their width, use the original forward ``own``.
     """
 
     @wraps(own)

@@ -35,8 +35,8 @@ _NAMES = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kerne
 
 
 def redirect_flex(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches the methods of ``model`` that call PyTorch's flex attention. They then call an operator that traces and
-    sharded tensors can follow.
+    """Patches methods of ``model`` that call PyTorch's flex attention to call an operator for traces and sharded
+    tensors.
     """
     if _FLEX_MODULE not in sys.modules:
         return

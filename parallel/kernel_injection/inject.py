@@ -36,7 +36,7 @@ PutOn = Callable[[ForwardPatches], None]
 
 
 class Replacement(NamedTuple):
-    """Description of a module that a fused operator can compute in place of the module's original forward."""
+    """Description of a module that a fused operator can compute."""
 
     module: str
     operator: str
@@ -51,9 +51,7 @@ LAZY_HEAD = "loss"
 
 
 def describe_replacements(replacements: Sequence[Replacement]) -> list[str]:
-    """Returns one line of text for each operator and group of modules. A group has modules with names that differ only
-    in numbers.
-    """
+    """Returns a line of text for each operator and group of modules with names that differ only in numbers."""
     groups = Counter((r.operator, starred(r.module), r.detail) for r in replacements)
     return [f"{operator:<7} {name} ({count}): {detail}" for (operator, name, detail), count in groups.items()]
 
@@ -64,11 +62,9 @@ def _put_on(module: nn.Module, forward: Callable[..., Any], replacement: Replace
 
 
 def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, PutOn]]:
-    """Returns (description, function) for each module of ``model`` that a fused operator can compute. The function
-    installs the operator on the module.
+    """Returns (description, function) for each module of ``model`` that a fused operator can compute.
 
-    Nothing is communicated. No parameter is read, so the model may be on the meta device, and the user's random
-    generators do not change.
+    The function installs the operator on the module. ``model`` may be on the meta device.
     """
     forwards: dict[object, Callable[..., Any]] = {}
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -119,12 +115,7 @@ def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
 
 
 def find_heads(model: nn.Module) -> Iterator[str]:
-    """Yields the names of layers that may be language-model heads: linear layers with as many outputs as an embedding
-    of ``model`` has rows.
-
-    A layer that is not a head still works with lazy logits, which are computed in full when any code except a loss
-    reads them.
-    """
+    """Yields the names of possible language-model heads: linear layers with an output for each row of an embedding."""
     vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or not is_linear_layer(module):

@@ -52,7 +52,7 @@ _NORM_SCALES = (1.0, 1e-3, 1e2, 0.0)
 
 
 class NormModule(NamedTuple):
-    """Description of the norm that a module computes, with the names of its parameters."""
+    """Norm that a module computes, with the names of its parameters."""
 
     form: Norm
     weight: str
@@ -60,14 +60,15 @@ class NormModule(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Description of the norm for reports: its kind, its eps, and the offset added to its weight."""
+        """Description of the norm for reports: its kind, its eps, and the offset of its weight."""
         kind = "LayerNorm" if self.form.centered else "RMSNorm"
         return f"{kind}, eps {self.form.eps:g}{', weights from 1' * bool(self.form.offset)}"
 
 
 def find_norm(module: nn.Module) -> NormModule | None:
-    """Returns a description of the norm that ``module`` computes. It is found by comparing outputs and gradients of a
-    copy with known norms; None if no norm fits.
+    """Returns a description of the norm that ``module`` computes; None if no known norm fits.
+
+    It compares outputs and gradients of a copy with known norms.
     """
     forward, sizes = own_forward(module), [tuple(p.shape) for p in module._parameters.values() if p is not None]
     small = 0 < len(sizes) <= 2 and len(set(sizes)) == 1 and len(sizes[0]) == 1 and sizes[0][0] > 1
@@ -104,8 +105,8 @@ def _rounds_alike(copy: nn.Module, forward: Callable[..., Any], x: Tensor) -> bo
 
 
 def injected_norm(found: NormModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward that computes the norm ``found`` with the fused operator. For unsupported inputs it calls
-    ``own``, the module's original forward.
+    """Returns a forward that computes the norm ``found`` with the fused operator; unsupported inputs use the original
+    ``own``.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,8 +124,8 @@ _PARAMETERS = ["q", "k", "cos", "sin"]
 
 
 def rotary_globals(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
-    """Yields (name, function) for each global function that the forward of ``module`` uses and that has the first
-    parameters (q, k, cos, sin).
+    """Yields (name, function) for each global function with parameters (q, k, cos, sin) that the forward of ``module``
+    uses.
     """
     forward = own_forward(module)
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
@@ -138,8 +139,8 @@ def rotary_globals(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def find_rotary(function: FunctionType) -> Rotary | None:
-    """Returns a description of the rotary embedding that ``function(q, k, cos, sin)`` computes with the defaults of its
-    other parameters. Returns None if it computes none.
+    """Returns a description of the rotary embedding that ``function(q, k, cos, sin)`` computes; None if it computes
+    none.
     """
     given = [random(2, heads, 5, 8, seed=heads) for heads in (3, 1)]
     cos, sin = (random(2, 5, 8, seed=seed) for seed in (4, 5))
@@ -155,10 +156,9 @@ def find_rotary(function: FunctionType) -> Rotary | None:
 def injected_rotary(
     forward: Any, name: str, function: FunctionType, form: Rotary, kernels: Kernels
 ) -> Callable[..., Any]:
-    """Returns a copy of ``forward`` in which the fused operator replaces the global function named ``name``. For
-    unsupported arguments it calls ``function``, the original.
+    """Returns a copy of ``forward`` in which the fused operator replaces the global function ``name``.
 
-    ``form``: description of the rotary embedding.
+    Unsupported arguments use ``function``, the original. ``form``: description of the rotary embedding.
     """
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ _HIDDEN, _INNER = 6, 10
 
 
 class GatedModule(NamedTuple):
-    """Description of a gated MLP, down(act(gate(x)) * up(x)): the names of its linear layers, and its activation."""
+    """Gated MLP, down(act(gate(x)) * up(x)): the names of its linear layers, and its activation."""
 
     gate: str
     up: str | None
@@ -187,13 +187,11 @@ class GatedModule(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Formula that the MLP computes, as text for reports."""
+        """Formula of the MLP, as text for reports."""
         return f"{self.activation}({self.gate}) * {self.up or 'its other half'}, {self.down}"
 
     def run(self, module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:
-        """Returns the output of ``module`` for ``x``: its linear layers compute the products, and the fused operator
-        computes act(gate) * up.
-        """
+        """Returns the output of ``module`` for ``x``; the fused operator computes act(gate) * up."""
         layers: Any = module
         first = getattr(layers, self.gate)(x)
         if self.up is not None:
@@ -205,8 +203,9 @@ class GatedModule(NamedTuple):
 
 
 def find_gated(module: nn.Module) -> GatedModule | None:
-    """Returns a description of the gated MLP that ``module`` computes. It is found by comparing outputs and gradients
-    of a small copy; None if no form fits.
+    """Returns a description of the gated MLP that ``module`` computes; None if no form fits.
+
+    It compares outputs and gradients of a small copy.
     """
     forward = own_forward(module)
     linear = {name: child for name, child in module.named_children() if is_linear(child)}
@@ -257,8 +256,8 @@ def _gated_forms(roles: Mapping[str, str]) -> Iterator[GatedModule]:
 
 
 def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward that computes the gated MLP ``found`` with the fused operator. For unsupported inputs it calls
-    ``own``, the module's original forward.
+    """Returns a forward that computes the gated MLP ``found`` with the fused operator; unsupported inputs use the
+    original ``own``.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -270,9 +269,7 @@ def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Ker
 
 
 class ActivatedLinear(NamedTuple):
-    """Names of a linear layer and an activation module in one parent module, and the activation function. One kernel
-    can compute both modules.
-    """
+    """Linear layer and activation module that one kernel can compute: their names in the parent, and the function."""
 
     linear: str
     act: str
@@ -280,10 +277,10 @@ class ActivatedLinear(NamedTuple):
 
 
 def find_activated(module: nn.Module) -> ActivatedLinear | None:
-    """Returns the pair of linear layer and activation module in ``module``, if the output of the linear layer goes only
-    to the activation.
+    """Returns the linear layer of ``module`` with an output that only an activation module reads; None if there is
+    none.
 
-    It is found by comparing outputs and gradients of small copies; None if there is no such pair.
+    It compares outputs and gradients of small copies.
     """
     forward = own_forward(module)
     layers: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear_layer(child)}
@@ -339,10 +336,9 @@ def _kind(child: nn.Module) -> Activation | None:
 
 
 def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward for the linear layer ``found`` that also applies its activation: it runs the forward of the
-    layer's class first, so it suits sharded layers too.
+    """Returns a forward for the linear layer ``found`` that also applies its activation, sharded or not.
 
-    After sharding, ``tensor.deferred_linear.fuse`` gives replicated and column layers a kernel that computes both.
+    After sharding, ``tensor.deferred_linear.fuse`` gives replicated and column layers a kernel for both.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -352,7 +348,5 @@ def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..
 
 
 def pass_through(self: Any, x: Tensor) -> Tensor:
-    """Returns ``x`` unchanged. It is the forward of an activation module after its activation is fused into the linear
-    layer before it.
-    """
+    """Returns ``x`` unchanged: the forward of an activation module that is fused into the linear layer before it."""
     return x
