@@ -399,8 +399,7 @@ class HostTwins:
             self._known[id(made)] = made, made._version, func(*args, **kwargs)
 
     def know(self, tensor: Tensor, twin: Tensor) -> None:
-        """Registers ``twin``, in host memory, as the host copy of ``tensor``; ignores large or floating-point tensors.
-        """
+        """Registers ``twin``, in host memory, as the host copy of ``tensor``, unless it is large or floating-point."""
         short = tensor.numel() <= _TWIN and not tensor.is_floating_point() and not tensor.is_inference()
         if short and is_host(twin.device) and not is_host(tensor.device):
             self._known[id(tensor)] = tensor, tensor._version, twin

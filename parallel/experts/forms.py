@@ -286,8 +286,7 @@ def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]
 
 
 def module_kind(module: nn.Module) -> tuple[object, ...]:
-    """Returns a hashable key of a module's class, parameter shapes and settings; test results are valid for equal keys.
-    """
+    """Returns a hashable key of a module's class, parameter shapes and settings. Test results hold for equal keys."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     settings = tuple(
         (name, value if isinstance(value, int | float | str | None) else type(value))

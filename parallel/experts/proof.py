@@ -147,7 +147,7 @@ class Trial:
 
     @torch.no_grad()
     def is_sum_of(self, parts: Sequence[nn.Module]) -> bool:
-        """Returns True if the outputs of ``parts`` add up to the output of ``twin``, in evaluation and training mode.
+        """Returns True if the outputs of ``parts`` add up to the output of ``twin``, in both evaluation and training.
         """
         return self._adds_up(parts, False) and self._adds_up(parts, True)
 
@@ -251,8 +251,7 @@ def _can_copy(module: nn.Module) -> bool:
 
 
 def are_close(a: Tensor | int | None, b: Tensor) -> bool:
-    """Returns True if ``a`` has the shape of ``b`` and differs by at most 1e-5 of the largest absolute value of ``b``.
-    """
+    """Returns True if ``a`` has the shape of ``b`` and differs by at most 1e-5 of the largest absolute value."""
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 

@@ -288,8 +288,7 @@ def _joined(context: "GlobalTensorContext", func: Function, tensors: list[Any], 
 
 
 def join_pieces(pieces: list[PlacedTensor], dim: int) -> GlobalTensor:
-    """Concatenates ``pieces``, each stored by a single rank, to a tensor sharded along ``dim``, without communication.
-    """
+    """Concatenates ``pieces``, each on a single rank, to a tensor sharded along ``dim``, without communication."""
     context, first = pieces[0].views, pieces[0]
     ranks, sizes = [one.rank for one in pieces], [one.shape[dim] for one in pieces]
     index = context.find(("joined", tuple(ranks), tuple(sizes)), lambda: _index(ranks, sizes, context.axis.size))
