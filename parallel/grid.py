@@ -237,7 +237,7 @@ class Grid:
 
     @property
     def copies(self) -> Axis:
-        """Name of the axis along which ranks have the same parameters, which ZeRO may shard over it."""
+        """Name of the axis along which ranks have the same parameters. ZeRO may shard them over it."""
         return self._joined(axis.name for axis in AXES if axis.copies)
 
     @property
@@ -247,7 +247,7 @@ class Grid:
 
     @property
     def sharding(self) -> Axis:
-        """Name of the axis over which ZeRO shards: one shard group of :attr:`sums`, by default all of it."""
+        """Name of the axis over which ZeRO shards: the ranks of one shard group, by default all of :attr:`sums`."""
         if not self.data_axes:
             return self.sums
         return self._joined(("dp_shard", *(axis.name for axis in AXES if axis.sums and not axis.rows)))

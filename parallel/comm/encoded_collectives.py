@@ -43,7 +43,7 @@ Exchange = Callable[[Tensor, Tensor], Pending]
 
 
 def sum_messages(given_Rm: Tensor, out_s: Tensor, codec: Codec, exchange: Exchange) -> Pending:
-    """Starts to send row r of ``given_Rm`` [ranks, bytes] to rank r, by ``exchange``, which starts an all-to-all.
+    """Starts an all-to-all by ``exchange``: row r of ``given_Rm`` [ranks, bytes] goes to rank r.
 
     After the returned handle's wait, ``out_s`` is the sum of the received rows, decoded by ``codec``.
     """
@@ -71,10 +71,10 @@ class ActivationFormat:
         return dtype in ENCODED_DTYPES and self.message_bytes(elements) < elements * dtype.itemsize
 
     def encodes(self, label: str, dtype: torch.dtype, elements: int, ranks: int) -> bool:
-        """Returns True if a collective with this ``label`` over ``ranks`` ranks is encoded.
+        """Returns True if a collective over ``ranks`` ranks is encoded.
 
-        Its label must be in ``labels``, and encoding must shorten one rank's share. ``elements``: numbers of ``dtype``
-        in the full tensor.
+        ``label`` must be in the attribute ``labels``, and encoding must shorten one rank's share. ``elements``: numbers
+        of ``dtype`` in the full tensor.
         """
         return label in self.labels and self.shortens(dtype, -(-elements // ranks))
 

@@ -85,7 +85,7 @@ class FailedCalls:
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
-        """Raises if the engine has ended; waits for the result of a running vote.
+        """Waits for the result of a running vote; raises if the engine has ended.
 
         Raises:
             EngineError: the engine has ended; the same message on every rank.

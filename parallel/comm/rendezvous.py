@@ -241,7 +241,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 
 class FailureReports:
-    """Reports about failed collectives in the job's store, from which ranks find those that did not join.
+    """Reports about failed collectives in the job's store, which name the ranks that did not join.
 
     Args:
         store: store of the job, with a prefix of this engine.

@@ -50,7 +50,8 @@ class PeerWatch:
 
     Args:
         links: file descriptor of a socket to each watched rank, by its index on the axis.
-        ended: int32 [ranks of the axis] of zeros in host memory; the thread numbers ended ranks 1, 2, ... in order.
+        ended: int32 [ranks of the axis] of zeros in host memory; the thread writes 1, 2, ... for ranks in the order of
+            ending.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:

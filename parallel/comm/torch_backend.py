@@ -58,12 +58,12 @@ exchange, or a channel of messages."""
 class TorchBackend:
     """Backend between processes, over torch.distributed: one process group per axis of several ranks.
 
-    With NCCL (or ``linked`` = True) each channel of activations and gradients has a group of its own, because a group's
-    messages block each other; gloo separates channels by tags. ``close`` destroys the groups that this backend has
+    With NCCL (or ``linked`` = True) each channel of activations and gradients has a group of its own, because messages
+    of one group block each other; gloo separates channels by tags. ``close`` destroys the groups that this backend has
     opened.
 
-    On CPUs, tensor ranks of one host communicate through shared memory; on every device, data ranks of one host
-    exchange messages about parameter gathers through it.
+    Some ranks of one host use shared memory instead: tensor ranks on CPUs, and data ranks for messages about parameter
+    gathers.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:

@@ -94,8 +94,8 @@ class MethodCost(NamedTuple):
 def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[Method, MethodCost]:
     """Returns the cost of each context-parallel attention method that can run with the sizes ``form``.
 
-    "heads" needs heads that the ranks divide evenly, and "need" needs to know the keys that each rank reads; "gather"
-    and "ring" always can run.
+    "heads" requires a number of heads that is divisible by the ranks; "need" requires the keys that each rank reads;
+    "gather" and "ring" always can run.
     """
     away, whole = form.ranks - 1, form.key_bytes
     gathered = whole * away // form.ranks

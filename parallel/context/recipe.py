@@ -316,7 +316,7 @@ def _attention(func: Function, *args: Any, **options: Any) -> Tensor:
 
 
 class SeenLines(NamedTuple):
-    """Block of rows of a mask (``lines``), with the shortest range of ``keys`` outside of which its rows see none.
+    """Block of rows of a mask (``lines``), with the range from the first to the last key that they see.
 
     ``keys`` None: no row sees a key.
     """

@@ -59,7 +59,7 @@ class ExpertCall(Protocol):
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
         """Converts ``rows`` to arguments for a module with ``experts`` experts.
 
-        ``given``: arguments of the original call, by name; new row counts get their type.
+        ``given``: arguments of the original call, by name; new row counts get the type of its counts.
         """
         ...
 

@@ -67,8 +67,8 @@ class GroupedStack(NamedTuple):
     def run(self, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
         """Returns the output [T, H] of ``module`` for the rows ``x`` [T, H], by grouped products, without a host wait.
 
-        ``numbers`` [T, k]: indices of the k experts of each row, ignored outside their range; ``weights`` [T, k]: their
-        routing weights.
+        ``numbers`` [T, k]: indices of the k experts of each row; ``weights`` [T, k]: their routing weights. An index
+        outside the range of experts adds nothing.
         """
         stacks = module._parameters
         experts = len(cast(Tensor, stacks[self.down]))

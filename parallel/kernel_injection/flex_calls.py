@@ -35,8 +35,8 @@ _NAMES = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kerne
 
 
 def redirect_flex(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches methods of ``model`` that call PyTorch's flex attention to call an operator for traces and sharded
-    tensors.
+    """Replaces PyTorch's flex attention, in methods of ``model``, by an operator that traces and sharded tensors
+    support.
     """
     if _FLEX_MODULE not in sys.modules:
         return

@@ -41,7 +41,7 @@ class RowRun(NamedTuple):
 class RowMoves:
     """Plan of an exchange along a dim sharded as ``have``, after which each rank r has the rows ``wanted[r]``.
 
-    Each row comes from the first rank that stores it; index -1 denotes a row of a constant. ``rank``: this rank.
+    Missing rows come from the first rank that stores them; index -1 denotes a row of a constant. ``rank``: this rank.
     """
 
     def __init__(self, have: Index, wanted: Sequence[Indices], rank: int) -> None:

@@ -245,8 +245,8 @@ def _tie(target: GlobalTensor, graded: bool) -> None:
 def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
     """Computes ``stack`` of tensors that single ranks store.
 
-    The result of many tensors on several ranks is sharded along the new dim, without communication; few are sent to one
-    rank.
+    If several ranks store at least two tensors per rank of the axis, the result is sharded along the new dim. Otherwise
+    one rank gets all of them.
     """
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return _joined(context, func, list(tensors), dim, [1] * len(tensors))

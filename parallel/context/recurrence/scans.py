@@ -50,8 +50,8 @@ class Carry(NamedTuple):
 def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
     """Patches methods of ``model`` so that scan functions run on each rank's own positions.
 
-    A scan takes and returns a state, which ranks pass on in order of position. A trial must first prove an unchanged
-    result. Custom autograd functions are treated too.
+    A scan takes and returns a state, which ranks pass on in order of position. A trial must first prove that results
+    stay equal, also for custom autograd functions.
     """
     relayed: dict[Any, Any] = {}
 
