@@ -50,8 +50,7 @@ class PeerWatch:
 
     Args:
         links: file descriptor of a socket to each watched rank, by its index on the axis.
-        ended: int32 [ranks of the axis] of zeros in host memory; the thread writes 1, 2, ... for ranks in the order of
-            ending.
+        ended: int32 [ranks of the axis] of zeros in host memory; the thread numbers ended ranks from 1, in order.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:

@@ -82,8 +82,7 @@ def sizes_of(layer: Any) -> tuple[int, int]:
 
 
 def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
-    """Returns a random float64 linear layer from ``inputs`` to ``outputs`` features, with a bias if ``like`` has one.
-    """
+    """Returns a random float64 linear layer from ``inputs`` to ``outputs`` features, with a bias if ``like`` has it."""
     layer = nn.Linear(inputs, outputs, like.bias is not None, device="meta", dtype=torch.float64)
     for place, (name, parameter) in enumerate(layer.named_parameters()):
         setattr(layer, name, nn.Parameter(random(*parameter.shape, seed=2 * seed + place)))
