@@ -150,8 +150,7 @@ class StepPart:
     def scaled(self, factor: float) -> None:
         """Multiplies state in units of the scaled gradient, such as error-feedback residuals, by ``factor``.
 
-        Runs when the loss scale changes: ``factor`` is the new scale divided by the old one. A factor of 0 drops that
-        state.
+        Runs when the loss scale changes: ``factor`` is the new scale divided by the old one.
         """
 
     def changing(self) -> AbstractContextManager[None]:

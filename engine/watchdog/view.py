@@ -140,7 +140,7 @@ class RankView:
         """Text that names the rank: "rank 3 (host-a, pid 4711)"."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
-    def begun(self, call: CallView) -> bool | None:
+    def begun(self, call: CallView) -> bool:
         """Returns True if this rank has begun ``call``, in which another rank waits, or a later call of the same group
         or pair of ranks. Returns False otherwise, also if no recent call of that group or pair is known.
         """
