@@ -94,7 +94,8 @@ class Awaited(Tensor):
 
     @staticmethod
     def of(own: Tensor, arrival: Arrival) -> "Awaited":
-        """Returns a tensor that waits for ``arrival`` at its first use. ``own``: plain tensor for the same values."""
+        """Returns a tensor that waits for ``arrival`` at its first use. ``own``: plain tensor that ``arrival`` fills.
+        """
         made: Awaited = Tensor._make_wrapper_subclass(
             Awaited,
             own.size(),

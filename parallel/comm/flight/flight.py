@@ -131,7 +131,7 @@ class FlightFile:
         """Returns the current state in the file: the rank's phase, step, current wait and total times.
 
         Raises:
-            ValueError: this is no flight file, or its header is not yet written.
+            ValueError: the file has another format, or its header is not yet written.
         """
         magic, rank, size, pid, _, offset = layout.START.unpack_from(self._map, layout.START_AT)
         if magic != layout.MAGIC:
@@ -167,9 +167,10 @@ class FlightFile:
         )
 
     def events(self, written: int | None = None, most: int = layout.EVENTS) -> list[Event]:
-        """Returns at most ``most`` of the newest complete events in the file, oldest first.
+        """Returns at most ``most`` of the newest events in the file, oldest first.
 
-        ``written``: number of events that the rank has written so far, by default read from the file.
+        It omits events that the rank is overwriting. ``written``: number of events so far, by default read from the
+        file.
         """
         if written is None:
             (written,) = layout.SEQUENCE.unpack_from(self._map, layout.COUNT_AT)
