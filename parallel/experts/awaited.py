@@ -94,8 +94,7 @@ class Awaited(Tensor):
 
     @staticmethod
     def of(own: Tensor, arrival: Arrival) -> "Awaited":
-        """Returns a tensor that waits for ``arrival`` at its first use. ``own``: plain tensor that ``arrival`` fills.
-        """
+        """Returns a tensor that waits for ``arrival`` at first use. ``own``: plain tensor that ``arrival`` fills."""
         made: Awaited = Tensor._make_wrapper_subclass(
             Awaited,
             own.size(),
