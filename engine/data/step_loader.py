@@ -33,8 +33,7 @@ _KINDS: Mapping[str, type[list[Any]] | type[tuple[Any, ...]]] = MappingProxyType
 
 
 class ReplicaBatches:
-    """Broadcast of batches from the first rank of a replica to its other ranks; a replica is the ranks with one model
-    copy.
+    """Broadcast of batches within a replica (the ranks with one copy of the model); the first rank reads.
 
     Args:
         device: device of the communicated tensors.
@@ -244,7 +243,7 @@ class StepLoader(Iterator[Batch]):
 
     @property
     def ended(self) -> bool:
-        """True if no training step is left. It may read the next step.
+        """True if no training step is left. May load the next step from the dataset.
 
         With ``batches = "rank0"``, it is collective over the ranks that compute on the same rows.
         """

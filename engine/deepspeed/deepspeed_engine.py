@@ -152,7 +152,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return items if self._batch_fn is None else map(self._batch_fn, items)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Makes ``train_batch`` read its microbatches from ``loader``, again and again."""
+        """Makes ``train_batch`` read its microbatches from ``loader``, which restarts at its end."""
         self.training_dataloader, self._items = loader, iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
@@ -284,11 +284,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Loads the checkpoint ``load_dir/tag``, of Trine or DeepSpeed; ``tag=None``: as ``load_dir/latest`` says.
-        Collective.
+        """Loads the checkpoint ``load_dir/tag``, of Trine or DeepSpeed. Collective.
 
-        Without ``load_module_strict``, parameters that the checkpoint lacks are unchanged. ``load_module_only`` loads
-        only weights and buffers.
+        ``tag=None``: the tag in the file ``load_dir/latest``. Without ``load_module_strict``, parameters that the
+        checkpoint lacks are unchanged. ``load_module_only`` loads only weights and buffers.
 
         Returns:
             (folder of the checkpoint, ``client_state`` of ``save_checkpoint``), or (None, None) if ``load_dir/latest``

@@ -115,8 +115,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
 
 class LateSchedule:
-    """Placeholder of a learning-rate scheduler that the engine makes at the first batch; has all attributes of the
-    scheduler.
+    """Placeholder of a learning-rate scheduler that the engine makes at the first batch, with the scheduler's
+    attributes.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -13,7 +13,8 @@ from engine.program.forward_inputs import ForwardSignature
 
 
 class CurriculumScheduler:
-    """Scheduler of the difficulty of curriculum learning, such as a sequence length; depends only on the step number.
+    """Scheduler of the difficulty of curriculum learning, such as a sequence length. It depends only on the step
+    number.
     """
 
     def __init__(self, curriculum: Curriculum, steps: Callable[[], int]) -> None:

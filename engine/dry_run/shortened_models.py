@@ -38,7 +38,7 @@ def shortened_step(
     """Returns the live bytes of each action in a step without a pipeline, extrapolated from three copies of ``model``
     with fewer blocks.
 
-    None: the extrapolation is not exact, so all blocks must be run.
+    Returns None if the extrapolation is not exact.
 
     Args:
         run_dry: callback that runs a model dry by its plan, and returns the live bytes.

@@ -19,7 +19,8 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 class CacheProtocol(NamedTuple):
-    """Argument ``name`` of a model's forward that takes a key-value cache, and the function ``make`` of an empty cache.
+    """Argument ``name`` of a model's forward that takes a key-value cache, and the function ``make`` that returns an
+    empty cache.
     """
 
     name: str
@@ -36,7 +37,7 @@ def is_transformers_generator(model: nn.Module) -> bool:
 def find_cache_protocol(model: nn.Module) -> CacheProtocol | None:
     """Returns the argument of the model's forward for a key-value cache, with a function that makes an empty cache.
 
-    None: the forward takes no cache, or the model is an encoder-decoder. A model outside transformers needs a method
+    Returns None without this argument, or for an encoder-decoder. A model outside transformers needs a method
     ``new_cache()``.
     """
     taken = inspect.signature(type(model).forward).parameters

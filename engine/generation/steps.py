@@ -25,16 +25,16 @@ class NextLogits(Protocol):
     """Interface of a source of logits that continues R sequences token by token."""
 
     def first(self, whole: bool) -> Tensor | None:
-        """Returns the logits [R, V] after each of R prompts; V is the vocabulary.
+        """Returns the logits [R, V] after each of R prompts; V is the vocabulary size.
 
-        With ``whole``, returns the logits [R, L, V] of prompts padded on the left to L positions. None: this pipeline
-        rank lacks the model's output.
+        With ``whole``, returns the logits [R, L, V] of prompts padded on the left to L positions. Pipeline ranks
+        without the model's output get None.
         """
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Appends one token to each of R sequences, and returns the logits [R, V] after it; V is the vocabulary.
+        """Appends one token to each of R sequences, and returns the logits [R, V] after it; V is the vocabulary size.
 
-        None: this pipeline rank lacks the model's output.
+        Pipeline ranks without the model's output get None.
 
         Args:
             tokens: token of each sequence; None: the sequence has ended, and its logits mean nothing.
@@ -94,19 +94,19 @@ class CachedSequences:
         self._positions = (self._mask.cumsum(-1) - 1).clamp_(min=0) if "position_ids" in self._taken else None
 
     def first(self, whole: bool) -> Tensor | None:
-        """Runs the forward over R prompts, and returns the logits [R, V] after each; V is the vocabulary.
+        """Runs the forward over R prompts, and returns the logits [R, V] after each; V is the vocabulary size.
 
-        With ``whole``, returns the logits [R, L, V] of prompts padded on the left to L positions. None: this pipeline
-        rank lacks the model's output.
+        With ``whole``, returns the logits [R, L, V] of prompts padded on the left to L positions. Pipeline ranks
+        without the model's output get None.
         """
         keeps = {"logits_to_keep": 1} if "logits_to_keep" in self._taken and not whole else {}
         logits = self._run(None, keeps)
         return logits if whole or logits is None else logits[:, -1]
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Appends a token to each of R sequences, and returns the logits [R, V] after it; V is the vocabulary.
+        """Appends a token to each of R sequences, and returns the logits [R, V] after it; V is the vocabulary size.
 
-        ``tokens`` has None for a sequence that has ended. None: this pipeline rank lacks the model's output.
+        ``tokens`` has None for a sequence that has ended. Pipeline ranks without the model's output get None.
         """
         # a masked token, so that positions of a row that has ended do not grow beyond those that the model has
         pairs = [(0, 0) if token is None else (token, 1) for token in tokens]
@@ -157,7 +157,7 @@ class WholeSequences:
         self._named = names is None or "input_ids" in names
 
     def first(self, whole: bool) -> Tensor | None:
-        """Runs the forward over R prompts, and returns the logits [R, V] after each; V is the vocabulary.
+        """Runs the forward over R prompts, and returns the logits [R, V] after each; V is the vocabulary size.
 
         With ``whole``, returns the logits [R, L, V] of prompts padded on the left to L positions.
         """
@@ -168,7 +168,7 @@ class WholeSequences:
         return torch.stack([row.roll(longest - len(ids), 0) for row, ids in zip(logits, self._rows, strict=True)])
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Appends a token to each of R sequences, and returns the logits [R, V] after it; V is the vocabulary.
+        """Appends a token to each of R sequences, and returns the logits [R, V] after it; V is the vocabulary size.
 
         ``tokens`` has None for a sequence that has ended.
         """

@@ -113,7 +113,7 @@ class WholeSteps:
     def inputs(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keyword arguments of the model's forward, from a dict of the method ``microbatch``.
 
-        ``labels`` are left out if the user's loss function needs only the output.
+        ``labels`` are left out if the user's loss function replaces the model's loss.
         """
         if self._own_loss is not None:
             return {key: value for key, value in microbatch.items() if key not in ("labels", _COUNT, _LACKS)}

@@ -115,8 +115,8 @@ class ReplicaCopies:
         self._found = torch.zeros(0)
 
     def compare(self, device: torch.device) -> Tensor:
-        """Compares weights that several tensor or pipeline ranks of one model copy store; returns a 0-dim bool tensor
-        on ``device``, True if any differ.
+        """Compares weights that several tensor or pipeline ranks of one model copy store; returns a 0-dim bool tensor,
+        True if any differ.
 
         All-gathers 8 bytes for each parameter and rank over axis "replica", label "integrity". ZeRO 3 first all-reduces
         digests over the data ranks.
@@ -216,7 +216,7 @@ class Writes:
     def since(self, held: Sequence[StateTensor]) -> list[bool] | None:
         """Returns, for each tensor of ``held``, True if it was written or replaced since the snapshot.
 
-        None: the number of tensors has changed.
+        Returns None if the number of tensors has changed.
         """
         if len(held) != len(self._seen):
             return None

@@ -111,8 +111,8 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ around an update
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Compares weights and optimizer state with their digests, without host synchronization; ``check`` reads the
-        result.
+        """Compares weights and optimizer state with their digests of the last update, without host synchronization;
+        ``check`` reads the result.
 
         Returns ``step.problem``, the step's error or None.
         """
@@ -124,7 +124,7 @@ class Integrity(StepPart):
         return self.computed if (self._steps + 1) % self._config.every == 0 else None
 
     def refuse_own_loop(self) -> None:
-        """Raises if ``integrity.rerun`` is used with the user's own loop of ``backward`` and ``step``.
+        """Raises if ``integrity.rerun`` is on, because only ``train_batch`` can run a step twice.
 
         Raises:
             EngineError: ``integrity.rerun`` is on.

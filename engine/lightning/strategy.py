@@ -343,7 +343,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         self.engine.load_checkpoint(self._restored / _STATE, load_module_only=alone, strict=strict)
 
     def on_train_start(self) -> None:
-        """Sets the learning rates of restored schedules, if Trainer has loaded a checkpoint."""
+        """Sets the optimizer's learning rates to the restored schedules' rates, if Trainer has loaded a checkpoint."""
         for each in self.lr_scheduler_configs if self._restored is not None else ():
             schedule: Any = each.scheduler
             for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):

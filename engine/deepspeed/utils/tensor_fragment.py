@@ -192,7 +192,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     """Returns a copy of this rank's 1-D shard of the optimizer state ``optim_state_key``, such as "exp_avg", of
     ``param``.
 
-    None: ``param`` is frozen.
+    Returns None if ``param`` is frozen.
     """
     return _state(param, "safe_get_local_optimizer_state", optim_state_key, True)
 

@@ -101,7 +101,7 @@ def _folder(given: Path, tag: str | None) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line of ``zero_to_fp32.py``, which writes a checkpoint's fp32 weights into one safetensors file.
 
-    ``arguments``: None: the arguments of this process.
+    ``arguments=None``: the arguments of this process.
     """
     parser = argparse.ArgumentParser(description="write the full fp32 weights of a checkpoint")
     parser.add_argument("checkpoint_dir", help="folder with the file latest")
