@@ -127,8 +127,7 @@ class StepSource(Protocol):
     """Number of samples of an epoch (with packing, rows); None: unknown."""
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields for each training step from ``start`` on: (position in the data after the step, list of microbatches).
-        """
+        """Yields for each training step from ``start`` on: (position in the data after it, list of microbatches)."""
 
 
 def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepSource:
@@ -218,8 +217,7 @@ class MappedSteps:
         self._dataset = _Rows(sample_at, settings, self._limit)
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields for each training step from ``start`` on: (position in the data after the step, list of microbatches).
-        """
+        """Yields for each training step from ``start`` on: (position in the data after it, list of microbatches)."""
         microbatches = (each for first in self._firsts(start.position) for each in self._rows.microbatches(first))
         ahead = iter(_torch_loader(self._dataset, self._settings, sampler=microbatches))
         for first in self._firsts(start.position):
@@ -285,8 +283,7 @@ class StreamedSteps(IterableDataset[Step]):
         self._start = DataPosition()
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields for each training step from ``start`` on: (position in the data after the step, list of microbatches).
-        """
+        """Yields for each training step from ``start`` on: (position in the data after it, list of microbatches)."""
         self._start = start  # a worker gets a copy of this object
         return iter(_torch_loader(self, self._settings))
 

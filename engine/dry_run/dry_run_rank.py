@@ -48,8 +48,7 @@ CPU = torch.device("cpu")
 
 
 def shape_mode() -> FakeTensorMode:
-    """Returns a FakeTensorMode in which operators compute only shapes, and which accepts real tensors among its inputs.
-    """
+    """Returns a FakeTensorMode in which operators compute only shapes, and which accepts real input tensors."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

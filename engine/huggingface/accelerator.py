@@ -252,8 +252,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.hosted.zero_grad()
 
     def record(self, report: StepReport) -> None:
-        """Stores ``grad_norm`` and ``skipped`` of a step's report, and leaves gradients readable until ``zero_grad``.
-        """
+        """Stores ``grad_norm`` and ``skipped`` of ``report``, and leaves gradients readable until ``zero_grad``."""
         self.grad_norm.fill_(report.grad_norm)
         self.skipped = report.skipped
         self.trained.guard_gradients()  # callbacks read gradients until zero_grad

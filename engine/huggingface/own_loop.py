@@ -38,8 +38,7 @@ _RANKS = "data_ranks"
 
 
 class SavedState(EngineAccelerator):
-    """Accelerator with ``save_state`` and ``load_state``, which save model and optimizer as a checkpoint of the engine.
-    """
+    """Accelerator with ``save_state`` and ``load_state``, which save model and optimizer as an engine checkpoint."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns the full state dict of the engine's model on rank 0, and {} on other ranks. Collective over the

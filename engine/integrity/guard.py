@@ -36,8 +36,7 @@ class ComputedGradients:
         self._differs: Tensor | None = None
 
     def see(self, name: str, grad: Tensor) -> None:
-        """Adds the bit sum of ``grad``, a gradient of parameter ``name`` before any reduction over ranks, to this run.
-        """
+        """Adds the bit sum of ``grad``, an unreduced gradient of parameter ``name``, to this run."""
         self._sums[self._places[name]] += bit_sum(grad)
 
     def end(self, loss: Tensor) -> None:

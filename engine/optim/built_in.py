@@ -208,7 +208,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class MatrixOwners:
-    """Assignment of each matrix to the rank that gets the whole gradient and computes the update (Muon, SOAP, Shampoo).
+    """Assignment of each matrix to the rank that gets the full gradient and computes the update (Muon, SOAP, Shampoo).
     """
 
     config: Config
@@ -227,8 +227,7 @@ class MatrixOwners:
 
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of data ranks that exchange matrices; a rank is its index on the axis over which gradients are summed.
-        """
+        """Groups of data ranks that exchange matrices; a rank is its index on the axis of gradient sums."""
         count, grid = self._shares, self.config.grid(0)
         return tuple(tuple(range(first, first + count)) for first in range(0, grid.size(grid.sums), count))
 
