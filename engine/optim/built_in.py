@@ -208,8 +208,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class MatrixOwners:
-    """Assignment of each matrix to the rank that gets the full gradient and computes the update (Muon, SOAP, Shampoo).
-    """
+    """Assignment of each matrix to the rank that gets its full gradient and updates it (Muon, SOAP, Shampoo)."""
 
     config: Config
     rows: Sequence[ShardRow]
