@@ -39,10 +39,8 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize
 class Corpus:
     """Training or validation split of a text, as one sequence of tokens.
 
-    ``tokens`` has shape [n] and an unsigned integer dtype, and may be memory-mapped; all token ids are below
-    ``vocabulary``. ``files`` is the number of documents in this split. ``digest`` is a hash (16 hex digits) over the
-    names and bytes of the documents. Losses of two runs are comparable only if their digests are equal: the built-in
-    corpus differs between Python releases.
+    ``tokens``: unsigned integers [n], possibly memory-mapped, all below ``vocabulary``. ``files``: number of documents.
+    ``digest``: hash (16 hex digits) of the documents; losses are comparable only between equal digests.
     """
 
     name: str
@@ -53,11 +51,10 @@ class Corpus:
 
 
 def builtin_corpus(split: Split) -> Corpus:
-    """Returns a split of the built-in corpus: the sources of this interpreter's standard library, without tests, and
-    the articles of ``pydoc_data``, as bytes.
+    """Returns a split of the built-in corpus: source files and help texts of Python's standard library, about 11 MB, as
+    bytes.
 
-    The corpus has about 11 MB. One file in ten, chosen by a hash of its relative path, is validation. Unreadable files
-    are skipped.
+    One file in ten is validation, chosen by a hash of its relative path.
 
     Raises:
         EngineError: the interpreter has no library sources, or ``split`` is neither "train" nor "validation".
@@ -79,11 +76,10 @@ def builtin_corpus(split: Split) -> Corpus:
 
 
 def text_corpus(paths: Sequence[str | Path], split: Split) -> Corpus:
-    """Returns a split of the user's own files, as bytes; memory-mapped if the split consists of one file.
+    """Returns a split of the user's own files, as bytes.
 
-    Of several files, one in ten is validation, chosen by a hash of its path below their common folder. If one split
-    would be empty, the smallest file becomes validation, or the largest becomes train. A single file is split by
-    position: its last tenth is validation.
+    A single file's last tenth is validation. With several files, one file in ten is validation, chosen by a hash of its
+    path; each split has at least one file.
 
     Raises:
         EngineError: no file is given, or a file is missing, unreadable, empty, too short or given twice.

@@ -20,9 +20,9 @@ from engine.errors import EngineError
 
 
 class SampleOrder:
-    """Endless sequence of the indices of a dataset with ``samples`` samples. It runs through epochs; each epoch has
-    every index once. Without ``settings.shuffle`` the order is 0, 1, 2, ...; with it, each epoch has a random order of
-    its own, from ``settings.seed``.
+    """Endless sequence of dataset indices, epoch after epoch; each epoch has every index once.
+
+    The order is 0, 1, 2, ... or, with ``settings.shuffle``, a new random order in each epoch.
     """
 
     def __init__(self, samples: int, settings: LoaderSettings) -> None:
@@ -30,22 +30,20 @@ class SampleOrder:
         self._shuffled = Sampler(samples, 1, settings.seed) if settings.shuffle else None
 
     def at(self, position: int) -> int:
-        """Returns the dataset index at ``position`` of the sequence. Positions count from 0, over all epochs."""
+        """Returns the dataset index at ``position``, which counts from 0 over all epochs."""
         if self._shuffled is None:
             return position % self.samples
         return int(self._shuffled.stream(position, 1)[0])
 
     def of_epoch(self, epoch: int) -> Indices:
-        """Returns the dataset indices of one epoch in their order: int64 [samples], each index once. ``epoch`` counts
-        from 0.
-        """
+        """Returns the dataset indices of epoch number ``epoch`` (from 0) in their order: int64 [samples]."""
         if self._shuffled is None:
             return np.arange(self.samples, dtype=np.int64)
         return self._shuffled.stream(epoch * self.samples, self.samples)
 
 
 class RowPiece(NamedTuple):
-    """Successive tokens of one document that fill a part of a packed row, which has tokens of several documents."""
+    """Successive tokens of one document that fill a part of a packed row."""
 
     tokens: NDArray[np.int64]
     after: int
@@ -53,8 +51,7 @@ class RowPiece(NamedTuple):
 
 
 def piece(tokens: NDArray[Any], start: int, stop: int) -> RowPiece:
-    """Returns tokens ``start:stop`` of a document as a piece of a packed row, together with the token that follows them
-    in the document.
+    """Returns tokens ``start:stop`` of a document as a ``RowPiece``, with the document's next token.
 
     Args:
         tokens: all tokens of the document, 1-D.
@@ -64,12 +61,11 @@ def piece(tokens: NDArray[Any], start: int, stop: int) -> RowPiece:
 
 
 def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor]:
-    """Returns the tensors of one packed row, each int64 [``packing.length``]: ``input_ids``, ``labels``,
-    ``position_ids`` and, if ``packing.segments`` is True, ``segment_ids``. Shorter rows are padded at the end.
+    """Returns the int64 tensors [``packing.length``] of one packed row, padded at the end: ``input_ids``, ``labels``,
+    ``position_ids`` and, with ``packing.segments``, ``segment_ids``.
 
     Args:
         pieces: parts of documents in the row, from its begin.
-        packing: length of the row, place of the labels and pad token.
     """
     row = np.full(packing.length, packing.pad_token, dtype=np.int64)
     labels = np.full(packing.length, IGNORED_LABEL, dtype=np.int64)
@@ -91,11 +87,10 @@ def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor
 
 
 class PackedRows:
-    """Endless sequence of packed rows, epoch after epoch: the documents of a dataset one after another, cut into rows
-    of ``packing.length`` tokens. Because the lengths of all documents are known, a row is computed from its position
-    alone.
+    """Endless sequence of packed rows: the documents of a dataset one after another, cut into rows of
+    ``packing.length`` tokens.
 
-    With ``settings.shuffle``, each epoch packs the documents in a new random order, and then shuffles the rows too.
+    With ``settings.shuffle``, each epoch has a new random order of documents and of rows.
 
     Raises:
         EngineError: the documents have no tokens.
@@ -137,11 +132,12 @@ class PackedRows:
 def pack_epoch(
     documents: Iterable[Any], start: DataPosition, length: int
 ) -> Iterator[tuple[DataPosition, list[RowPiece]]]:
-    """Packs documents, one after another, into rows until the epoch ends; the last row may be shorter. Yields for each
-    row a tuple: the position in the data after it, and the list of its pieces (parts of documents).
+    """Packs documents, one after another, into rows; the epoch's last row may be shorter.
+
+    Yields a tuple for each row: the position in the data after the row, and the row's parts of documents.
 
     Args:
-        documents: documents of the epoch, from the first one that is not yet consumed to its end.
+        documents: the epoch's documents from the first that is not fully consumed.
         start: position in the data at which the first row begins; it may be inside the first document.
         length: tokens in a row.
     """
@@ -165,8 +161,9 @@ def pack_epoch(
 
 
 def tokens_of(document: Any) -> NDArray[Any]:
-    """Returns the tokens of ``document`` as a 1-D array of integers. ``document`` is a dict with the tokens under
-    ``input_ids``, or the tokens themselves: a tensor, an array or a list.
+    """Returns the tokens of ``document`` as a 1-D integer array.
+
+    ``document`` is a tensor, array or list of tokens, or a dict with them under ``input_ids``.
 
     Raises:
         EngineError: the tokens are missing, are not integers, or have more than one dim.

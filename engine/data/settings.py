@@ -20,12 +20,12 @@ LabelPlace = Literal["in place", "shifted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Settings to pack documents into rows of ``length`` tokens, one after another; a document that does not fit is
+    """Settings to pack documents, one after another, into rows of ``length`` tokens; a document that does not fit is
     cut.
 
-    A row consists of int64 tensors [length]. ``labels`` are -100 at the borders of documents and in padding.
-    ``position_ids`` begin at 0 in every document. With ``segments``, ``segment_ids`` number the documents from 1, and
-    are 0 in padding. Only the last row of an epoch is padded; its ``input_ids`` then end with ``pad_token``.
+    A row has int64 tensors [length]. ``labels`` are -100 at document borders and in padding. ``position_ids`` begin at
+    0 in every document. ``segment_ids`` number the documents from 1, and are 0 in padding. Only an epoch's last row is
+    padded.
 
     Raises:
         EngineError: a length below 2, or unknown labels.
@@ -46,10 +46,10 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Settings to pad the 1-D tensors of a microbatch's samples at their end, to the length of the longest such tensor,
-    rounded up to a multiple of ``multiple``.
+    """Settings to pad the 1-D tensors of a microbatch at their end, to the longest length, rounded up to a multiple of
+    ``multiple``.
 
-    ``input_ids`` is padded with ``token``, ``labels`` with -100, every other 1-D tensor with 0.
+    ``input_ids`` are padded with ``token``, ``labels`` with -100, other tensors with 0.
 
     Raises:
         EngineError: ``multiple`` is below 1.
@@ -64,11 +64,7 @@ class Padding:
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Keyword arguments of ``engine.data.loader``: ``shuffle`` with ``seed``, number of ``epochs``, treatment of a last
-    incomplete step (``at_end``), ranks that read (``batches``), number of reader processes (``workers``), packing
-    (``pack``) or padding (``pad``) of documents, and the ``collate`` function. :class:`LoaderSettings` describes their
-    values.
-    """
+    """Keyword arguments of ``engine.data.loader``, which :class:`LoaderSettings` describes."""
 
     shuffle: bool
     seed: int
@@ -83,8 +79,7 @@ class LoaderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings of a data loader: order of the samples, number of epochs, treatment of a last step with too few samples,
-    the ranks and processes that read, and packing or padding of token sequences.
+    """Settings of a data loader: order of the samples, epochs, readers, and packing or padding of token sequences.
 
     Raises:
         EngineError: a value is out of range, or two values exclude each other, such as ``pack`` and ``pad``.
@@ -128,9 +123,7 @@ class LoaderSettings:
 
 
 class DataPosition(NamedTuple):
-    """Position in the data at which the next training step begins. It is equal on all ranks, and is independent of the
-    grid of ranks.
-    """
+    """Position in the data at which the next training step begins, equal on all ranks."""
 
     position: int = 0
     """Number of samples that all ranks together have consumed."""
@@ -143,8 +136,10 @@ class DataPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Division of a training step's rows among data ranks and microbatches. Each of the ``size`` data ranks gets
-    ``accumulation`` microbatches of ``micro`` rows; ``rank`` is the index of this data rank, from 0.
+    """Division of a training step's rows: each of ``size`` data ranks gets ``accumulation`` microbatches of ``micro``
+    rows.
+
+    ``rank`` is the index of this data rank.
     """
 
     micro: int
@@ -158,11 +153,10 @@ class StepRows:
         return self.micro * self.accumulation * self.size
 
     def microbatches(self, position: int) -> Iterator[range]:
-        """Yields a range for each microbatch of this data rank: the positions of its rows in the sequence of samples
-        that all ranks share.
+        """Yields a range for each microbatch of this data rank: the positions of its rows among the rows of all ranks.
 
         Args:
-            position: position of the training step's first row in that sequence.
+            position: position of the training step's first row.
         """
         first = position + self.rank * self.micro * self.accumulation
         return (

@@ -33,8 +33,7 @@ _KINDS: Mapping[str, type[list[Any]] | type[tuple[Any, ...]]] = MappingProxyType
 
 
 class ReplicaBatches:
-    """Broadcast of batches within a replica: the ranks with one copy of the model, which compute on the same rows. The
-    first rank of the replica reads, and sends the batches to its other tensor and pipeline ranks.
+    """Broadcast of batches within a replica (the ranks with one copy of the model); the first rank reads.
 
     Args:
         device: device of the communicated tensors.
@@ -46,15 +45,13 @@ class ReplicaBatches:
         """True on the rank that reads."""
 
     def share(self, read: Callable[[], Any]) -> Any:
-        """Calls the callback ``read`` on the first rank of the replica, and returns its result on all ranks of the
-        replica. All ranks of the replica must call this method together.
+        """Calls ``read`` on the replica's first rank, and returns its result on all ranks of the replica. Collective
+        over the replica.
 
-        The result consists of tensors, numbers, strings and None in tuples, lists and dicts. If the replica has several
-        ranks, the tensors are on the CPU.
+        The result consists of tensors, numbers, strings and None in tuples, lists and dicts.
 
         Raises:
-            EngineError: ``read`` has raised an error on the first rank; the first rank itself raises the original
-                error.
+            EngineError: ``read`` has raised on the first rank, which itself raises the original error.
         """
         if self._comm.grid.size("replica") == 1:
             return read()
@@ -129,7 +126,7 @@ class LoadingEngine(Protocol):
 
     @property
     def comm(self) -> Comm:
-        """Communication of this rank, over which a loader with ``batches = "rank0"`` sends or receives batches."""
+        """Communication of this rank, which sends or receives batches if ``batches`` is "rank0"."""
 
     @property
     def device(self) -> torch.device:
@@ -141,15 +138,13 @@ def loader(dataset: Any, eng: LoadingEngine, **options: Unpack[LoaderOptions]) -
     ``register_for_checkpointing(data=it)`` saves its position with the checkpoints.
 
     Args:
-        dataset: a map-style dataset (``__getitem__`` and ``__len__``); an iterable one; a torch DataLoader, from which
-            dataset, workers, shuffling and collate function are taken; or the path of a token file, either ``.npy`` or
-            Megatron's pair of ``.bin`` and ``.idx``.
+        dataset: a map-style or iterable dataset; a torch DataLoader; or the path of a token file, ``.npy`` or
+            Megatron's ``.bin`` and ``.idx``.
         eng: the engine that sets batch sizes, grid and seed.
         options: fields of :class:`engine.data.settings.LoaderSettings`, such as ``shuffle``, ``epochs`` and ``pack``.
 
     Raises:
-        EngineError: an option is unknown, options exclude each other, or one needs a length that the dataset does not
-            have.
+        EngineError: an option is unknown, or does not fit the others or the dataset.
     """
     _check_names(options)
     config, grid = eng.config, eng.grid
@@ -213,11 +208,10 @@ def _shuffles(given: DataLoader[Any]) -> bool | None:
 
 
 class StepLoader(Iterator[Batch]):
-    """Iterator of one data rank's microbatches, which the function ``loader`` makes. With ``batches = "rank0"``,
-    ``next`` is collective over the tensor and pipeline ranks that compute on the same rows.
+    """Iterator of one data rank's microbatches. With ``batches = "rank0"``, ``next`` is collective over the tensor and
+    pipeline ranks that compute on the same rows.
 
-    Its state is equal on all ranks and counts whole training steps. If a run is saved within a step, the resumed run
-    gets all microbatches of this step again.
+    The saved position counts whole training steps: a resumed run repeats the microbatches of an interrupted step.
     """
 
     def __init__(
@@ -249,8 +243,9 @@ class StepLoader(Iterator[Batch]):
 
     @property
     def ended(self) -> bool:
-        """True if no training step is left. It may read the next step to find out. With ``batches = "rank0"``, the
-        ranks that compute on the same rows must therefore read this property together.
+        """True if no training step is left. May load the next step from the dataset.
+
+        With ``batches = "rank0"``, it is collective over the ranks that compute on the same rows.
         """
         if not self._held:
             step = self._read() if self._replica is None else self._replica.share(self._read)
@@ -274,14 +269,16 @@ class StepLoader(Iterator[Batch]):
         return left // batch if self._settings.at_end == "dropped" else -(-left // batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Returns integers by name, equal on every rank: the position in the data after the last whole step, and the
-        settings that determine the order of samples.
+        """Returns the position in the data after the last whole step, and the settings that determine the order of
+        samples.
+
+        The values are equal on every rank.
         """
         return {**self._place._asdict(), **self._kind()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position in ``state``, a result of ``state_dict``. Batch size, grid of ranks and number of
-        workers may have changed since the save.
+        """Continues at the position in ``state``, a result of ``state_dict``, also with another batch size or grid of
+        ranks.
 
         Raises:
             EngineError: ``state`` is not of a loader, or was saved with another order, dataset or packing.

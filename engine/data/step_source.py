@@ -32,15 +32,14 @@ from engine.program.batch import Batch
 
 
 def collated(samples: Sequence[Any], settings: LoaderSettings, absent: int = 0) -> Batch:
-    """Returns the list ``samples`` as one microbatch, by the user's function ``settings.collate`` or else by torch's
-    default. ``settings.pad`` first pads them to equal length.
+    """Returns ``samples`` as one microbatch, by ``settings.collate`` or else torch's default; ``settings.pad`` first
+    pads them.
 
     Args:
-        absent: number of samples at the end that only fill up an incomplete step; their labels become -100.
+        absent: number of last samples that get labels of -100.
 
     Raises:
-        EngineError: samples differ in length and are not padded, or ``absent`` is above 0 and the microbatch has no
-            labels.
+        EngineError: samples differ in length, or a microbatch with ``absent`` samples has no labels.
     """
     if settings.collate is not None:
         batch = settings.collate(samples)
@@ -122,29 +121,24 @@ Step = tuple[DataPosition, list[Batch]]
 
 
 class StepSource(Protocol):
-    """Protocol of a source of training steps for one data rank. A step is a tuple: the position in the data after it,
-    and the list of its microbatches.
-    """
+    """Protocol of a source of training steps for one data rank."""
 
     size: int | None
     """Number of samples of an epoch (with packing, rows); None: unknown."""
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields the training steps from the position ``start`` on, each as a tuple: the position in the data after the
-        step, and the list of this data rank's microbatches.
-        """
+        """Yields for each training step from ``start`` on: (position in the data after it, list of microbatches)."""
 
 
 def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepSource:
-    """Returns the source of this rank's training steps. It looks samples up by index if the dataset is map-style, or,
-    if rows are packed, has documents of known lengths. Otherwise it reads samples one after another.
+    """Returns the source of this rank's training steps: ``MappedSteps`` if samples can be looked up by position,
+    otherwise ``StreamedSteps``.
 
     Args:
         rows: division of a step's rows among data ranks and microbatches.
 
     Raises:
-        EngineError: the dataset is neither map-style nor iterable, is empty, or has no length where the settings need
-            it.
+        EngineError: the dataset is neither map-style nor iterable, is empty, or has no length but needs one.
     """
     mapped = is_mapped(dataset)
     if mapped and not len(dataset):
@@ -209,10 +203,10 @@ class _Rows(Dataset[Batch]):
 
 
 class MappedSteps:
-    """Source of training steps that computes each sample from its position: the function ``sample_at`` returns a sample
-    of a map-style dataset or a row of packed documents.
+    """Source of training steps that looks each sample up by its position.
 
     Args:
+        sample_at: function from a position to its sample or packed row.
         size: number of samples in an epoch.
     """
 
@@ -223,9 +217,7 @@ class MappedSteps:
         self._dataset = _Rows(sample_at, settings, self._limit)
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields the training steps from the position ``start`` on, each as a tuple: the position in the data after the
-        step, and the list of this data rank's microbatches.
-        """
+        """Yields for each training step from ``start`` on: (position in the data after it, list of microbatches)."""
         microbatches = (each for first in self._firsts(start.position) for each in self._rows.microbatches(first))
         ahead = iter(_torch_loader(self._dataset, self._settings, sampler=microbatches))
         for first in self._firsts(start.position):
@@ -279,8 +271,9 @@ def _behind(dataset: Any, skip: int) -> Iterator[Any]:
 
 
 class StreamedSteps(IterableDataset[Step]):
-    """Source of training steps that reads samples one after another: from an iterable dataset, or from documents of
-    unknown lengths, which it packs. Every data rank reads all samples, and uses its own.
+    """Source of training steps that reads and, if configured, packs samples one after another.
+
+    Every data rank reads all samples, and uses only its own rows.
     """
 
     size: int | None = None
@@ -290,9 +283,7 @@ class StreamedSteps(IterableDataset[Step]):
         self._start = DataPosition()
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields the training steps from the position ``start`` on, each as a tuple: the position in the data after the
-        step, and the list of this data rank's microbatches.
-        """
+        """Yields for each training step from ``start`` on: (position in the data after it, list of microbatches)."""
         self._start = start  # a worker gets a copy of this object
         return iter(_torch_loader(self, self._settings))
 
@@ -345,9 +336,7 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 
 def own_state(given: Any) -> EngineError:
-    """Makes the error for a dataset or DataLoader, ``given``, on which the user has called ``load_state_dict``. Such a
-    dataset may not begin at its first sample, but the engine's loader counts samples from there.
-    """
+    """Returns the error for a dataset or DataLoader on which the user has called ``load_state_dict``."""
     return EngineError(
         f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "
         "beginning. Pass it without that state, and load the loader's: eng.register_for_checkpointing(data=loader)."
@@ -355,7 +344,7 @@ def own_state(given: Any) -> EngineError:
 
 
 def refused(left: int, batch: int) -> EngineError:
-    """Makes the error that the data end in an incomplete training step, with only ``left`` of its ``batch`` rows."""
+    """Returns the error that the data end in an incomplete training step, with ``left`` of its ``batch`` rows."""
     return EngineError(
         f"the data end with {left} of the {batch} rows of a step, so some ranks would have fewer than others. Choose "
         'at_end = "joined", which fills it up with rows of no weight, or "dropped", or another batch size.'
@@ -376,9 +365,9 @@ def _torch_loader(dataset: Dataset[Any], settings: LoaderSettings, sampler: Iter
 
 @dataclass(frozen=True, slots=True)
 class EndsWithRank:
-    """``worker_init_fn`` of a torch DataLoader. It ends a worker process as soon as the rank that started it is killed;
-    torch itself checks this only every 5 s. It also calls ``users``, the ``worker_init_fn`` of the user, if there is
-    one.
+    """``worker_init_fn`` of a torch DataLoader that ends a worker process as soon as its rank is killed.
+
+    It also calls ``users``, the user's own ``worker_init_fn``.
     """
 
     users: Callable[[int], object] | None

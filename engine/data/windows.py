@@ -55,8 +55,7 @@ IGNORED_LABEL = -100
 
 
 def window_count(tokens: int, context: int) -> int:
-    """Returns the number of windows into which a corpus of ``tokens`` tokens is cut. A window has ``context + 1``
-    tokens; its last token is also the first of the next window.
+    """Returns the number of windows of ``context + 1`` tokens in a corpus; neighboring windows share one token.
 
     Raises:
         EngineError: the corpus is shorter than one window, or ``context`` is below 1.
@@ -72,11 +71,9 @@ def window_count(tokens: int, context: int) -> int:
 
 class Sampler:
     """Endless stream of the indices of the text windows on which one data rank trains. Each epoch has every window
-    once, in a new random order by ``seed``.
+    once, in a new random order.
 
-    ``next()`` returns the window indices of this rank's rows of the next global batch: int64 [global_batch /
-    data_size]. Rank r of N data ranks gets rows [r*B/N, (r+1)*B/N) of the B rows of a global batch. Communicates
-    nothing.
+    ``next()`` returns the windows of this rank's rows in the next global batch: int64 [global_batch / data_size].
 
     Args:
         windows: number of windows in the corpus.
@@ -117,8 +114,10 @@ class Sampler:
         return rows
 
     def stream(self, start: int, count: int) -> Indices:
-        """Returns the window indices at positions [start, start + count) of the stream that all data ranks share: int64
-        [count]. Positions count from 0 over all epochs. The position of ``next()`` is unchanged.
+        """Returns the window indices at positions [start, start + count) of the stream of all data ranks: int64
+        [count].
+
+        Positions count from 0 over all epochs. The position of ``next()`` is unchanged.
         """
         parts = [np.empty(0, dtype=np.int64)]
         while count:
@@ -140,14 +139,14 @@ class Sampler:
         return self._order
 
     def state_dict(self) -> dict[str, int]:
-        """Returns "position", "seed" and "windows" (number of windows), equal on every rank. The position is the number
-        of samples that all data ranks together have consumed.
+        """Returns "position" (number of samples that all data ranks have consumed), "seed" and "windows", equal on
+        every rank.
         """
         return {"position": self.position, "seed": self.seed, "windows": self.windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position in ``state``, a result of ``state_dict``. Batch size and number of data ranks may
-        have changed since the save.
+        """Continues at the position in ``state``, a result of ``state_dict``, also with another batch size or number of
+        data ranks.
 
         Raises:
             EngineError: ``state`` is not of a sampler, or its seed or number of windows differs from this sampler's.
@@ -172,11 +171,11 @@ class Sampler:
 
 
 class Batches:
-    """Endless training batches of one data rank. Each row is a window of ``corpus``: ``context + 1`` successive tokens.
-    ``sampler`` chooses the windows.
+    """Endless training batches of one data rank. Each row is a window of ``context + 1`` successive tokens, chosen by
+    ``sampler``.
 
-    ``next()`` returns ``input_ids`` and ``labels``, int64 CPU tensors of shape [sampler.rows, context]. The labels are
-    already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``.
+    ``next()`` returns ``input_ids`` and ``labels``, int64 CPU tensors [sampler.rows, context]. ``labels[:, t]`` is the
+    token after ``input_ids[:, t]``.
 
     Raises:
         EngineError: the corpus is shorter than one window, or the sampler was made for another number of windows.
@@ -200,14 +199,14 @@ class Batches:
         return _read_windows(self.corpus, self.context, next(self.sampler))
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the state of the sampler, which chooses the windows: "position" (samples that all data ranks have
-        consumed), "seed" and "windows" (number of windows), equal on every rank.
+        """Returns the sampler's state: "position" (number of samples that all data ranks have consumed), "seed" and
+        "windows".
         """
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position in ``state``, a result of ``state_dict``. Batch size and number of data ranks may
-        have changed since the save.
+        """Continues at the position in ``state``, a result of ``state_dict``, also with another batch size or number of
+        data ranks.
 
         Raises:
             EngineError: ``state`` is not of a sampler, or its seed or number of windows differs from this run's.
@@ -218,12 +217,10 @@ class Batches:
 def evaluation_batches(
     corpus: Corpus, context: int, rows: int, data_rank: int = 0, data_size: int = 1, limit: int | None = None
 ) -> Iterator[Batch]:
-    """Yields the batches of one data rank in one pass over the corpus, in order. Without ``limit``, all data ranks
-    together get every window (``context + 1`` successive tokens) exactly once.
+    """Yields one data rank's batches of one pass over the corpus: ``input_ids`` and ``labels``, int64 [rows, context].
 
-    A batch has ``input_ids`` and ``labels``, int64 [rows, context]. Every rank gets the same number of batches, at most
-    ``limit``. Rows that only fill up the last batch have labels of -100. A loss function that returns (sum, weight)
-    ignores these rows, and the weight can be 0 on a rank.
+    All data ranks together get every window (``context + 1`` tokens) once, unless ``limit`` ends the pass. Every rank
+    gets equally many batches, at most ``limit``; rows without a window have labels of -100.
 
     Raises:
         EngineError: the corpus is shorter than one window, a size is below 1, or a rank is out of range.
@@ -317,8 +314,8 @@ class _TokenFile:
 
 
 class IndexedTokens(_TokenFile):
-    """Tokenized documents in Megatron's pair of files, ``.bin`` (tokens) and ``.idx`` (lengths of documents), read by
-    memory map.
+    """Tokenized documents in Megatron's memory-mapped pair of files, ``.bin`` (tokens) and ``.idx`` (lengths of
+    documents).
 
     Args:
         prefix: path without suffix, or path of either file.
@@ -365,8 +362,8 @@ class IndexedTokens(_TokenFile):
 
 
 class NpyTokens(_TokenFile):
-    """Documents in a ``.npy`` file of integers: the rows of a 2-D array, or parts of a 1-D array that each end with the
-    token ``end``.
+    """Tokenized documents in a ``.npy`` file of integers: the rows of a 2-D array, or the parts of a 1-D array that end
+    with the token ``end``.
 
     Args:
         path: the file.
@@ -398,10 +395,7 @@ class NpyTokens(_TokenFile):
 
 
 def token_file(path: str | Path) -> IndexedTokens | NpyTokens:
-    """Opens a file of tokenized documents. A path with suffix ``.npy`` is returned as NpyTokens: each row of a 2-D
-    array is a document, and a 1-D array is one document. Any other path names Megatron's pair of files, by the suffix
-    ``.bin`` or ``.idx`` or without one, and is returned as IndexedTokens.
-    """
+    """Opens a file of tokenized documents: NpyTokens for the suffix ``.npy``, otherwise IndexedTokens."""
     return NpyTokens(path) if Path(path).suffix == ".npy" else IndexedTokens(path)
 
 

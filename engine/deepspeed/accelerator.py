@@ -11,9 +11,9 @@ from engine.parallel.comm.world import read_world
 
 
 class Accelerator:
-    """Interface to the device of this process, as ``deepspeed.accelerator.get_accelerator()`` returns it.
+    """Interface to the device of this process, returned by ``deepspeed.accelerator.get_accelerator()``.
 
-    Attributes that this class does not define are read from torch's module of the device type, such as ``torch.cuda``.
+    Other attributes are read from torch's module of the device type, such as ``torch.cuda``.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class Accelerator:
         return getattr(self._module, name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Returns the device type of this process, such as "cuda"; with ``device_index``, type and index, such as
+        """Returns the device type of this process, such as "cuda"; with ``device_index``, also the index, such as
         "cuda:1".
 
-        On the CPU it always returns "cpu".
+        The result is always "cpu" on the CPU.
         """
         return self._kind if device_index is None or self._is_host else f"{self._kind}:{device_index}"
 
@@ -39,19 +39,15 @@ class Accelerator:
         return self._kind if self._is_host else self._module.current_device()
 
     def current_device_name(self) -> str:
-        """Returns the current device as text, such as "cuda:0" or "cpu"; equals ``str(tensor.device)`` for tensors on
-        this device.
-        """
+        """Returns the current device as text, such as "cuda:0" or "cpu"."""
         return self._kind if self._is_host else f"{self._kind}:{self._module.current_device()}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Returns a context manager that makes the device with index ``device_index`` current; no effect on the CPU."""
+        """Returns a context manager that makes device ``device_index`` current; no effect on the CPU."""
         return nullcontext() if self._is_host else self._module.device(device_index)
 
     def set_device(self, device_index: int) -> None:
-        """Makes the device with index ``device_index`` current, as ``torch.cuda.set_device`` does; does nothing on the
-        CPU.
-        """
+        """Makes device ``device_index`` current; no effect on the CPU."""
         if not self._is_host:
             self._module.set_device(device_index)
 
@@ -64,7 +60,7 @@ class Accelerator:
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Returns True on the CPU, where operations are complete when their calls return; False on accelerators."""
+        """Returns True on the CPU, where operations run synchronously; False on accelerators."""
         return self._is_host
 
     def communication_backend_name(self) -> str:
@@ -79,7 +75,7 @@ class Accelerator:
             self._module.synchronize(device_index)
 
     def empty_cache(self) -> None:
-        """Frees memory that torch's caching allocator reserves but no tensor uses; does nothing on the CPU."""
+        """Frees unused memory of torch's caching allocator; no effect on the CPU."""
         if not self._is_host:
             self._module.empty_cache()
 
@@ -90,15 +86,12 @@ class Accelerator:
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """Returns the peak of ``memory_allocated`` since the process started or ``reset_peak_memory_stats`` was called.
 
-        ``device_index``: index of the device; None: the current one. The result is 0 on the CPU.
+        The result is 0 on the CPU.
         """
         return 0 if self._is_host else int(self._module.max_memory_allocated(device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Makes the bytes now allocated the new peak for ``max_memory_allocated``; does nothing on the CPU.
-
-        ``device_index``: index of the device; None: the current one.
-        """
+        """Makes the bytes now allocated the new peak for ``max_memory_allocated``; no effect on the CPU."""
         if not self._is_host:
             self._module.reset_peak_memory_stats(device_index)
 
@@ -113,14 +106,14 @@ class Accelerator:
         return torch.initial_seed() if self._is_host else int(self._module.initial_seed())
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Returns the state of the device's random generator (default: the current device), as torch's uint8 tensor."""
+        """Returns the state of the device's random generator (default: the current device), a uint8 tensor."""
         if self._is_host:
             return torch.get_rng_state()
         state: torch.Tensor = self._module.get_rng_state(*(() if device_index is None else (device_index,)))
         return state
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Sets the random state of the device (default: the current one) to ``new_state``, from ``get_rng_state``."""
+        """Sets the state of the device's random generator (default: the current device) to ``new_state``."""
         if self._is_host:
             torch.set_rng_state(new_state)
         else:
@@ -131,7 +124,7 @@ class Accelerator:
         return torch.random
 
     def is_bf16_supported(self) -> bool:
-        """Returns True: on a device without bf16 arithmetic, torch computes bf16 operations in fp32."""
+        """Returns True, because torch computes bf16 on every device."""
         return True
 
     def is_fp16_supported(self) -> bool:
@@ -156,5 +149,5 @@ class Accelerator:
 
 
 def get_accelerator() -> Accelerator:
-    """Returns a new object with DeepSpeed's accelerator methods, for the device of this process."""
+    """Returns a new object with DeepSpeed's accelerator methods."""
     return Accelerator()

@@ -10,56 +10,44 @@ from engine.precision.dtypes import NAMED_DTYPES
 
 
 class Throughput:
-    """Timer for DeepSpeed's attribute ``tput_timer``. It measures nothing, because the engine reports the throughput of
-    each step in its ``StepReport``.
-    """
+    """Timer without effect, for DeepSpeed's attribute ``tput_timer``."""
 
     def __init__(self) -> None:
         self.epoch_count = 0
 
     def update_epoch_count(self) -> None:
-        """Adds one to the attribute ``epoch_count``, the number of calls of this method so far."""
+        """Adds one to the attribute ``epoch_count``."""
         self.epoch_count += 1
 
     def start(self) -> None:
-        """Does nothing, because the engine reports the throughput of each step in its ``StepReport``."""
+        """Does nothing; the ``StepReport`` of each step has the throughput."""
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Does nothing, because the engine reports the throughput of each step in its ``StepReport``; arguments have no
-        effect.
-        """
+        """Does nothing; the ``StepReport`` of each step has the throughput."""
 
 
 class Timers:
-    """Object for DeepSpeed's attribute ``timers``: a call with any name returns a timer that measures nothing."""
+    """Timers without effect, for DeepSpeed's attribute ``timers``."""
 
     def __call__(self, name: str) -> Throughput:
         """Returns a timer."""
         return Throughput()
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Does nothing, because the engine reports the seconds of each step in its ``StepReport``; arguments have no
-        effect.
-        """
+        """Does nothing; the ``StepReport`` of each step has the seconds."""
 
 
 class DeepSpeedMonitor:
-    """Object for DeepSpeed's attribute ``monitor``; it writes nothing.
-
-    The engine itself writes the logs, to the places that the configuration section ``monitor`` chooses.
-    """
+    """Monitor without effect, for DeepSpeed's attribute ``monitor``."""
 
     enabled = False
 
     def write_events(self, events: list[Any], flush: bool = True) -> None:
-        """Drops ``events``: the engine itself writes the logs, as the configuration section ``monitor`` chooses."""
+        """Drops ``events``; the configuration section ``monitor`` chooses the engine's own logs."""
 
 
 class AskedSettings:
-    """Base class of ``DeepSpeedEngine`` with DeepSpeed's getters of configuration values.
-
-    A getter of a feature that Trine always has, or never has, returns a constant.
-    """
+    """Base class of ``DeepSpeedEngine`` with DeepSpeed's getters of configuration values."""
 
     engine: Engine
 
@@ -73,9 +61,7 @@ class AskedSettings:
         return section.type.lower() if section is not None else None
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Returns the section ``optimizer.params`` of the configuration, with defaults for absent keys; None if no
-        optimizer is configured.
-        """
+        """Returns the section ``optimizer.params`` of the configuration; None if no optimizer is configured."""
         section = self.engine.config.optimizer
         return dict(section.params) if section is not None else None
 
@@ -85,24 +71,21 @@ class AskedSettings:
         return section.type if section is not None else None
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Returns the section ``scheduler.params`` of the configuration: options of the learning-rate schedule; None if
-        no schedule is configured.
-        """
+        """Returns the section ``scheduler.params`` of the configuration; None if no schedule is configured."""
         section = self.engine.config.scheduler
         return dict(section.params) if section is not None else None
 
     def dynamic_loss_scale(self) -> bool:
-        """Returns True in an fp16 run without a fixed loss scale, and False in any other run."""
+        """Returns True in an fp16 run without a fixed loss scale."""
         return self.engine.config.fp16.enabled and not self.engine.config.fp16.loss_scale
 
     def initial_dynamic_scale(self) -> float:
-        """Returns the loss scale with which dynamic scaling starts: 2 to the power of ``fp16.initial_scale_power``."""
+        """Returns the initial dynamic loss scale, 2 to the power of ``fp16.initial_scale_power``."""
         return float(2**self.engine.config.fp16.initial_scale_power)
 
     def managed_gradient_accumulation(self) -> bool:
-        """Returns True if ``step`` updates the weights only at every ``gradient_accumulation_steps``-th call.
-
-        False: every call of ``step`` updates the weights.
+        """Returns True if only every ``gradient_accumulation_steps``-th call of ``step`` updates the weights, False if
+        every call does.
         """
         return self.engine.config.managed_gradient_accumulation
 
@@ -143,9 +126,7 @@ class AskedSettings:
         return True
 
     def zero_reduce_bucket_size(self) -> int:
-        """Returns the number of elements of a bucket, the unit in which gradients are reduced and
-        parameters gathered.
-        """
+        """Returns the number of elements of a bucket, the unit of gradient reductions and parameter gathers."""
         return self._zero.bucket_elements
 
     zero_allgather_bucket_size = zero_reduce_bucket_size  # buckets are gathered as they are reduced
@@ -157,10 +138,9 @@ class AskedSettings:
     zero_model_persistence_threshold = zero_param_persistence_threshold
 
     def zero_hpz_partition_size(self) -> int | str:
-        """Returns the configured number of data ranks that share one secondary copy of the parameters (ZeRO++ hpZ), or
-        "auto".
+        """Returns the number of data ranks that share one secondary copy of the parameters (ZeRO++ hpZ), or "auto".
 
-        1 or 0: there is no such copy.
+        0 or 1: no secondary copy.
         """
         return self._zero.zero_hpz_partition_size
 
@@ -193,17 +173,15 @@ class AskedSettings:
         return True
 
     def zero_load_from_fp32_weights(self) -> bool:
-        """Returns True, because ``load_checkpoint`` sets the fp32 master weights from the checkpoint's fp32 weights."""
+        """Returns True, because ``load_checkpoint`` loads fp32 weights."""
         return True
 
     def zero_legacy_stage1(self) -> bool:
-        """Returns False; there is no legacy implementation of ZeRO 1."""
+        """Returns False, because ZeRO 1 has no legacy implementation."""
         return False
 
     def zero_allow_untested_optimizer(self) -> bool:
-        """Returns True, because ``initialize`` accepts every optimizer that can update shards, and raises for any
-        other.
-        """
+        """Returns True, because ``initialize`` accepts every optimizer that can update shards."""
         return True
 
     def zero_offload_optimizer(self) -> Any:
@@ -227,14 +205,14 @@ class AskedSettings:
         return self._zero.offload_optimizer.device == "nvme"
 
     def zero_partial_offload(self) -> float | str:
-        """Returns the configured fraction, 0 to 1, of the parameter elements with offloaded optimizer state.
+        """Returns the fraction, 0 to 1, of parameter elements with offloaded optimizer state, or "auto".
 
-        "auto": the engine chooses the smallest fraction with which the state on the GPU fits into ``memory_limit``.
+        "auto": the engine chooses the smallest fraction with which the GPU memory suffices.
         """
         return self._zero.offload_optimizer.ratio
 
     def bf16_master_weights_and_gradients(self) -> bool:
-        """Returns True if a bf16 run updates its bf16 weights directly, without fp32 master weights."""
+        """Returns True if a bf16 run has no fp32 master weights."""
         return self.engine.config.bf16.bf16_master_weights_and_grads
 
     def bf16_optimizer_states(self) -> bool:
@@ -246,16 +224,16 @@ class AskedSettings:
         return False
 
     def fp16_auto_cast(self) -> bool:
-        """Returns True if floating-point inputs of the model's forward are cast to the model's dtype."""
+        """Returns True if floating-point inputs of the forward are cast to the model's dtype."""
         return self.engine.config.cast_forward_inputs
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
-        """Dtype in which gradients are reduced over ranks; None: the dtype in which they are accumulated."""
+        """Dtype of gradient reductions over ranks; None: the dtype in which gradients are accumulated."""
         return NAMED_DTYPES[self.engine.config.communication_data_type]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Returns a pair of dtypes: of the parameters in the forward, and of the accumulated gradients."""
+        """Returns (dtype of the parameters in the forward, dtype of the accumulated gradients)."""
         config = self.engine.config
         if config.bf16.enabled:
             held = config.bf16.bf16_master_weights_and_grads
@@ -263,7 +241,7 @@ class AskedSettings:
         return torch.float16 if config.fp16.enabled else torch.float32, torch.float32
 
     def amp_enabled(self) -> bool:
-        """Returns False, because the configuration section ``amp`` is converted to ``torch_autocast``."""
+        """Returns False, because ``torch_autocast`` replaces the section ``amp``."""
         return False
 
     def sparse_gradients_enabled(self) -> bool:
@@ -276,9 +254,7 @@ class AskedSettings:
         return set()
 
     def flops_profiler_enabled(self) -> bool:
-        """Returns False, because the engine reports the FLOP/s of each step in its ``StepReport``, without a
-        profiler.
-        """
+        """Returns False; the ``StepReport`` of each step has the FLOP/s."""
         return False
 
     def use_node_local_storage(self) -> bool:
@@ -286,11 +262,11 @@ class AskedSettings:
         return False
 
     def load_universal_checkpoint(self) -> bool:
-        """Returns True, because every checkpoint loads on any number of data, tensor and pipeline ranks."""
+        """Returns True, because every checkpoint loads on any grid of ranks."""
         return True
 
     def autotp_size(self) -> int:
-        """Returns the number of tensor ranks, over which tensor parallelism shards the layers."""
+        """Returns the number of tensor-parallel ranks."""
         return self.engine.grid.tp
 
     def postscale_gradients(self) -> bool:
@@ -302,19 +278,15 @@ class AskedSettings:
         return 1.0
 
     def wall_clock_breakdown(self) -> bool:
-        """Returns False: DeepSpeed's log of timers is not written, and the engine's ``StepReport`` has the seconds of a
-        step.
-        """
+        """Returns False; the ``StepReport`` of each step has the seconds."""
         return False
 
     def memory_breakdown(self) -> bool:
-        """Returns False: DeepSpeed's log of memory is not written, and the engine's ``StepReport`` has the peak
-        memory.
-        """
+        """Returns False; the ``StepReport`` of each step has the peak memory."""
         return False
 
     def dump_state(self) -> bool:
-        """Returns False, because DeepSpeed's printout of the engine's state at its start is not supported."""
+        """Returns False, because a printout of the engine's state is not supported."""
         return False
 
     def random_ltd_enabled(self) -> bool:
@@ -322,11 +294,11 @@ class AskedSettings:
         return False
 
     def curriculum_learning_enabled(self) -> bool:
-        """Returns False, because curriculum learning by DeepSpeed's section ``data_efficiency`` is not supported."""
+        """Returns False, because the section ``data_efficiency`` is not supported."""
         return False
 
     def eigenvalue_enabled(self) -> bool:
-        """Returns False, because DeepSpeed's estimate of each block's eigenvalue is not supported."""
+        """Returns False, because eigenvalues of blocks are not estimated."""
         return False
 
     def autotuning_enabled(self) -> bool:
@@ -334,7 +306,5 @@ class AskedSettings:
         return False
 
     def data_efficiency_enabled(self) -> bool:
-        """Returns False, because DeepSpeed's section ``data_efficiency`` (data sampling and routing) is not
-        supported.
-        """
+        """Returns False, because the section ``data_efficiency`` is not supported."""
         return False

@@ -19,15 +19,15 @@ def __getattr__(name: str) -> Any:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs ``function(*args)`` and returns its output, without storing the intermediate activations of ``function``.
+    """Returns ``function(*args)``, without storing intermediate activations.
 
-    The backward runs ``function`` again, with the same random numbers as the forward, to recompute the activations.
+    The backward recomputes the activations with the same random numbers.
     """
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
 def configure(*_: Any, **__: Any) -> None:
-    """Ignores all arguments: DeepSpeed's options choose only the memory in which activations are stored."""
+    """Does nothing, because ``checkpoint`` needs no configuration."""
 
 
 def is_configured() -> bool:
@@ -36,10 +36,7 @@ def is_configured() -> bool:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the random generator of the current device with ``seed``.
-
-    All tensor ranks may pass the same seed: in training they still draw different random numbers for sharded tensors.
-    """
+    """Seeds the random generator of the current device with ``seed``, which may be equal on all tensor ranks."""
     get_accelerator().manual_seed(seed)
 
 

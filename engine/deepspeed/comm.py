@@ -21,16 +21,15 @@ def init_distributed(
     verbose: bool = True, timeout: timedelta | None = None, init_method: str | None = None,
     dist_init_required: bool | None = None, config: Any = None, rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
-    """Starts torch's default process group over all ranks of the launcher, unless one exists. Collective.
+    """Starts torch's default process group over all ranks, unless it exists. Collective.
 
-    ``deepspeed.initialize`` starts the group too. The backend is NCCL on GPUs and gloo on the CPU. Arguments that are
-    not listed have no effect.
+    The backend is NCCL on GPUs and gloo on the CPU. Other arguments have no effect.
 
     Args:
-        timeout: time limit of the group's collectives, if ``init_method`` or ``rank`` is passed; otherwise the
-            environment variable ``TRINE_TIMEOUT_SECONDS`` sets the limit.
+        timeout: time limit of collectives, if ``init_method`` or ``rank`` is passed; otherwise the environment variable
+            ``TRINE_TIMEOUT_SECONDS`` sets it.
         init_method: torch's rendezvous URL, in place of the launcher's.
-        rank: rank of this process, from 0, among ``world_size`` processes; -1: the launcher's value.
+        rank: rank of this process; -1: the launcher's value.
         world_size: number of processes; -1: the launcher's value.
     """
     if not dist.is_initialized() and (init_method is not None or rank >= 0):
@@ -56,24 +55,21 @@ def world_group() -> Any:
 
 
 def wait_for_all() -> None:
-    """Waits until all ranks have called this function (a barrier); does nothing if there is no process group."""
+    """Waits until all ranks have called this function; no effect without a process group."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def share_from(tensor: torch.Tensor, rank: int) -> None:
-    """Overwrites ``tensor`` on all ranks with the values that it has on rank ``rank``. Collective.
-
-    It does nothing without a process group.
-    """
+    """Broadcasts ``tensor`` from rank ``rank`` to all ranks, in place; no effect without a process group."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(tensor, src=rank)
 
 
 def from_every_rank(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns a list with the ``tensor`` that each rank passes, in rank order; ``[tensor]`` without a process group.
+    """Returns a list with the ``tensor`` of each rank, in rank order. Collective.
 
-    Collective: the tensors of all ranks have one shape and dtype.
+    The tensors of all ranks have one shape and dtype.
     """
     if not dist.is_initialized():
         return [tensor]

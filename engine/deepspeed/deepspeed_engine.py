@@ -32,9 +32,9 @@ _COUNTED = {"micro_steps", "client_state"}
 
 
 class DeepSpeedEngine(ScheduledMembers, AskedSettings):
-    """Engine object with DeepSpeed's methods, the first value that ``deepspeed.initialize`` returns.
+    """Engine object with DeepSpeed's methods, returned by ``deepspeed.initialize``.
 
-    Attributes that this class does not define are read from the model.
+    Other attributes are read from the model.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Runs the backward of one microbatch, and returns ``loss`` divided by ``gradient_accumulation_steps``.
 
-        The gradients are averaged over the microbatches of a step. With ``scale_wrt_gas=False`` they are summed, and
-        ``loss`` is returned unchanged. ``retain_graph``: as in ``Tensor.backward``.
+        Gradients are averaged over the microbatches of a step. With ``scale_wrt_gas=False`` they are summed, and
+        ``loss`` is returned unchanged.
         """
         steps = self.gradient_accumulation_steps()
         self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph)
@@ -86,26 +86,24 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return loss / steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Ends a microbatch. If it is the last of the step's ``gradient_accumulation_steps`` microbatches, also updates
-        the weights.
+        """Ends a microbatch; after the last microbatch of a step, updates the weights.
 
-        ``set_gradient_accumulation_boundary`` can choose another microbatch as the last. ``lr_kwargs`` has no effect.
+        ``lr_kwargs`` has no effect.
         """
         self.micro_steps += 1
         self._counted.end_step()
         self._last.take(self.engine.step())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` times the loss scale, so that a script can call ``backward()`` on the result.
-
-        The loss scale is 1 except in an fp16 run.
+        """Returns ``loss`` times the loss scale, to call ``backward()`` on the result; the scale is 1 except in an fp16
+        run.
         """
         return self.engine.scale(loss)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Runs one training step, and returns the mean loss of its microbatches as a 0-dim tensor. Collective.
 
-        ``data_iter`` yields the microbatches of this data rank; None: the training data passed to ``initialize`` or
+        ``data_iter`` yields the microbatches of this data rank; None: the data passed to ``initialize`` or
         ``set_dataloader``.
 
         Raises:
@@ -123,13 +121,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
         reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
     ) -> Any:  # fmt: skip
-        """Computes the mean loss over as many microbatches of ``data_iter`` as a step has, without an update.
-        Collective.
+        """Computes the mean loss over one step's number of microbatches, without an update. Collective.
 
         Returns:
-            The loss as a 0-dim tensor, equal on all ranks; (loss, outputs) with ``return_logits``; only the outputs if
-                ``compute_loss`` is False. Rank 0 gets the model's outputs for its own microbatches, other ranks get
-                None in their place.
+            The loss as a 0-dim tensor, equal on all ranks; (loss, outputs) with ``return_logits``; outputs if
+                ``compute_loss`` is False. Only rank 0 gets outputs, for its own microbatches; other ranks get None.
 
         Raises:
             EngineError: ``reduce_output`` is not "avg", or ``num_micro_batches`` differs from
@@ -156,11 +152,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return items if self._batch_fn is None else map(self._batch_fn, items)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Makes ``train_batch`` read its microbatches from ``loader``, which restarts when it is exhausted."""
+        """Makes ``train_batch`` read its microbatches from ``loader``, which restarts at its end."""
         self.training_dataloader, self._items = loader, iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Makes ``train_batch`` read its microbatches from ``iterator``, which is not restarted at its end."""
+        """Makes ``train_batch`` read its microbatches from ``iterator``."""
         self.training_dataloader, self._items = None, iterator
 
     def deepspeed_io(
@@ -172,11 +168,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
 
         Args:
             batch_size: rows of a microbatch; None: the configured number.
-            route: "train" shuffles the rows; "eval" and "predict" retain their order.
-            pin_memory: True: copies batches to page-locked memory, if this process has an accelerator.
-            data_sampler: sampler of this rank's rows, used for any ``route``; None: torch's DistributedSampler over
-                the data ranks.
-            collate_fn: callback that makes a batch from a list of rows; None: the one passed to ``initialize``.
+            route: "train" shuffles the rows; "eval" and "predict" do not.
+            pin_memory: True: copies batches to page-locked memory, if there is an accelerator.
+            data_sampler: sampler of this rank's rows for any ``route``; None: torch's DistributedSampler.
+            collate_fn: callback that makes a batch from a list of rows; None: the function passed to ``initialize``.
             num_local_io_workers: number of reader processes; None: this process reads.
         """
         return loader_of_a_rank(
@@ -191,13 +186,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         )
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Sets the callback ``fn``; ``train_batch`` and ``eval_batch`` replace each microbatch by
-        ``fn(microbatch)``.
-        """
+        """Makes ``train_batch`` and ``eval_batch`` replace each microbatch by ``fn(microbatch)``."""
         self._batch_fn = fn
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Checks that ``train_batch_size`` equals the configured number of rows per step, which cannot change in a run.
+        """Checks that ``train_batch_size`` equals the configured number of rows per step.
 
         Raises:
             EngineError: the two numbers differ.
@@ -205,8 +198,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self._refuse_size("train_batch_size", train_batch_size, self.train_batch_size())
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Checks that ``micro_batch_size`` equals the configured number of rows per microbatch, which cannot change in
-        a run.
+        """Checks that ``micro_batch_size`` equals the configured number of rows per microbatch.
 
         Raises:
             EngineError: the two numbers differ.
@@ -221,20 +213,18 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             )
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Returns a context manager without effect, because gradients of several backwards are reduced together in any
-        case.
-        """
+        """Returns a context manager without effect."""
         return nullcontext()
 
     def zero_grad(self) -> None:
-        """Drops the gradients that were accumulated since the last update."""
+        """Drops the gradients accumulated since the last update."""
         self.engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context manager, inside which ``backward`` does not reduce gradients over ranks; ``step`` reduces
-        them later.
+        """Returns a context manager in which ``backward`` does not reduce gradients over ranks; ``step`` reduces them
+        later.
 
-        ZeRO 2 and 3 still reduce inside it, if the configuration sets ``reduce`` to "microbatch".
+        With ZeRO 2 or 3 and ``reduce`` set to "microbatch", gradients are still reduced.
 
         Raises:
             EngineError: the model is split into pipeline stages.
@@ -270,11 +260,12 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, save_dir: str | os.PathLike[str], tag: str | int | None = None, client_state: Any = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Saves a checkpoint in the folder ``save_dir/tag``; returns True once it is written. Collective.
+        """Saves a checkpoint in the folder ``save_dir/tag``, and returns True. Collective.
 
-        ``tag`` is ``global_stepN`` by default, for N steps so far; with ``save_latest`` it is written into the file
-        ``save_dir/latest``. ``client_state`` is the script's own JSON value, which ``load_checkpoint`` returns.
-        ``exclude_frozen_parameters`` leaves frozen parameters out.
+        Args:
+            tag: name of the folder; None: ``global_stepN`` after N steps.
+            client_state: JSON value that ``load_checkpoint`` returns.
+            save_latest: True: writes ``tag`` into the file ``save_dir/latest``.
         """
         if save_dir is None or not os.fspath(save_dir):
             raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; pass the folder of the run.")
@@ -295,12 +286,12 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Loads the checkpoint ``load_dir/tag``, of Trine or DeepSpeed. Collective.
 
-        ``tag=None`` loads the checkpoint that the file ``load_dir/latest`` names. Without ``load_module_strict``,
-        parameters that the checkpoint lacks retain their values. ``load_module_only`` loads only weights and buffers.
+        ``tag=None``: the tag in the file ``load_dir/latest``. Without ``load_module_strict``, parameters that the
+        checkpoint lacks are unchanged. ``load_module_only`` loads only weights and buffers.
 
         Returns:
-            (folder of the checkpoint, client state: the value that ``save_checkpoint`` got); (None, None), and nothing
-                is loaded, if ``tag`` is None and there is no file ``load_dir/latest``.
+            (folder of the checkpoint, ``client_state`` of ``save_checkpoint``), or (None, None) if ``load_dir/latest``
+                is needed and missing.
 
         Raises:
             EngineError: ``custom_load_fn`` is passed.
@@ -334,8 +325,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         """Writes the full weights, in the model's dtypes, into the safetensors file ``save_dir/save_filename``; returns
         True.
 
-        Collective; only rank 0 writes. A suffix of ``save_filename`` other than ``.safetensors`` is replaced by
-        ``.safetensors``. ``exclude_frozen_parameters`` leaves frozen parameters out.
+        Collective; only rank 0 writes. The suffix becomes ``.safetensors``.
         """
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
@@ -351,8 +341,6 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Returns the state dict of the whole model on rank 0, and an empty dict on other ranks. Collective.
-
-        ``exclude_frozen_parameters`` leaves frozen parameters out.
 
         Raises:
             EngineError: ``destination``, ``prefix`` or ``keep_vars`` is passed.
@@ -371,10 +359,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, state_dict: Mapping[str, Tensor], strict: bool = True, custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
     ) -> None:  # fmt: skip
-        """Copies full parameters and buffers from ``state_dict`` into the model, by name. Collective.
+        """Copies full parameters and buffers from ``state_dict``, equal on all ranks, into the model. Collective.
 
-        All ranks pass equal tensors. Without ``strict``, names that only one side has are ignored. ``fetch_z3_params``
-        has no effect.
+        Without ``strict``, missing and unknown names are ignored.
 
         Raises:
             EngineError: with ``strict``, if ``state_dict`` lacks a parameter, or has a name that the model lacks;
@@ -404,13 +391,13 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves weights, gradients and optimizer state to host memory, until ``reload_states`` moves them back.
+        """Moves weights, gradients and optimizer state to host memory until ``reload_states`` is called.
 
         Args:
-            include: names of the state to move: "optim_states" (moments), "hp_params" (fp32 master weights),
-                "lp_params" (parameters), "lp_grads" (gradients); None: all.
+            include: state to move: "optim_states" (moments), "hp_params" (fp32 master weights), "lp_params"
+                (parameters), "lp_grads" (gradients); None: all.
             device: "cpu", the only supported device.
-            pin_memory: True: uses page-locked memory, so that copies are fast.
+            pin_memory: True: uses page-locked memory.
             non_blocking: True: copies may still run when the call returns.
         """
         self.engine.offload_states(include, device, pin_memory, non_blocking)
@@ -418,8 +405,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves the state that ``offload_states`` has moved to host memory back to the device.
 
-        ``non_blocking``: copies may still run when the call returns; the device waits for them before it uses the
-        state.
+        With ``non_blocking``, copies may still run when the call returns; the device waits for them.
         """
         self.engine.reload_states(non_blocking)
 
@@ -432,11 +418,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return self.engine.config.compile
 
     def compile(self, *_: Any, **__: Any) -> None:
-        """Does nothing if the configuration sets ``compile``, because the model's blocks are then compiled already.
+        """Does nothing if ``compile`` is configured, because the model is then compiled already.
 
         Raises:
-            EngineError: ``compile`` is not configured; a model that ``initialize`` has sharded cannot be compiled
-                later.
+            EngineError: ``compile`` is not configured.
         """
         if not self.is_compiled:
             raise EngineError(
@@ -444,10 +429,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             )
 
     def destroy(self) -> None:
-        """Closes the engine: removes its hooks from the model, and ends its logs and process groups.
-
-        The module may then be passed to ``initialize`` again.
-        """
+        """Closes the engine: removes its hooks from the model, and ends its process groups."""
         self.engine.close()
         while self.at_end:
             self.at_end.pop()()

@@ -17,9 +17,7 @@ from engine.parallel.comm.launcher import local_rank
 
 
 class MicrobatchCount:
-    """Counter of the microbatches of all steps so far, for runs in which steps may have different numbers of
-    microbatches.
-    """
+    """Counter of the microbatches of all steps so far."""
 
     KEY = "microbatches"
 
@@ -31,22 +29,19 @@ class MicrobatchCount:
         """Microbatches of all steps; None: each step has the same number."""
 
     def end_step(self) -> None:
-        """Adds to the count the number of backwards since the last call of this method."""
+        """Adds the number of backwards since the last call of this method to the count."""
         if self.taken is not None:
             self.taken += self.waiting
         self.waiting = 0
 
     def kept(self) -> dict[str, int]:
-        """Returns {"microbatches": count}, to be saved in a checkpoint; {} if all steps have the same number of
-        microbatches.
-        """
+        """Returns {"microbatches": count} for a checkpoint; {} if all steps have the same number of microbatches."""
         return {} if self.taken is None else {self.KEY: self.taken}
 
     def restore(self, found: Mapping[str, Any], steps: int) -> None:
-        """Restores the count from a checkpoint's client state ``found``, which includes the result of :meth:`kept`.
+        """Restores the count from ``found``, a checkpoint's client state with the result of :meth:`kept`.
 
-        If ``found`` has no count, the count becomes ``steps`` steps times the configured number of microbatches per
-        step.
+        Without a count in ``found``, it assumes the configured number of microbatches in each of ``steps`` steps.
         """
         if self.taken is not None:
             self.taken = int(found.get(self.KEY, steps * self._steps))
@@ -72,7 +67,7 @@ class EngineState:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Configuration of the engine as a dict of JSON values, with defaults for absent keys."""
+        """Configuration of the engine as a dict of JSON values, with all defaults."""
         return dict(self.engine.config.to_json())
 
     @property
@@ -133,12 +128,12 @@ class EngineState:
 
     @property
     def cur_scale(self) -> float:
-        """Loss scale of the next step, by which the loss is multiplied before the backward; 1 except in an fp16 run."""
+        """Loss scale of the next step; 1 except in an fp16 run."""
         return self.engine.loss_scale
 
     @property
     def loss_scale(self) -> float:
-        """Loss scale of the next step, by which the loss is multiplied before the backward; 1 except in an fp16 run."""
+        """Loss scale of the next step; 1 except in an fp16 run."""
         return self.cur_scale
 
     def train_batch_size(self) -> int:
@@ -154,9 +149,7 @@ class EngineState:
         return self.engine.config.accumulation or 0
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Returns (rows of a step over all data ranks, rows of a microbatch on a data rank, microbatches of a step on a
-        data rank).
-        """
+        """Returns (rows of a step, rows of a microbatch on a data rank, microbatches of a step on a data rank)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def zero_optimization_stage(self) -> int:
@@ -176,33 +169,27 @@ class EngineState:
         return self.engine.config.bf16.enabled
 
     def gradient_clipping(self) -> float:
-        """Returns the L2 norm to which gradients with a larger norm are clipped; 0: no clipping."""
+        """Returns the L2 norm to which larger gradients are clipped; 0: no clipping."""
         return self.engine.config.gradient_clipping
 
     def get_lr(self) -> list[float]:
-        """Returns a list with the learning rate of each parameter group of the optimizer; empty without an
-        optimizer.
-        """
+        """Returns the learning rate of each parameter group; an empty list without an optimizer."""
         return [float(group["lr"]) for group in self._groups]
 
     def get_mom(self) -> list[Any]:
-        """Returns a list with the betas of each parameter group of the optimizer; for a group without betas its
-        momentum, without both None.
-        """
+        """Returns the ``betas`` or else the ``momentum`` of each parameter group; None for a group without either."""
         return [group.get("betas", group.get("momentum")) for group in self._groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Returns the L2 norm of the gradient of all parameters in the last training step, before clipping; None before
-        the first step.
-        """
+        """Returns the L2 norm of the full gradient in the last step, before clipping; None before the first step."""
         return self._last.norm
 
     @property
     def data_parallel_group(self) -> Any:
-        """torch.distributed group of all ranks, if all are data ranks; None in a single process.
+        """torch.distributed group of all ranks; None in a single process.
 
         Raises:
-            EngineError: there are tensor or pipeline ranks, so the data ranks' group is internal to the engine.
+            EngineError: there are tensor or pipeline ranks.
         """
         grid = self.engine.grid
         if grid.row_ranks != grid.world_size:
@@ -213,7 +200,7 @@ class EngineState:
 
     @property
     def grid(self) -> PipelineParallelGrid:
-        """Object with the number of ranks on each parallel axis and this rank's coordinates, as DeepSpeed's ``mpu``."""
+        """Number of ranks on each parallel axis and this rank's coordinates, as DeepSpeed's ``mpu``."""
         return PipelineParallelGrid(self.engine.grid)
 
     def is_first_stage(self) -> bool:
@@ -225,9 +212,7 @@ class EngineState:
         return self.engine.grid.coord().pp == self.engine.grid.pp - 1
 
     def get_type(self) -> list[Any]:
-        """Returns a list with the option ``type`` of each parameter group of the optimizer; None for a group without
-        that option.
-        """
+        """Returns the option ``type`` of each parameter group, None for a group without the option."""
         return [group.get("type") for group in self._groups]
 
     @property

@@ -9,8 +9,7 @@ from engine.config import load_raw
 class HfDeepSpeedConfig:
     """Replacement of transformers' ``HfDeepSpeedConfig``: a DeepSpeed configuration with getters.
 
-    transformers' own class needs the package deepspeed, and builds models under deepspeed's ``zero.Init``. With this
-    class, models are built in full, and ``initialize`` shards them.
+    Models are built in full, and ``initialize`` shards them.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:

@@ -52,9 +52,7 @@ class MissingModules(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns None for modules outside of ``engine.deepspeed``; raises for modules inside it.
-
-        Python asks this finder last, so a module inside ``engine.deepspeed`` that reaches it does not exist.
+        """Raises for modules inside ``engine.deepspeed``; returns None for others.
 
         Raises:
             ModuleNotFoundError: the module is inside ``engine.deepspeed``; the message names the nearest equivalent.
@@ -68,7 +66,7 @@ class MissingModules(MetaPathFinder):
 def missing_sentence(name: str) -> str:
     """Returns the error text for a DeepSpeed name that Trine lacks, with the nearest equivalent.
 
-    ``name`` is the dotted path below ``deepspeed``, such as "runtime.domino".
+    ``name`` is the path below ``deepspeed``, such as "runtime.domino".
     """
     found = [about for about in _NEAREST if name == about or f"{name}.".startswith(f"{about.removesuffix('.')}.")]
     nearest = _NEAREST[max(found, key=len)] if found else "docs/reference/deepspeed.md lists the names that are there"
@@ -82,7 +80,7 @@ def install() -> None:
 
 
 def missing_attribute(engine: object, model: Any, name: str) -> AttributeError:
-    """Returns an error for the attribute ``name``, which neither the engine object ``engine`` nor its ``model`` has."""
+    """Returns the error that neither the engine object nor its model has the attribute ``name``."""
     return AttributeError(
         f"{type(engine).__name__!r} object of engine.deepspeed has no attribute {name!r}, and the model "
         f"({type(model).__name__}) has none either; docs/reference/deepspeed.md lists the engine's members."

@@ -22,7 +22,7 @@ class LastStep:
         self._report: StepReport | None = None
 
     def take(self, report: StepReport | None) -> None:
-        """Stores ``report``, which the engine's ``step`` has returned; None: the call only ended a microbatch."""
+        """Stores ``report``, the result of the engine's ``step``; None: the call has not updated the weights."""
         self._report = report
         if report is not None:
             self.norm = report.grad_norm
@@ -39,11 +39,7 @@ class LastStep:
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """Wrapper with DeepSpeed's attributes around the engine's optimizer, or around the one that the script passed to
-    ``initialize``.
-
-    It can be created before the engine makes its optimizer, which may happen only at the first batch.
-    """
+    """Wrapper of a torch optimizer with DeepSpeed's attributes."""
 
     def __init__(self, engine: Engine, given: torch.optim.Optimizer | None, last: LastStep) -> None:
         # does not call the base constructor, which would create groups of its own
@@ -51,11 +47,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Wrapped torch optimizer: the one passed to ``initialize``, otherwise the engine's.
+        """Wrapped torch optimizer: the argument of ``initialize``, or else the engine's.
 
         Raises:
-            EngineError: no optimizer was passed, and the engine makes its own only at the first batch, which has not
-                run yet.
+            EngineError: no optimizer was passed, and no batch has run.
         """
         if self._given is None and not self._engine.built:
             raise EngineError(
@@ -92,7 +87,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """Loss scale of the next step, by which the loss is multiplied before the backward; 1 except in an fp16 run."""
+        """Loss scale of the next step; 1 except in an fp16 run."""
         return self._engine.loss_scale
 
     loss_scale = cur_scale
@@ -103,13 +98,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self._last.skipped
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Runs the engine's backward for ``loss``, the loss of a microbatch; ``retain_graph`` is as in
-        ``Tensor.backward``.
-        """
+        """Runs the engine's backward for ``loss``, the loss of a microbatch."""
         self._engine.backward(loss, retain_graph)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Raises an error, because only the engine's own ``step`` reduces and clips gradients and updates the weights.
+        """Raises an error; call the engine's ``step`` instead.
 
         Raises:
             EngineError: always.
@@ -117,14 +110,13 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         raise EngineError("optimizer.step() was called on an engine's optimizer; call model_engine.step() instead.")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that were accumulated since the last update; ``set_to_none`` has no effect."""
+        """Drops the gradients accumulated since the last update; ``set_to_none`` has no effect."""
         self._engine.zero_grad()
 
 
 class LateSchedule:
-    """Stand-in for the learning-rate scheduler of an engine that makes its scheduler only at the first batch.
-
-    Each attribute is read from the engine's scheduler.
+    """Placeholder of a learning-rate scheduler that the engine makes at the first batch, with the scheduler's
+    attributes.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -135,11 +127,10 @@ class LateSchedule:
 
 
 def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
-    """Returns the object that ``deepspeed.initialize`` returns as the optimizer; None if the engine has no optimizer.
+    """Returns the optimizer object that ``deepspeed.initialize`` returns; None if the engine has no optimizer.
 
-    ``given``: optimizer that the script passed, or a callable that makes one; None: the configured one is used. At ZeRO
-    0 in fp32 the script's torch optimizer itself is returned, as in DeepSpeed. Otherwise the result is a
-    ``DeepSpeedOptimizer``, which reads in ``last`` whether the last step was skipped.
+    ``given`` is the script's optimizer, or a callable that makes it. A torch optimizer at ZeRO 0 in fp32 is returned
+    itself; otherwise the result is a ``DeepSpeedOptimizer``.
     """
     config, own = engine.config, given if isinstance(given, torch.optim.Optimizer) else None
     if config.optimizer is None and given is None:
@@ -153,9 +144,7 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
 def returned_schedule(engine: Engine, given: Any) -> Any:
     """Returns the scheduler object that ``deepspeed.initialize`` returns; None without a schedule.
 
-    ``given``: torch scheduler of the script, which is returned itself, or a callable that makes one; None: the
-    configuration may name a schedule. A scheduler that the engine makes only at its first batch is returned as a
-    ``LateSchedule``.
+    ``given`` is the script's torch scheduler, which is returned unchanged, or a callable that makes a scheduler.
     """
     if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given
@@ -165,10 +154,8 @@ def returned_schedule(engine: Engine, given: Any) -> Any:
 
 
 def configured_schedule(config: Config, given: Any) -> Any:
-    """Returns the argument ``lr_scheduler`` for ``engine.initialize``.
-
-    It is ``given``, if the script passed a schedule; for a DeepSpeed schedule in ``config``, a function that takes an
-    optimizer and returns a scheduler with DeepSpeed's attributes; otherwise None.
+    """Returns the argument ``lr_scheduler`` for ``engine.initialize``: ``given``, or else a function that makes the
+    DeepSpeed schedule of ``config``.
     """
     section = config.scheduler
     if given is not None or section is None or section.type not in SCHEDULES:

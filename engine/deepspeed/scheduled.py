@@ -13,30 +13,26 @@ from engine.program.forward_inputs import ForwardSignature
 
 
 class CurriculumScheduler:
-    """Object for DeepSpeed's attribute ``curriculum_scheduler_legacy``, with the difficulty of curriculum learning.
-
-    The difficulty, such as a sequence length, depends only on the step number, so the object has no state to save.
+    """Scheduler of the difficulty of curriculum learning, such as a sequence length. It depends only on the step
+    number.
     """
 
     def __init__(self, curriculum: Curriculum, steps: Callable[[], int]) -> None:
         self._curriculum, self._steps = curriculum, steps
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Returns the difficulty, such as a sequence length, in step number ``global_steps``, counted from 1."""
+        """Returns the difficulty in step number ``global_steps``, counted from 1."""
         return self._curriculum.difficulty(global_steps)
 
     update_difficulty = get_difficulty
 
     def get_current_difficulty(self) -> int:
-        """Returns the difficulty in the step that follows the steps completed so far."""
+        """Returns the difficulty in the next step."""
         return self._curriculum.difficulty(self._steps() + 1)
 
 
 class Scheduled:
-    """Keyword arguments that progressive layer drop and curriculum learning add to the model's forward.
-
-    They depend only on the step number, so every rank computes the same values.
-    """
+    """Keyword arguments that progressive layer drop and curriculum learning add to the model's forward."""
 
     def __init__(self, model: nn.Module, raw: Mapping[str, Any], is_chain: bool) -> None:
         self.keywords = read_keywords(raw, Problems("the config"))
@@ -51,8 +47,7 @@ class Scheduled:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (``args``, ``kwargs``) of a training forward, with the scheduled keyword arguments added.
 
-        ``steps``: number of steps completed before this forward. If any keywords are added, positional arguments are
-        passed as keywords too.
+        ``steps`` is the number of completed steps. Positional arguments may become keywords.
         """
         added = self.keywords.at(steps)
         if added and len(args) <= len(self._names) and not kwargs.keys() & set(self._names[: len(args)]):
@@ -60,11 +55,10 @@ class Scheduled:
         return args, kwargs | added
 
     def refuse_whole_steps(self) -> None:
-        """Raises an error for ``train_batch`` if the model's forward needs scheduled keyword arguments, which a batch
-        lacks.
+        """Raises an error if ``train_batch`` is called although the model's forward needs scheduled keyword arguments.
 
         Raises:
-            EngineError: the configuration adds such keyword arguments.
+            EngineError: the configuration adds these keyword arguments.
         """
         if not self._is_chain and (names := sorted(self.keywords.at(0))):
             raise EngineError(
@@ -87,7 +81,7 @@ class ScheduledMembers(EngineState):
         return self._keywords.layer_drop is not None
 
     def get_pld_theta(self) -> float | None:
-        """Returns the probability that a layer runs in the next forward; None without ``progressive_layer_drop``."""
+        """Returns the probability that a layer runs in the next forward; None without layer drop."""
         drop = self._keywords.layer_drop
         return None if drop is None else drop.kept(self.global_steps)
 
@@ -97,6 +91,6 @@ class ScheduledMembers(EngineState):
 
     @property
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
-        """Scheduler of the curriculum's difficulty, such as a sequence length; None without ``curriculum_learning``."""
+        """Scheduler of the curriculum's difficulty; None without ``curriculum_learning``."""
         curriculum = self._keywords.curriculum
         return None if curriculum is None else CurriculumScheduler(curriculum, lambda: self.global_steps)

@@ -47,9 +47,9 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:  # fmt: skip
     """Shards ``model`` over the ranks; returns (engine, optimizer, loader of ``training_data``, scheduler). Collective.
 
-    Weights are broadcast from rank 0. Without an optimizer in call or configuration, the engine only evaluates, and the
-    second value is None. Trainable parameters outside both ``model_parameters`` and ``optimizer`` are not updated.
-    Values "auto" of the configuration are taken from ``args``.
+    Weights are broadcast from rank 0. Without an optimizer, the engine only evaluates. Trainable parameters outside
+    both ``model_parameters`` and ``optimizer`` are not updated. Values "auto" of the configuration are taken from
+    ``args``.
 
     Raises:
         ConfigError: the configuration is missing, wrong or passed twice; ``model`` is missing; ``model_parameters``
@@ -152,10 +152,9 @@ def _given(source: Any, args: Any) -> Mapping[str, Any]:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None
 ) -> nn.Module:
-    """Casts ``model`` to ``dtype`` and stores ``tp_size`` on it: the number of tensor ranks over which ``initialize``
-    shards it.
+    """Casts ``model`` to ``dtype``, requests ``tp_size`` tensor ranks for it from ``initialize``, and returns it.
 
-    Returns the model. ``config`` has no effect; pass it to ``initialize``.
+    ``config`` has no effect; pass it to ``initialize``.
 
     Raises:
         ConfigError: ``tp_group`` is passed.

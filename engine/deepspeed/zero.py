@@ -11,10 +11,9 @@ from engine.deepspeed.utils.tensor_fragment import engine_of
 
 
 class Init:
-    """Context manager for scripts that build their model under ``deepspeed.zero.Init``; it has no effect.
+    """Context manager without effect, for scripts that build their model under ``deepspeed.zero.Init``.
 
-    ``initialize`` shards the weights later. A model that exceeds the memory of a process can be built under
-    ``torch.device("meta")``. All arguments are ignored.
+    ``initialize`` shards the weights later. A large model can be built under ``torch.device("meta")``.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -34,12 +33,11 @@ def GatheredParameters(  # noqa: N802, DeepSpeed's name
 ) -> Iterator[None]:
     """Gathers ZeRO 3 parameters over the data ranks: inside the context each parameter is complete. Collective.
 
-    Tensor ranks get all values of their own tensor-parallel shard.
+    A parameter that tensor ranks shard stays sharded over them.
 
     Args:
         params: parameters, or a module with them.
-        modifier_rank: rank that writes the parameters; the values of this rank are broadcast to all ranks at the end of
-            the context. None: all ranks must write equal values, or write nothing.
+        modifier_rank: rank that writes the parameters, to be broadcast at the end; None: all ranks write equal values.
         enabled: False: the context has no effect.
 
     ``fwd_module`` has no effect.

@@ -48,15 +48,14 @@ CPU = torch.device("cpu")
 
 
 def shape_mode() -> FakeTensorMode:
-    """Returns the FakeTensorMode of a dry run, in which operators compute only shapes. It accepts real tensors among
-    its inputs too.
-    """
+    """Returns a FakeTensorMode in which operators compute only shapes, and which accepts real input tensors."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def take_content(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replaces all parameters of ``model``, and its buffers on the meta device, by FakeTensors of ``mode``: tensors
-    with shape and dtype but without data, which report the CPU as their device. Tied parameters stay tied.
+    """Replaces parameters and meta buffers of ``model``, in place, by FakeTensors (shapes without data) on the CPU.
+
+    Tied parameters stay tied.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -79,9 +78,7 @@ def _shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """torch dispatch mode that returns the result shapes of operators for which torch's FakeTensors have no rule on the
-    CPU (grouped matrix products).
-    """
+    """torch dispatch mode that computes output shapes of grouped matrix products on FakeTensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,11 +104,10 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class EqualRanksBackend(RecordingBackend):
-    """Communication backend for a dry run in a single process. It sends nothing; a gather acts as if all ranks had this
-    rank's tensors.
+    """Communication backend of a dry run in one process; all other ranks count as equal to this rank.
 
     Args:
-        exchanges: True if a reduce-scatter allocates a temporary tensor, as gloo's does.
+        exchanges: True if a reduce-scatter allocates a temporary tensor, as on gloo.
     """
 
     def __init__(self, grid: Grid, exchanges: bool) -> None:
@@ -119,9 +115,10 @@ class EqualRanksBackend(RecordingBackend):
         self._exchanges = exchanges
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Writes this rank's slice of ``full`` to ``shard``, without other ranks. With ``exchanges``, and unless
-        ``axis`` is "tp", it instead allocates a temporary tensor of the size of ``full``, so that the dry run counts
-        its bytes. The returned function then sums this tensor's slices into ``shard``; the values mean nothing.
+        """Writes this rank's slice of ``full`` to ``shard``, without communication.
+
+        With ``exchanges``, except on the axis "tp", it instead allocates the temporary tensor of a real reduce-scatter,
+        and the returned function sets ``shard``; the values mean nothing.
         """
         if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
@@ -137,8 +134,8 @@ class EqualRanksBackend(RecordingBackend):
         return finish
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copies ``shard`` to every slice of ``full``, one slice for each rank of ``axis``, as if all ranks had this
-        shard. Returns a function that does nothing, because nothing is in flight.
+        """Copies ``shard`` to every slice of ``full``, one for each rank of ``axis``; returns a function without
+        effect.
         """
         super().all_gather(full, shard, axis)
         if isinstance(full, FakeTensor):
@@ -149,8 +146,8 @@ class EqualRanksBackend(RecordingBackend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Copies each shard of ``pairs``, which are (full tensor, shard), to every slice of its full tensor, as if all
-        ranks had this shard. Returns a function that does nothing, because nothing is in flight.
+        """Copies each shard of ``pairs`` (full tensor, shard) to every slice of its full tensor; returns a function
+        without effect.
         """
         super().gather_parameters(pairs, within, axis)
         for full, shard in pairs:
@@ -160,11 +157,10 @@ class EqualRanksBackend(RecordingBackend):
 
 
 class DryRunTransport:
-    """Transport of pipeline messages in a dry run of one rank. It delivers messages between stages of this rank.
-    Messages to and from other ranks are only recorded.
+    """Transport of pipeline messages in a dry run of one rank: delivers messages between its own stages, and only
+    records all others.
 
-    Receive buffers are recorded but left out of the live bytes, because the order of the real schedule determines when
-    they are free.
+    Receive buffers are recorded, but do not count as live bytes.
     """
 
     def __init__(
@@ -179,9 +175,9 @@ class DryRunTransport:
         self.kept: list[MessageBuffer] = []
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Delivers ``tensor`` to another stage of this rank, if ``message`` goes there. A tensor for another rank is
-        only stored, as in a send buffer: until ``complete`` if it goes to a neighboring stage, else until
-        ``delivered``. ``exact`` has no effect.
+        """Delivers ``tensor`` to a stage of this rank, or stores it if another rank is the target.
+
+        A stored tensor is released by ``complete`` if it goes to a neighboring stage, otherwise by ``delivered``.
         """
         if self._is_own(message):
             self._own.send(message, tensor)
@@ -191,9 +187,9 @@ class DryRunTransport:
             self._far[message] = tensor.detach().contiguous()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Returns a function that returns the received tensor. For a message from another stage of this rank, this is
-        the sent tensor. For a message from another rank, it is a FakeTensor (without data) of ``shape`` and ``dtype``,
-        in a recorded buffer. ``exact`` has no effect.
+        """Returns a function that returns the received tensor.
+
+        A message from another rank becomes a FakeTensor of ``shape`` and ``dtype`` in a recorded buffer.
         """
         if self._is_own(message):
             return self._own.receive(message, shape, dtype)
@@ -207,13 +203,12 @@ class DryRunTransport:
         """Does nothing, because ``complete`` and ``delivered`` release the sent tensors."""
 
     def delivered(self, message: Message) -> None:
-        """Releases the stored tensor that was sent as ``message``, after a message in return has proved its arrival."""
+        """Releases the stored tensor that was sent as ``message``."""
         self._far.pop(message, None)
 
     def recycle(self, tensor: Tensor) -> None:
-        """Records that the receive buffer of ``tensor`` is free for another message. If something still refers to the
-        buffer, it records that it stays occupied, and counts it as live. Does nothing for a tensor that is not in a
-        receive buffer.
+        """Records that the receive buffer of ``tensor`` is free or, if something still refers to the buffer, that it
+        counts as live.
         """
         if not self._buffers.lent(tensor):
             return
@@ -225,14 +220,12 @@ class DryRunTransport:
             self._live.take_in(tensor)
 
     def complete(self) -> None:
-        """Releases the stored tensors that were sent to neighboring stages, and empties the lists of buffers of the
-        current pipeline action.
-        """
+        """Ends a pipeline action: releases the tensors sent to neighboring stages, and empties the lists of buffers."""
         self._near.clear()
         self.taken, self.given_back, self.kept = [], [], []
 
     def finish(self) -> None:
-        """Releases all stored tensors that were sent to other ranks, at the end of the step."""
+        """Releases all tensors that were sent to other ranks, at the end of the step."""
         self.complete()
         self._far.clear()
 
@@ -249,9 +242,9 @@ FIRST, SECOND, MIDDLE, LAST = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunStep:
-    """Live bytes (bytes of all tensors that exist at a moment) in each pipeline action, such as the forward of a stage
-    for a microbatch, in a training step of one rank. The step comes after a warm-up step, so that buffers which are
-    allocated once do not count.
+    """Live bytes (bytes of all existing tensors) during each pipeline action in a training step of one rank.
+
+    The step follows a warm-up step.
     """
 
     actions: dict[tuple[Op, int, int], ActionMemory]
@@ -262,29 +255,28 @@ class DryRunStep:
     """Peak bytes of the final gradient reduction minus live bytes between steps."""
 
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
-        """Returns the live bytes of ``action`` in the full schedule. They are the measured ones of the same operation
-        and stage for the first, second, middle or last microbatch, as ``number`` says.
+        """Returns the live bytes of ``action``, measured for the first, second, middle or last microbatch of its stage.
 
         Args:
             number: index of ``action`` among the actions with its stage and operation, from 0.
-            total: number of the actions with its stage and operation.
+            total: number of these actions.
         """
         place = LAST if number == total - 1 else min(number, MIDDLE)
         return self.actions[action.op, action.stage, place]
 
     def on_stages(self, stages: Mapping[int, int]) -> "DryRunStep":
-        """Returns a copy of these measurements for another rank with stages of the same shapes.
+        """Returns a copy for another rank with stages of the same shapes.
 
         Args:
-            stages: stage of the measured rank to the corresponding stage of the other rank.
+            stages: from each stage of this rank to the stage of the other rank.
         """
         actions = {(op, stages[stage], place): memory for (op, stage, place), memory in self.actions.items()}
         return replace(self, actions=actions)
 
 
 class DryRunRank:
-    """Dry run of one rank of a plan. It runs short training steps on FakeTensors (tensors without data), so it computes
-    nothing, and records the live bytes.
+    """Dry run of one rank of a plan: runs short training steps on FakeTensors (shapes without data), and records live
+    bytes.
 
     Args:
         model: model of the plan; a copy is used.
@@ -323,16 +315,15 @@ class DryRunRank:
         self._runtime.on_host.observer = self.live.leave_out
 
     def trace_like(self, other: "DryRunRank") -> None:
-        """Takes over the traces of the model's forward from ``other``, a finished dry run of another rank of the same
-        plan. This rank then need not trace.
-        """
+        """Copies traces of the model's forward from ``other``, a finished dry run of another rank of the plan."""
         own, others = self._runtime.pipeline, other._runtime.pipeline
         if own is not None and others is not None:
             own.traces.take(others.traces)
 
     def step(self) -> DryRunStep:
-        """Runs a warm-up step, and then a measured step. If the schedule has both full and split backwards, there is a
-        measured step for each. Returns the live bytes of each pipeline action.
+        """Runs a warm-up step and a measured step, and returns the live bytes of each pipeline action.
+
+        If the schedule has both full and split backwards, one step is measured for each.
         """
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
@@ -349,8 +340,9 @@ class DryRunRank:
         return DryRunStep(actions=found, base=base, end_rise=end_rise)
 
     def watch(self, modules: Sequence[str]) -> list[int]:
-        """Returns a list, which later steps fill: each time a module named in ``modules`` returns from its forward, the
-        live bytes of that moment are appended. A repeated forward of activation checkpointing appends nothing.
+        """Returns a list to which later steps append the live bytes after each forward of a module in ``modules``.
+
+        Recomputed forwards append nothing.
         """
         levels = list[int]()
 
@@ -364,9 +356,7 @@ class DryRunRank:
         return levels
 
     def play(self) -> None:
-        """Runs one step with its optimizer update, without measuring bytes. It serves a caller that records the kernel
-        launches of a step.
-        """
+        """Runs one step with its optimizer update, without measuring bytes."""
         row = self.plan.schedule.per_rank[self._pp]
         splits = any(action.op is Op.BACKWARD_INPUT for action in row)
         with self._dry_running():
@@ -457,13 +447,12 @@ def _cycles_end_with_actions() -> Iterator[None]:
 
 
 def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[Action, ...]:
-    """Returns a short list of pipeline actions for the stages that occur in ``row``, with only ``microbatches``
-    microbatches. One microbatch follows the other: forwards in the order of stages, then backwards in reverse.
+    """Returns the pipeline actions of a short step over the stages of ``row``, one microbatch after another.
 
     Args:
         row: actions of one rank in the full schedule.
-        splits: True if a backward is split into input and weight gradients at the stages that split it in ``row``;
-            False if every backward is full.
+        microbatches: number of microbatches of the short step.
+        splits: True: backwards are split into input and weight gradients at the stages that split them in ``row``.
     """
     stages = sorted({action.stage for action in row})
     found: list[Action] = []

@@ -20,12 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @contextmanager
 def attention_of_gpu() -> Iterator[None]:
-    """Returns a context manager in which ``scaled_dot_product_attention`` on CPU FakeTensors saves the tensors for
-    backward that a GPU kernel saves: inputs, output and row sums, instead of all scores.
-
-        dropout                     the CPU's flash kernel represents GPU kernels, which save only a seed of the mask
-        values of another width     the GPU's memory-efficient kernel (DeepSeek: keys of 192, values of 128)
-        all else                    torch's choice on a CPU: flash attention, or all scores
+    """Returns a context manager in which ``scaled_dot_product_attention`` on CPU FakeTensors saves for backward the
+    tensors that a GPU kernel saves: inputs, output and row sums, not all scores.
 
     Models that compute scores in their own code ("eager") are not affected.
     """

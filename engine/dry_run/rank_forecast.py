@@ -23,8 +23,9 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankForecast:
-    """Memory forecast of a rank: the peak of live bytes (bytes of all tensors that exist at a moment) in a training
-    step after the first one. Parameters, gradients and optimizer state are not included.
+    """Memory forecast of a rank: the peak of live bytes (bytes of all existing tensors) in a training step.
+
+    Parameters, gradients and optimizer state are not included.
     """
 
     rank: int
@@ -33,11 +34,11 @@ class RankForecast:
 
 
 def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
-    """Returns the memory forecast of the global rank ``rank``: the peak of live bytes if its actions run in the order
-    of its pipeline schedule.
+    """Returns the memory forecast of the global rank ``rank``: its peak of live bytes in the order of the pipeline
+    schedule.
 
     Args:
-        step: live bytes of each pipeline action of this rank, as a dry run has measured them.
+        step: live bytes of each pipeline action of this rank, from a dry run.
     """
     row = rank_schedule(plan.schedule, plan.grid(rank).coord().pp)
     peak = peak_of_row(row.actions, row.releases, step.memory_of, step.base, step.end_rise)
@@ -45,8 +46,7 @@ def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
 
 
 class PlannedKernels(Kernels):
-    """Choices between Triton kernels and torch for a GPU that this machine need not have. They serve a dry run, in
-    which operators compute only shapes.
+    """Choices between Triton kernels and torch for a GPU that may be absent.
 
     Args:
         mode: setting ``kernels`` of the configuration.
@@ -58,7 +58,7 @@ class PlannedKernels(Kernels):
         self.card = card
 
     def replaces(self, device: torch.device) -> bool:
-        """Returns True for every device: modules run the engine's operators in place of torch's, as on any GPU."""
+        """Returns True: as on any GPU, the engine's operators replace torch's."""
         return True
 
     def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
@@ -74,20 +74,13 @@ NEAR = 2
 
 
 class RankLikeness:
-    """Descriptions of pipeline ranks for their comparison. Ranks with equal descriptions have equal live bytes in each
-    action, so that a dry run of one of them suffices.
-
-    A description contains calls, messages and shapes of each stage, its kinds of blocks, its buckets, and split
-    backwards.
-    """
+    """Descriptions of pipeline ranks; ranks with equal descriptions have equal live bytes."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._plan, self._names = plan, KindNames(model)
 
     def of(self, pp: int) -> Hashable:
-        """Returns the description of pipeline rank ``pp``. If two ranks have equal descriptions (``==``), their
-        pipeline actions have equal live bytes.
-        """
+        """Returns the description of pipeline rank ``pp``; equal descriptions (``==``) mean equal live bytes."""
         plan = self._plan
         if plan.partition is None or plan.trace is None:
             return pp
@@ -144,8 +137,8 @@ class RankLikeness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDryRun:
-    """Dry runs of all pipeline ranks of a plan, to forecast their memory. Operators compute only shapes, nothing is
-    communicated, and ``model`` stays unchanged.
+    """Dry runs of all pipeline ranks of a plan on shapes without data, to forecast their memory. Nothing is
+    communicated.
     """
 
     model: nn.Module
@@ -161,9 +154,7 @@ class PlanDryRun:
     """Function that plans a model with fewer blocks; None: all blocks run."""
 
     def forecasts(self) -> Iterator[RankForecast]:
-        """Yields the memory forecast of each pipeline rank, in ascending order. The forecast is for data rank 0 and
-        tensor rank 0 of the pipeline rank. Only one of several similar pipeline ranks is run.
-        """
+        """Yields the memory forecast of each pipeline rank, in ascending order, for data rank 0 and tensor rank 0."""
         likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], DryRunStep]]()
         before = list[DryRunRank]()
         for pp in range(self.plan.config.pp):

@@ -12,8 +12,8 @@ MOST_PERIOD = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlikeRun:
-    """Repeating pattern of blocks at the end of a module list. A period has one or several successive blocks, such as
-    two transformer layers with different attention, and all periods are equal.
+    """Repeating pattern of blocks at the end of a module list; its period has one or several blocks, such as two layers
+    with different attention.
     """
 
     blocks: str
@@ -26,12 +26,12 @@ class AlikeRun:
 
 
 def longest_run(model: nn.Module, called: Container[int] | None = None) -> AlikeRun | None:
-    """Returns the repeating pattern with the most blocks at the end of any module list in ``model``. A pattern repeats
-    a period of one or several blocks at least twice. Returns None without a pattern.
+    """Returns the longest repeating pattern of blocks at the end of a module list in ``model``; None if nothing
+    repeats.
 
     Args:
-        called: ids (``id(module)``) of the modules that a forward calls. Lists in which the forward calls nothing are
-            left out. None: all lists count.
+        called: ids (``id(module)``) of the modules that a forward calls; lists without them are ignored. None: all
+            lists count.
     """
     runs = [
         run
@@ -42,9 +42,7 @@ def longest_run(model: nn.Module, called: Container[int] | None = None) -> Alike
 
 
 def outer_runs(model: nn.Module) -> list[AlikeRun]:
-    """Returns the repeating pattern of blocks at the end of each outermost module list, one that is not inside a block
-    of another list. Lists without a pattern are left out.
-    """
+    """Returns the repeating pattern of blocks at the end of each outermost module list that has a pattern."""
     outer = [(name, kinds) for name, kinds in _lists(model) if not any(part.isdecimal() for part in name.split("."))]
     return [run for name, kinds in outer if (run := _run(name, kinds)) is not None]
 
@@ -77,8 +75,8 @@ def _blocks(run: AlikeRun) -> int:
 
 
 class KindNames:
-    """Names of modules and parameters in which a block's number in its list is replaced by the number of its kind.
-    Blocks of one list with equal modules, shapes and settings are of one kind.
+    """Names of modules and parameters in which the kind of a block replaces its number. Blocks of one list with equal
+    modules, shapes and settings are of one kind.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,8 +87,8 @@ class KindNames:
         }
 
     def of(self, name: str) -> str:
-        """Returns ``name``, of a module or parameter, with the kinds of blocks in place of their numbers:
-        ``layers.7.down.weight`` becomes ``layers.#0.down.weight``. All blocks of one kind give the same result.
+        """Returns ``name``, of a module or parameter, with the kind of each block in place of its number:
+        ``layers.7.down.weight`` becomes ``layers.#0.down.weight``.
         """
         parts = name.split(".")
         for index, part in enumerate(parts):

@@ -35,9 +35,10 @@ PlanOf = Callable[[nn.Module], Plan]
 def shortened_step(
     model: nn.Module, plan: Plan, run_dry: Callable[[nn.Module, Plan], DryRunStep], plan_of: PlanOf
 ) -> DryRunStep | None:
-    """Returns the live bytes of each action in a training step without a pipeline. They are extrapolated from dry runs
-    of three copies of ``model`` with fewer blocks, which is faster than a dry run of all blocks. Returns None if the
-    extrapolation is not exact, so that the whole model must be run.
+    """Returns the live bytes of each action in a step without a pipeline, extrapolated from three copies of ``model``
+    with fewer blocks.
+
+    Returns None if the extrapolation is not exact.
 
     Args:
         run_dry: callback that runs a model dry by its plan, and returns the live bytes.
@@ -63,9 +64,7 @@ def shortened_step(
 
 
 def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
-    """Returns a copy of ``model`` with fewer blocks: the module list with the repeating pattern ``run`` gets only
-    ``periods`` periods of it. Blocks before the pattern stay.
-    """
+    """Returns a copy of ``model`` in which the pattern ``run`` of blocks repeats only ``periods`` times."""
     short = deepcopy(model)
     blocks = short.get_submodule(run.blocks)
     if isinstance(blocks, nn.ModuleList | nn.Sequential):
@@ -112,11 +111,11 @@ def _repeats(layouts: Sequence[Counter[Hashable]], whole: Counter[Hashable], per
 
 
 def continued(steps: Sequence[DryRunStep], periods: int) -> DryRunStep | None:
-    """Returns the live bytes of a model with ``periods`` periods of blocks, extrapolated linearly. Returns None if the
-    measured bytes do not grow linearly.
+    """Returns the live bytes of a model with ``periods`` repetitions of a pattern of blocks, extrapolated linearly;
+    None if the bytes do not grow linearly.
 
     Args:
-        steps: live bytes of the same model with 2, 3 and 4 periods.
+        steps: live bytes of the same model with 2, 3 and 4 repetitions.
     """
     last, times = steps[-1], periods - PERIODS[-1]
     base, end = (_slope([getattr(step, name) for step in steps]) for name in ("base", "end_rise"))

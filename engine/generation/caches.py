@@ -19,8 +19,8 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 class CacheProtocol(NamedTuple):
-    """Way in which a model's forward takes a key-value cache: ``name`` of its argument for the cache, and ``make``, a
-    function that returns an empty cache.
+    """Argument ``name`` of a model's forward that takes a key-value cache, and the function ``make`` that returns an
+    empty cache.
     """
 
     name: str
@@ -35,11 +35,10 @@ def is_transformers_generator(model: nn.Module) -> bool:
 
 
 def find_cache_protocol(model: nn.Module) -> CacheProtocol | None:
-    """Returns the way in which the forward of ``model`` takes a key-value cache. Returns None if it takes no cache, or
-    if the model is an encoder-decoder.
+    """Returns the argument of the model's forward for a key-value cache, with a function that makes an empty cache.
 
-    A transformers model gets a ``DynamicCache``. Any other model needs a method ``new_cache()``, which returns an empty
-    cache, and an argument ``past_key_values``; its forward appends the new keys and values to this cache in place.
+    Returns None without this argument, or for an encoder-decoder. A model outside transformers needs a method
+    ``new_cache()``.
     """
     taken = inspect.signature(type(model).forward).parameters
     name = next((name for name in CACHE_NAMES if name in taken), None)
@@ -59,11 +58,11 @@ def find_cache_protocol(model: nn.Module) -> CacheProtocol | None:
 
 
 class StageCaches:
-    """Key-value caches of one text generation on this rank, one for each pipeline stage that the rank runs.
+    """Key-value caches of one text generation on this rank, one for each of its pipeline stages.
 
     Args:
         name: argument of the model's forward that takes a cache.
-        cache: empty cache. The first stage of this rank uses it; the other stages use copies.
+        cache: empty cache; a second stage of this rank uses a copy.
     """
 
     def __init__(self, name: str, cache: Any) -> None:
@@ -81,31 +80,23 @@ class StageCaches:
         return self._of[stage]
 
     def shown(self) -> Any:
-        """Returns the cache of any stage of this rank, for code that reads only the cache length: all have the same
-        length.
-        """
+        """Returns the cache of any stage of this rank, to read the cache length."""
         return next(iter(self._of.values()), self._first)
 
     def rehearsal(self) -> Any:
-        """Returns a cache without values, for a trace of the model's forward that computes only shapes. The cache is
-        empty for the first trace, over the prompt. For later traces, its tensors have the shapes that the first trace
-        has left.
-        """
+        """Returns a cache without values, for a trace of the model's forward that computes only shapes."""
         return copy.deepcopy(self._empty) if self._rehearsed is None else _shapes(self._rehearsed)
 
     def rehearse(self, cache: Any) -> None:
-        """Stores the shapes of ``cache``, which a trace of the first forward (over a prompt) has filled. ``rehearsal``
-        returns them later.
-        """
+        """Stores the shapes of ``cache``, filled by the traced forward over the prompt, for :meth:`rehearsal`."""
         self._rehearsed = _shapes(cache)
 
     def advance(self, rows: int, positions: int, partly: bool) -> None:
-        """Adds ``positions`` to the length of the caches, after a forward of ``rows`` rows over that many new
-        positions.
+        """Adds ``positions`` to the length of the caches, after a forward over ``rows`` rows.
 
         Args:
-            partly: True if this rank computes only some of the model's layers. The cache layers of all other model
-                layers are then extended with zeros to the same length.
+            partly: True if this rank computes only some of the model's layers; the others' caches are extended with
+                zeros.
         """
         self.length += positions
         for cache in self._of.values() if partly else ():
@@ -114,9 +105,8 @@ class StageCaches:
 
 
 def extend_absent(layer: Any, rows: int, length: int) -> None:
-    """Extends ``layer``, the cache of a model layer that another rank computes, to ``length`` positions. Each new
-    position is one zero for each of ``rows`` rows. The model's code may read the cache length of any layer, for example
-    to build masks. Does nothing if ``layer`` is long enough.
+    """Extends ``layer``, the cache of a model layer that another rank computes, with zeros to ``length`` positions in
+    ``rows`` rows.
     """
     states = getattr(layer, "has_previous_state", None)
     if isinstance(states, dict):  # of a recurrent layer; code between layers asks for the last one's

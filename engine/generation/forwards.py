@@ -33,8 +33,9 @@ _SHAPED = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 
 
 class GenerationForwards:
-    """Model forwards of one text generation on this rank. All ranks of a replica (the ranks with one copy of the model)
-    call its methods in the same order with equal arguments.
+    """Model forwards of one text generation on this rank.
+
+    All ranks with one copy of the model call its methods in the same order with equal arguments.
     """
 
     def __init__(self, runtime: RankRuntime) -> None:
@@ -52,15 +53,13 @@ class GenerationForwards:
 
     @contextmanager
     def opened(self, checked: Any) -> Iterator[None]:
-        """Returns a context manager around all forwards of one generation. In it, the model is in eval mode and
-        autograd records nothing.
+        """Returns a context manager around all forwards of one generation, in eval mode without autograd.
 
-        At its begin, the ranks of a replica (with one copy of the model) compare hashes of the tensors ``checked``.
-        With expert parallelism, or if each forward all-gathers parameters, all data ranks must run forwards together.
-        At the end of the context, this rank then takes part in forwards of other data ranks until all have finished.
+        The ranks with one copy of the model first compare the tensors ``checked`` by hashes. With expert parallelism,
+        or parameters gathered in each forward, all data ranks leave the context together.
 
         Raises:
-            EngineError: ranks of the replica were given different tensors.
+            EngineError: the ranks were given different tensors.
         """
         runtime = self._runtime
         with evaluating(runtime.program.model), torch.no_grad(), runtime.running():
@@ -74,15 +73,15 @@ class GenerationForwards:
     def run(
         self, arguments: Arguments, caches: StageCaches | None, finish: Callable[[Any], Any], everywhere: bool
     ) -> Any:
-        """Runs one forward of the model, over all of its pipeline stages, and returns ``finish(output)``.
+        """Runs one forward of the model over all pipeline stages, and returns ``finish(output)``.
 
         Args:
-            arguments: keyword arguments of the forward, on the device; ``input_ids`` [rows, positions] has only
-                positions that are not in the caches.
-            caches: caches that the forward reads and extends; None: the forward has no cache.
-            finish: callback that turns the model's output into a tensor or a pytree of tensors.
-            everywhere: True: the last pipeline stage sends the result to all stages, over axis pp with label "outputs".
-                False: only ranks of the last stage return it, and others return None.
+            arguments: keyword arguments of the forward, on the device; ``input_ids`` [rows, positions] are not yet
+                cached.
+            caches: caches that the forward reads and extends; None: no cache.
+            finish: callback from the model's output to a tensor or a pytree of tensors.
+            everywhere: True: sends the result to all stages, over axis pp with label "outputs". False: ranks without
+                the last stage return None.
         """
         if self._meets:
             self._any_left(True)
@@ -177,9 +176,9 @@ class GenerationForwards:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Returns the logits of ``output``, the output of a model: a tensor of logits, an object with the attribute
-    ``logits``, or a tuple that begins with them. If the vocabulary is sharded over tensor ranks, it all-gathers the
-    logits over these ranks.
+    """Returns the logits of a model's ``output``: a tensor, an attribute ``logits``, or the first element of a tuple.
+
+    All-gathers logits that are sharded over tensor ranks.
     """
     found = getattr(output, "logits", None)
     if not isinstance(found, Tensor):

@@ -21,9 +21,7 @@ from engine.step.runtime import RankRuntime
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """Result of a generation that was asked for log-probabilities: token ids of all rows, and for each row a
-    :class:`Completion` with the log-probabilities.
-    """
+    """Result of a generation with log-probabilities: token ids of all rows, and a :class:`Completion` for each row."""
 
     tokens: Tensor
     """Prompts, padded on the left, and their completions, padded on the right: int64 [rows * samples, tokens]."""
@@ -32,14 +30,14 @@ class GeneratedText:
 
 
 class TextGenerator:
-    """Generator of text with the weights of one engine. All ranks of the world must call its methods together."""
+    """Generator of text with the weights of one engine. Its methods are collective over all ranks."""
 
     def __init__(self, model: nn.Module, runtime: RankRuntime, runner: StepRunner) -> None:
         self._model, self._runtime, self._runner = model, runtime, runner
         self._notes: set[str] = set()
 
     def by_transformers(self, inputs: object, options: Mapping[str, Any]) -> Any:
-        """Runs the ``generate`` of a Hugging Face model, with forwards over the sharded model, and returns its result.
+        """Returns the result of a Hugging Face model's ``generate``, with forwards over the sharded model.
 
         Args:
             inputs: prompts of this data rank: token ids [rows, tokens].
@@ -57,18 +55,18 @@ class TextGenerator:
         self, inputs: Tensor | Sequence[Sequence[int]], sampling: SamplingOptions | Sequence[SamplingOptions],
         mask: Tensor | None,
     ) -> Tensor | GeneratedText:  # fmt: skip
-        """Returns the prompts with their completions, int64 [completions, tokens]: prompts padded on the left,
-        completions on the right. A prompt with several samples has a row for each. If the options of any prompt ask for
-        log-probabilities, it returns a :class:`GeneratedText`, which has these tokens too.
+        """Returns the prompts, padded on the left, with their completions, padded on the right: int64 [completions,
+        tokens].
+
+        The result is a :class:`GeneratedText` if any options ask for log-probabilities.
 
         Args:
             inputs: prompts of this data rank: token ids [rows, tokens], or a list of ids for each prompt.
-            sampling: one object for all prompts, or a sequence with one for each prompt.
-            mask: for a tensor of prompts, 0 at padding and 1 at tokens; None: it has no padding.
+            sampling: options of all prompts, or a sequence with options for each prompt.
+            mask: for a tensor of prompts, 0 at padding and 1 at tokens; None: no padding.
 
         Raises:
-            EngineError: prompts or mask have a wrong shape, a prompt is empty, or ``sampling`` is a sequence of another
-                length than the prompts.
+            EngineError: prompts, mask or ``sampling`` have a wrong shape or length, or a prompt is empty.
         """
         prompts = _prompts(inputs, mask)
         if not isinstance(sampling, SamplingOptions) and len(sampling) != len(prompts):
@@ -91,12 +89,9 @@ class TextGenerator:
         return GeneratedText(tokens, [each for _, each in rows]) if asked else tokens
 
     def complete(self, requests: Sequence[GenerationRequest]) -> Completions:
-        """Returns, for each request, the list of its completions, one for each sample. All requests run as one batch,
-        and may have different options. Each data rank passes its own requests, equal on all of its tensor and pipeline
-        ranks.
+        """Returns the list of completions of each request, one for each sample. All requests run as one batch.
 
-        A completion depends on its own request alone, except for rounding, because other requests change the shapes of
-        matrix products.
+        Each data rank passes its own requests, equal on its tensor and pipeline ranks.
 
         Raises:
             EngineError: there is no request, or a prompt is empty.

@@ -71,11 +71,11 @@ class _Row:
 
 
 class RequestBatch:
-    """Generation requests of one data rank, which run as one batch. All ranks of a replica (the ranks with one copy of
-    the model) have equal requests.
+    """Generation requests of one data rank, which run as one batch. All ranks with one copy of the model have equal
+    requests.
 
     Args:
-        pad: token id that fills shorter rows; it has no effect on results.
+        pad: token id that fills shorter rows.
         ends: token ids that end a completion if its options have no ``stop``.
 
     Raises:
@@ -98,12 +98,12 @@ class RequestBatch:
         self.prompts = any(each.prompt_logprobs for each in options)
 
     def complete(self, model: nn.Module, runtime: RankRuntime, runner: StepRunner, notes: set[str]) -> Completions:
-        """Generates text, and returns, for each request, the list of its completions, one for each sample. The result
-        is equal on all ranks with the same copy of the model. All ranks of the world must call it.
+        """Returns the list of completions of each request, equal on all ranks with one copy of the model. Collective
+        over the world.
 
         Args:
             runner: runner of forwards for a model without a usable key-value cache.
-            notes: messages that were logged in earlier calls and are not logged again; new ones are added to the set.
+            notes: messages already logged; new ones are added.
         """
         device, prompts = runtime.program.device, [row.request.tokens for row in self.rows]
         host, given = base_model(model), left_padded(prompts, self.pad, device)

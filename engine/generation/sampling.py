@@ -63,9 +63,7 @@ class SamplingOptions:
             raise EngineError("SamplingOptions was given an empty stop sequence; give at least one token for each.")
 
     def ends(self, default: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Returns the sequences that end a completion, each a tuple of token ids. They come from the option ``stop``.
-        If ``stop`` is None, each single token of ``default`` ends a completion.
-        """
+        """Returns the token sequences that end a completion: the option ``stop``, or else each token of ``default``."""
         return tuple(
             (end,) if isinstance(end, int) else tuple(end) for end in (default if self.stop is None else self.stop)
         )
@@ -98,7 +96,7 @@ class Completion:
 
 
 class RowOptions(NamedTuple):
-    """Sampling options of R rows, which draw tokens together, as tensors of shape [R] on the device of the logits."""
+    """Sampling options of R rows as tensors [R] on the device of the logits."""
 
     temperatures: Tensor
     """fp64 [R]."""
@@ -113,11 +111,7 @@ class RowOptions(NamedTuple):
 
     @staticmethod
     def of(options: Sequence[SamplingOptions], device: torch.device) -> "RowOptions":
-        """Returns the sampling options of a batch as tensors on ``device``.
-
-        Args:
-            options: options of each row, in the order of the rows.
-        """
+        """Returns the options of all rows, in their order, as tensors on ``device``."""
         drawn = [each for each in options if each.temperature > 0]
         return RowOptions(
             torch.tensor([each.temperature for each in options], dtype=torch.float64, device=device),
@@ -129,23 +123,20 @@ class RowOptions(NamedTuple):
 
 
 def uniform(seed: int, stream: int, sample: int, position: int) -> float:
-    """Returns the pseudo-random number in [0, 1) with which one token is drawn. It is a hash of the arguments, so equal
-    arguments give an equal number.
+    """Returns the pseudo-random number in [0, 1) that draws one token, a hash of the arguments.
 
     Args:
-        stream: number of the prompt's random stream, which separates prompts with the same seed.
+        stream: number that separates prompts with the same seed.
         sample: index of the completion among the completions of its prompt.
-        position: position of the token in the sequence, from 0, counted from the begin of the prompt.
+        position: position of the token, from 0 at the prompt's begin.
     """
     return derive_seed(seed, stream, sample, position) / _SEEDS
 
 
 def draw_tokens(logits_RV: Tensor, options: RowOptions, uniform_R: Sequence[float]) -> Tensor:
-    """Returns the next token of each of R rows, int64 [R], after temperature, top-k and top-p. A row with temperature 0
-    gets its likeliest token; of tokens with equal logits, the one with the lowest id.
+    """Returns the next token of each of R rows, int64 [R], after temperature, top-k and top-p.
 
-    Sums of probabilities are fp64 in the order of the vocabulary. A token therefore differs between two grids of ranks
-    only if a difference in rounding moves its random number across a boundary between tokens.
+    A row with temperature 0 gets its likeliest token, the lowest id among equals.
 
     Args:
         logits_RV: logits [R, V] over the vocabulary of V tokens, in any float dtype.
@@ -174,8 +165,9 @@ def draw_tokens(logits_RV: Tensor, options: RowOptions, uniform_R: Sequence[floa
 
 
 def keep_largest(scores_RV: Tensor, top_k_R: Tensor) -> Tensor:
-    """Returns ``scores_RV``, [rows, vocabulary], with -inf in place of every score below the k-th largest of its row.
-    ``top_k_R`` has the k of each row. Scores equal to the k-th largest stay, and a row with k = 0 is unchanged.
+    """Returns ``scores_RV``, [rows, vocabulary], with -inf for every score below the k-th largest of its row.
+
+    ``top_k_R`` has the k of each row; 0 leaves the row unchanged.
     """
     counts_R = torch.where(top_k_R == 0, scores_RV.shape[-1], top_k_R).clamp(max=scores_RV.shape[-1])
     largest = int(torch.where(top_k_R == 0, 1, counts_R).max())
@@ -186,10 +178,11 @@ def keep_largest(scores_RV: Tensor, top_k_R: Tensor) -> Tensor:
 
 
 def keep_nucleus(chances_RV: Tensor, top_p_R: Tensor) -> Tensor:
-    """Returns ``chances_RV``, probabilities [rows, vocabulary], with 0 for every token outside of its row's nucleus.
-    The nucleus is the smallest set of likeliest tokens with a total of at least p; ``top_p_R`` has the p of each row.
-    The rest is not rescaled to a sum of 1. A row with p = 1 is unchanged. Source: Holtzman et al. 2020, "The Curious
-    Case of Neural Text Degeneration", section 3.1.
+    """Returns ``chances_RV``, probabilities [rows, vocabulary], with 0 for every token outside of its row's nucleus,
+    not rescaled.
+
+    The nucleus (Holtzman et al. 2020) is the smallest set of likeliest tokens with a total of at least p; ``top_p_R``
+    has the p of each row.
     """
     ordered_RV, places_RV = chances_RV.sort(dim=-1, descending=True, stable=True)
     before_RV = ordered_RV.cumsum(dim=-1) - ordered_RV
@@ -199,11 +192,10 @@ def keep_nucleus(chances_RV: Tensor, top_p_R: Tensor) -> Tensor:
 
 
 def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, alternatives: int) -> Tensor:
-    """Returns log-probabilities at one position of each of R rows, as an fp64 tensor [R, 1 + 2K] with K =
-    ``alternatives``. A row has first the log-probability of its token in ``tokens_R``, then the log-probabilities of
-    the K likeliest tokens, then the K ids of these tokens.
+    """Returns log-probabilities of one token in each of R rows and of the row's K = ``alternatives`` likeliest tokens.
 
-    The softmax is fp32. If the vocabulary has fewer than K tokens, the missing ones have id 0 and log-probability -inf.
+    The result is fp64 [R, 1 + 2K]: log-probability of the token in ``tokens_R``, K largest log-probabilities, K ids.
+    Absent alternatives have -inf and id 0.
     """
     logprobs_RV = logits_RV.float().log_softmax(dim=-1)
     likeliest_RK, tokens_RK = logprobs_RV.topk(min(alternatives, logprobs_RV.shape[-1]), dim=-1)
@@ -217,11 +209,11 @@ def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, alternatives: int) -> Te
 
 
 def sequence_logprobs(logits_LV: Tensor, tokens_L: Tensor) -> Tensor:
-    """Returns the log-probability of each token of one sequence, given the tokens before it: fp32 [L], NaN for the
-    first token.
+    """Returns the log-probability of each token of one sequence, given the tokens before it: fp32 [L], first element
+    NaN.
 
     Args:
-        logits_LV: logits [L, V] of the model at each of the L positions, over the vocabulary of V tokens.
+        logits_LV: logits [L, V] of L positions over the vocabulary of V tokens.
         tokens_L: token ids of the sequence, int64 [L].
     """
     logprobs_LV = logits_LV[:-1].float().log_softmax(dim=-1)

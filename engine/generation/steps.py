@@ -22,29 +22,29 @@ logger = logging.getLogger("trine")
 
 
 class NextLogits(Protocol):
-    """Interface of a source of logits that continues R sequences token by token: ``first`` reads the prompts, and each
-    ``next`` appends a token to every sequence.
-    """
+    """Interface of a source of logits that continues R sequences token by token."""
 
     def first(self, whole: bool) -> Tensor | None:
-        """Returns the logits of the token after each prompt, [R, V]: R sequences, V tokens of the vocabulary. With
-        ``whole``, returns the logits at all positions of the prompts, [R, L, V], where shorter prompts are padded on
-        the left to L positions. Returns None on pipeline ranks without the model's output.
+        """Returns the logits [R, V] after each of R prompts; V is the vocabulary size.
+
+        With ``whole``, returns the logits [R, L, V] of prompts padded on the left to L positions. Pipeline ranks
+        without the model's output get None.
         """
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Appends one token to each of R sequences, and returns the logits of the token after it, [R, V]; V is the size
-        of the vocabulary. Returns None on pipeline ranks without the model's output.
+        """Appends one token to each of R sequences, and returns the logits [R, V] after it; V is the vocabulary size.
+
+        Pipeline ranks without the model's output get None.
 
         Args:
-            tokens: token of each sequence; None for a sequence that has ended, for which the returned logits mean
-                nothing.
+            tokens: token of each sequence; None: the sequence has ended, and its logits mean nothing.
         """
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the token ids of all prompts, padded on the left with ``pad``, and their mask (1: token, 0: padding).
-    Both are int64 [R, L]; L is the length of the longest prompt.
+    """Returns (token ids, mask) of all prompts, padded on the left with ``pad``, both int64 [R, L].
+
+    The mask is 1 at tokens and 0 at padding.
     """
     longest = max(map(len, prompts))
     ids = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -53,20 +53,18 @@ def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Returns the model that has the ``generate`` and forward: for a ``PeftModel`` the inner model, with the adapters
-    in it, else ``model`` itself.
-    """
+    """Returns the inner model of a ``PeftModel``, with its adapters; otherwise ``model`` itself."""
     found = getattr(model, "get_base_model", None)
     return found() if callable(found) else model
 
 
 def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> CacheProtocol | None:
-    """Returns the way in which the model's forward takes a key-value cache. Returns None if it takes none, or if
-    context ranks divide sequences, so that a cache cannot be used. Each token then needs a forward over the whole
-    sequence, and rank 0 logs this.
+    """Returns the argument of the model's forward for a key-value cache; None if no cache can be used.
+
+    Without a cache, each token needs a forward over the whole sequence, and rank 0 logs this.
 
     Args:
-        notes: messages that were logged in earlier calls and are not logged again; a new one is added to the set.
+        notes: messages already logged; a new one is added.
     """
     protocol = find_cache_protocol(model)
     if protocol is not None and runtime.comm.grid.cp == 1:
@@ -80,8 +78,7 @@ def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> 
 
 
 class CachedSequences:
-    """Source of logits that continues the sequences of a batch token by token, with a key-value cache: after the
-    prompts, each forward computes only the newest token of each sequence.
+    """Source of logits that continues sequences with a key-value cache: each forward computes only the newest tokens.
 
     Args:
         protocol: argument of the model's forward for the cache, and the function that makes an empty cache.
@@ -97,18 +94,19 @@ class CachedSequences:
         self._positions = (self._mask.cumsum(-1) - 1).clamp_(min=0) if "position_ids" in self._taken else None
 
     def first(self, whole: bool) -> Tensor | None:
-        """Runs the forward over the prompts, and returns the logits of the token after each, [R, V]. With ``whole``,
-        returns the logits at all positions, [R, L, V], with prompts padded on the left. R is the number of prompts, L
-        their padded length, V the size of the vocabulary. Returns None on pipeline ranks without the model's output.
+        """Runs the forward over R prompts, and returns the logits [R, V] after each; V is the vocabulary size.
+
+        With ``whole``, returns the logits [R, L, V] of prompts padded on the left to L positions. Pipeline ranks
+        without the model's output get None.
         """
         keeps = {"logits_to_keep": 1} if "logits_to_keep" in self._taken and not whole else {}
         logits = self._run(None, keeps)
         return logits if whole or logits is None else logits[:, -1]
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Appends a token to each of R sequences, runs the forward for it, and returns the logits of the token after
-        it, [R, V]; V is the size of the vocabulary. ``tokens`` has None for a sequence that has ended, for which the
-        logits mean nothing. Returns None on pipeline ranks without the model's output.
+        """Appends a token to each of R sequences, and returns the logits [R, V] after it; V is the vocabulary size.
+
+        ``tokens`` has None for a sequence that has ended. Pipeline ranks without the model's output get None.
         """
         # a masked token, so that positions of a row that has ended do not grow beyond those that the model has
         pairs = [(0, 0) if token is None else (token, 1) for token in tokens]
@@ -145,8 +143,7 @@ class CachedSequences:
 
 
 class WholeSequences:
-    """Source of logits that continues the sequences of a batch token by token, without a cache: for each token it runs
-    a forward over the whole sequences.
+    """Source of logits that continues sequences without a cache: each token needs a forward over the whole sequences.
 
     Args:
         runner: runner of the forwards.
@@ -160,9 +157,9 @@ class WholeSequences:
         self._named = names is None or "input_ids" in names
 
     def first(self, whole: bool) -> Tensor | None:
-        """Runs the forward over the prompts, and returns the logits of the token after each, [R, V]. With ``whole``,
-        returns the logits at all positions, [R, L, V]; shorter prompts are at the end of the L positions. R is the
-        number of prompts, V the size of the vocabulary.
+        """Runs the forward over R prompts, and returns the logits [R, V] after each; V is the vocabulary size.
+
+        With ``whole``, returns the logits [R, L, V] of prompts padded on the left to L positions.
         """
         logits = self._run()
         if not whole:
@@ -171,16 +168,16 @@ class WholeSequences:
         return torch.stack([row.roll(longest - len(ids), 0) for row, ids in zip(logits, self._rows, strict=True)])
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Appends a token to each of R sequences, runs the forward over the whole sequences, and returns the logits of
-        the next token, [R, V]; V is the size of the vocabulary. ``tokens`` has None for a sequence that has ended and
-        gets no token; its logits mean nothing.
+        """Appends a token to each of R sequences, and returns the logits [R, V] after it; V is the vocabulary size.
+
+        ``tokens`` has None for a sequence that has ended.
         """
         for row, token in zip(self._rows, tokens, strict=True):
             row += [] if token is None else [token]
         return self._last(self._run())
 
     def finish(self) -> None:
-        """Takes part in the forwards of data ranks that still generate; returns when all data ranks have finished."""
+        """Joins the forwards of data ranks that still generate; returns when all have finished."""
         while self._runner.accompany(self._batch()):
             pass
 

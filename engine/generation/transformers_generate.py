@@ -29,12 +29,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", 
 
 
 class Generation:
-    """One call of Hugging Face's ``generate`` on a sharded model. ``generate`` runs on each rank, and its forwards run
-    on the engine.
+    """One call of Hugging Face's ``generate`` on a sharded model.
 
     Args:
         runner: runner of forwards without a key-value cache.
-        notes: messages that were logged in earlier calls and are not logged again; new ones are added to the set.
+        notes: messages already logged; new ones are added.
     """
 
     def __init__(self, model: nn.Module, runner: StepRunner, runtime: RankRuntime, notes: set[str]) -> None:
@@ -44,8 +43,9 @@ class Generation:
         """The batch of the last forward without a cache."""
 
     def run(self, inputs: Tensor, options: Mapping[str, Any]) -> Any:
-        """Returns the result of Hugging Face's ``generate``. The ranks with one copy of the model first get equal
-        random states, so that they draw equal tokens. All ranks of the world must call it.
+        """Returns the result of Hugging Face's ``generate``. Collective over the world.
+
+        The ranks with one copy of the model get equal random states.
 
         Args:
             inputs: prompts of this data rank: token ids [rows, tokens].
@@ -70,7 +70,7 @@ class Generation:
         return shell.generate(inputs.to(self._device), **options)
 
     def checked(self, inputs: object) -> Tensor:
-        """Returns ``inputs``, after a check that they are token ids [rows, tokens]. Communicates nothing.
+        """Returns ``inputs`` after a check that they are token ids [rows, tokens].
 
         Raises:
             EngineError: ``inputs`` are no token ids, or the model has no Hugging Face ``generate``.

@@ -31,12 +31,10 @@ TESTED: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def check_versions(*libraries: str) -> None:
-    """Checks the installed versions of ``libraries``, such as "transformers", against the tested ones.
-
-    Logs a warning for an untested version.
+    """Checks the installed versions of ``libraries``, such as "transformers"; logs a warning for an untested version.
 
     Raises:
-        ConfigError: a library is not installed, or its major version is too old; the message names the first one.
+        ConfigError: a library is not installed, or its major version is too old.
     """
     for library in libraries:
         first, last = TESTED[library]

@@ -69,9 +69,7 @@ _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "g
 
 
 def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
-    """Returns a copy of the configuration ``raw`` in which values of ``args`` replace the values "auto".
-
-    "auto" remains for a key to which no training argument corresponds.
+    """Returns a copy of the configuration ``raw`` in which values of ``args`` replace "auto" where possible.
 
     Args:
         args: ``TrainingArguments`` of the Hugging Face Trainer.
@@ -122,7 +120,7 @@ def refuse_arguments(args: Any) -> None:
     """Refuses ``TrainingArguments`` that would shard or move the model outside the engine, such as FSDP or DeepSpeed.
 
     Raises:
-        ConfigError: such an argument is set, a process sees several GPUs, or ``load_best_model_at_end`` is set with
+        ConfigError: one of these is set, a process sees several GPUs, or ``load_best_model_at_end`` is set with
             ``save_only_model``.
     """
     for name, remedy in _REFUSED.items():
@@ -143,7 +141,7 @@ def refuse_arguments(args: Any) -> None:
 def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """Returns the engine's configuration ``raw``, completed with the values of ``args``, a ``TrainingArguments``.
 
-    Removes the sections of optimizer and schedule, which the Trainer creates.
+    Removes the sections of optimizer and schedule.
 
     Raises:
         ConfigError: a value of ``raw`` contradicts the arguments.
@@ -210,11 +208,7 @@ def _equal(given: Any, value: Any) -> bool:
 
 
 def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:
-    """Returns, without raising it, the error for the configuration key ``key``: its value ``given`` contradicts
-    ``value``.
-
-    ``value`` is the setting ``name`` of ``owner``.
-    """
+    """Returns the error that the configuration key ``key`` is ``given``, but ``name`` of ``owner`` is ``value``."""
     return ConfigError(
         f"{key} is {given} in engine_config and {name} is {value} in {owner}, but a run has one; set the same value, "
         f'or "auto" in engine_config.'
@@ -222,16 +216,15 @@ def conflict(key: str, given: Any, name: str, value: Any, owner: str = "Training
 
 
 def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device: torch.device) -> None:
-    """Refuses arguments that control training steps, and dataset lengths, if they differ between ranks.
-
-    Makes one all-reduce over all ranks, named "start" in call counts and errors.
+    """Refuses arguments of training steps, and dataset lengths, that differ between ranks. All-reduces over the world,
+    label "start".
 
     Args:
         args: ``TrainingArguments`` of this rank.
         rows: number of rows of each dataset, by name; None: unknown.
 
     Raises:
-        ConfigError: a value differs; all ranks raise and name the first one.
+        ConfigError: a value differs; all ranks raise.
     """
     given = {f"{name} of {type(args).__name__}": repr(getattr(args, name, None)) for name in _ALIKE}
     given |= {f"the number of rows of {name}": repr(count) for name, count in rows.items()}
@@ -263,7 +256,7 @@ def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
-    """Refuses evaluation results ``metrics`` in which the metric that ``metric_for_best_model`` names is not a number.
+    """Refuses evaluation results in which the metric ``metric_for_best_model`` is not a number.
 
     Raises:
         ConfigError: the metric's value is not a number.
@@ -297,7 +290,7 @@ def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
     """Refuses TRL trainers and settings that the engine does not support.
 
     Args:
-        kind: class name of the trainer; None: not a trainer of TRL, and nothing is checked.
+        kind: class name of the TRL trainer; None: nothing is checked.
         given: keyword arguments of the trainer.
         args: ``TrainingArguments`` of the trainer.
 
@@ -335,10 +328,8 @@ def _check_generations(args: Any) -> None:
 
 
 def rows_of_generation(args: Any, data_ranks: int) -> int:
-    """Returns the number of rows for which TRL generates completions at a time, summed over ``data_ranks``.
-
-    ``data_ranks`` is the number of data-parallel ranks. TRL's own value counts all processes, which include
-    tensor-parallel ranks.
+    """Returns the number of rows in one generation of a TRL trainer, summed over the ``data_ranks`` data-parallel
+    ranks.
 
     Raises:
         ConfigError: the number is no multiple of ``num_generations``.

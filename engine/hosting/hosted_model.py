@@ -11,10 +11,9 @@ from engine.parallel.tensor.logits.sharded_logits import gather_logits
 
 
 class HostedModel(nn.Module):
-    """Module that another library's training loop calls in place of the model; its forward is the engine's forward.
+    """Module that another library's training loop calls in place of the model; forwards run on the engine.
 
-    The loop uses this module like DistributedDataParallel. Attributes that the module lacks come from the model. With
-    pipeline parallelism, forward runs all stages and returns the output on every rank. If the loop trains by
+    Other attributes come from the model. With pipeline parallelism, every rank gets the output. If the loop trains by
     ``train_batch``, forward only predicts.
     """
 
@@ -35,10 +34,7 @@ class HostedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for the rows of this data-parallel rank, on all of its pipeline stages.
-
-        Takes the arguments of the model's forward.
-        """
+        """Returns the model's output for the rows of this data-parallel rank, on all pipeline stages."""
         if torch.is_inference_mode_enabled():  # tensors that the engine creates lazily would never have gradients
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
@@ -64,9 +60,9 @@ _NO_LABEL = -100
 
 
 def with_share(batch: Any, rows: int, micro: int) -> Any:
-    """Returns a copy of ``batch`` in which a tensor [rows] replaces the number "num_items_in_batch": each row's share.
+    """Returns a copy of ``batch`` in which "num_items_in_batch" becomes a tensor [rows] of each row's share.
 
-    The batch can then be split into microbatches. Returns ``batch`` itself if it lacks this entry.
+    A batch without this entry is returned itself.
 
     Args:
         rows: number of rows of the batch.
@@ -79,11 +75,10 @@ def with_share(batch: Any, rows: int, micro: int) -> Any:
 
 
 def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
-    """Replaces in place the losses of the microbatches, "loss" in ``output``, by one loss of the whole batch.
+    """Replaces the losses of the microbatches, "loss" in ``output``, in place by the loss of the whole batch; returns
+    ``output``.
 
-    Returns ``output``, unchanged if there are no such losses. The new loss is the mean of the microbatches' losses,
-    weighted by labels or by rows. It is exact for means over labels or rows, and for sums divided by the microbatch's
-    share of items.
+    The loss is the microbatches' mean, weighted by labels or else by rows. Without these losses nothing changes.
 
     Args:
         rows: number of rows of the batch.

@@ -39,8 +39,7 @@ class LoopSettings:
     """Rows of a microbatch on a data rank; None: unknown."""
 
     def configuration(self, raw: Mapping[str, Any], world_size: int) -> Config:
-        """Returns the engine's configuration for ``world_size`` ranks: ``raw``, completed with the settings of this
-        object.
+        """Returns the engine's configuration for ``world_size`` ranks: ``raw`` with the settings of this object.
 
         Raises:
             ConfigError: a value of ``raw`` contradicts the loop, or ``raw`` has an optimizer, a schedule or mistakes.
@@ -91,10 +90,7 @@ class LoopSettings:
 
 
 def part_rows(raw: Mapping[str, Any]) -> int | None:
-    """Returns "train_micro_batch_size_per_gpu" of ``raw``, the number of rows of a pipeline microbatch.
-
-    Returns None if it is unset.
-    """
+    """Returns "train_micro_batch_size_per_gpu" of ``raw``; None if it is not set to a number."""
     rows = raw.get("train_micro_batch_size_per_gpu")
     return rows if isinstance(rows, int) and rows > 0 else None
 
@@ -114,9 +110,8 @@ _SWITCHES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 
 def of_accelerator(given: Mapping[str, Any], environ: Mapping[str, str]) -> LoopSettings:
-    """Returns the settings of an ``accelerate.Accelerator``.
-
-    They come from the Accelerator's arguments ``given``, and from accelerate's environment variables in ``environ``.
+    """Returns the settings of an ``accelerate.Accelerator``, from its arguments ``given`` and accelerate's variables in
+    ``environ``.
 
     Raises:
         ConfigError: a setting shards or compiles the model outside the engine (FSDP, DeepSpeed), or selects fp8.
@@ -170,14 +165,13 @@ def of_lightning(trainer: Any) -> LoopSettings:
 
 
 def trained_child(module: nn.Module, name: str | None) -> str:
-    """Returns the name of the submodule of ``module`` that the engine shards.
+    """Returns the name of the submodule that the engine shards: ``name`` or, if None, the only child with trainable
+    parameters.
 
-    It is ``name`` or, if ``name`` is None, the only child with trainable parameters. If no child has any, it is the
-    only child with parameters.
+    If nothing is trainable, the only child with parameters counts.
 
     Raises:
-        ConfigError: there is not exactly one such child, ``module`` has no submodule ``name``, or parameters outside
-            the submodule are trainable.
+        ConfigError: this submodule does not exist, is not the only candidate, or other parameters are trainable too.
     """
     kind = type(module).__name__
     if name is None:
@@ -209,9 +203,7 @@ def replace_child(module: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def move_others(module: nn.Module, name: str, device: torch.device) -> None:
-    """Moves the direct children of ``module`` to ``device``, except for the child that is, or contains, submodule
-    ``name``.
-    """
+    """Moves the direct children of ``module`` to ``device``, except for the child with the submodule ``name``."""
     top = name.partition(".")[0]
     for each, child in module.named_children():
         if each != top:

@@ -31,9 +31,9 @@ from engine.reporting.step_report import StepReport
 
 
 class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` that runs backward, clipping and update on the engine. The tensor and pipeline ranks
-    of a replica (ranks with one copy of the model) work on the same rows. Therefore gathers and ``num_processes`` refer
-    to data ranks (one for each replica) instead of processes.
+    """``accelerate.Accelerator`` that runs backward, clipping and update on the engine.
+
+    Gathers and ``num_processes`` refer to data ranks: tensor and pipeline ranks with the same rows count once.
     """
 
     grid: Grid
@@ -50,11 +50,11 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def around(cls, host: accelerate.Accelerator, grid: Grid) -> Self:
-        """Returns an EngineAccelerator for the ranks of ``grid``. It takes over all attributes of ``host``, the
-        accelerator that transformers' Trainer has made from its TrainingArguments.
+        """Returns an EngineAccelerator for the ranks of ``grid``, with the attributes of ``host``, the accelerator of
+        transformers' Trainer.
 
         Raises:
-            ConfigError: ``host`` found another number of ranks or another kind of device than the launcher started.
+            ConfigError: ``host`` found another number of ranks or kind of device than the launcher.
         """
         made = cls.__new__(cls)
         made.__dict__.update(vars(host))
@@ -66,11 +66,11 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Args:
             grid: grid of ranks, with the position of this rank.
-            owner: name, for error messages, of the object that chose ranks and device, such as "TrainingArguments".
-            on_cpus: name, for error messages, of the setting of ``owner`` that selects CPUs, such as "use_cpu".
+            owner: name, for errors, of the object that chose ranks and device, such as "TrainingArguments".
+            on_cpus: name, for errors, of the setting of ``owner`` that selects CPUs, such as "use_cpu".
 
         Raises:
-            ConfigError: accelerate found another number of ranks or another kind of device than the launcher started.
+            ConfigError: accelerate found another number of ranks or kind of device than the launcher.
         """
         world = read_world()
         if world.size != self.state.num_processes:
@@ -89,7 +89,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def trained(self) -> Engine:
-        """Engine that trains the model. It is made when training or evaluation begins.
+        """Engine that trains the model.
 
         Raises:
             EngineError: neither training nor evaluation has begun.
@@ -104,24 +104,20 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """Number of data ranks, in place of accelerate's number of processes: ranks that train on the same rows count
-        as one.
-        """
+        """Number of data ranks; ranks that train on the same rows count as one."""
         return self.grid.row_ranks
 
     @property
     def process_index(self) -> int:
-        """Index of this rank among the data ranks, from 0. The tensor and pipeline ranks that work on the same rows
-        have the same index.
-        """
+        """Index of this rank among the data ranks, from 0; equal on ranks that train on the same rows."""
         return self.grid.row_rank
 
     def gather(self, tensor: Any) -> Any:
-        """Returns the tensors of all data ranks, concatenated along dim 0 in the order of these ranks, on every rank.
-        All-gathers over the world; of the ranks that work on the same rows, only one is used.
+        """Returns the tensors of all data ranks, concatenated along dim 0 in rank order, on every rank. All-gathers
+        over the world.
 
         Args:
-            tensor: a tensor, or a nested structure of tensors; the result has its structure.
+            tensor: a tensor, or a nested structure of tensors.
         """
         return recursively_apply(self._of_replicas, super().gather(tensor))
 
@@ -132,13 +128,13 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return torch.cat([parts[rank] for rank in self.grid.peers(self.grid.rows, 0)])
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Returns ``tensor`` reduced over the data ranks. It all-reduces over the world; a sum is then divided by the
-        number of ranks that work on the same rows, because each of them has added its equal copy.
+        """Returns ``tensor`` reduced over the data ranks. All-reduces over the world; ranks with the same rows count
+        once.
 
         Args:
-            tensor: a tensor, or a nested structure of tensors; the result has its structure.
+            tensor: a tensor, or a nested structure of tensors.
             reduction: "sum", "mean", "max" or "none".
-            scale: factor that accelerate applies only on TPUs; no effect on the engine's devices.
+            scale: has no effect.
         """
         reduced, copies = super().reduce(tensor, reduction, scale), self.grid.size("replica")
         if reduction != "sum" or copies == 1:
@@ -146,8 +142,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return recursively_apply(lambda each: each / copies if each.is_floating_point() else each // copies, reduced)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Returns the rows of ``input_data`` from all data ranks, in the order of these ranks, on every rank. The rows
-        that accelerate repeats to fill the last batch are dropped.
+        """Returns the rows of ``input_data`` from all data ranks, in rank order, on every rank.
+
+        Rows that accelerate repeats to fill the last batch are dropped.
 
         Args:
             input_data: tensors, or a list of other objects.
@@ -160,23 +157,22 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return rows[:remainder] if ends and remainder > 0 else rows
 
     def gather_objects(self, objects: Sequence[Any]) -> list[Any]:
-        """Returns one list with the elements of the lists ``objects`` of all data ranks, in the order of these ranks,
-        on every rank. All-gathers pickled objects over the world.
+        """Returns the elements of the lists ``objects`` of all data ranks, in rank order, on every rank. All-gathers
+        over the world.
         """
         gathered = gather_object([objects])
         return [each for rank in self.grid.peers(self.grid.rows, 0) for each in gathered[rank]]
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Returns a context manager that yields this rank's part of ``inputs``, as accelerate's method of the same name
-        does. It works only if every rank is a data rank.
+        """Returns a context manager that yields this rank's part of ``inputs``, if every rank is a data rank.
 
         Args:
             inputs: a list, tuple, dict of lists, or tensor.
-            apply_padding: True if shorter parts are filled up to the length of the longest.
+            apply_padding: True: fills shorter parts up to the longest.
 
         Raises:
-            ConfigError: some ranks, such as tensor or pipeline ranks, work on the same rows and need equal inputs.
+            ConfigError: several ranks, such as tensor or pipeline ranks, work on the same rows.
         """
         if (copies := self.grid.size("replica")) > 1:
             raise ConfigError(
@@ -191,16 +187,16 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns ``model`` itself. The model that the engine trains is unchanged. Any other model is moved to this
-        rank's device if ``evaluation_mode`` is True and ``device_placement`` is not False.
+        """Returns ``model``; in ``evaluation_mode``, first moves a model that the engine does not train to this rank's
+        device.
+
+        ``device_placement=False`` prevents the move.
         """
         placed = isinstance(model, HostedModel) or (self.hosted is not None and model is self.hosted.module)
         return model if placed or not evaluation_mode or device_placement is False else model.to(self.device)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns accelerate's wrapper of ``data_loader``, which yields the batches of this data rank. Tensor and
-        pipeline ranks that work on the same rows also get equal seeds for its worker processes.
-        """
+        """Returns accelerate's wrapper of ``data_loader``, which yields the batches of this data rank."""
         start: Any = data_loader.worker_init_fn
         if isinstance(start, partial) and "rank" in start.keywords:
             ranked = start.keywords | {"rank": self.process_index}
@@ -210,9 +206,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
-        """Returns a wrapper of ``optimizer``. Its ``step`` lets the engine clip and update, and its ``zero_grad`` drops
-        the engine's accumulated gradients.
-        """
+        """Returns a wrapper of ``optimizer``; its ``step`` and ``zero_grad`` act on the engine."""
         if not isinstance(optimizer, HostedOptimizer):
             optimizer = HostedOptimizer(optimizer, self.finish_step, self.drop_gradients)
         if not any(each is optimizer for each in self._optimizers):
@@ -220,16 +214,16 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return optimizer
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the user's own module, without the wrapper that runs it on the engine. The module's parameters share
-        memory with the engine's parameters. A model that the engine does not train is unwrapped as accelerate does.
+        """Returns the user's own module, which shares its parameters with the engine.
+
+        A model that the engine does not train is unwrapped as accelerate does.
         """
         return model.module if isinstance(model, HostedModel) else super().unwrap_model(model, *args, **kwargs)
 
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs the backward of a microbatch's 0-dim ``loss`` on the engine. Gradients add up over the microbatches of a
-        step, and the engine averages them over data ranks.
+        """Runs the backward of a microbatch's 0-dim ``loss`` on the engine; gradients add up until the step ends.
 
         Args:
             kwargs: ``retain_graph``, as in ``Tensor.backward``; others have no effect.
@@ -242,9 +236,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.trained.step()
 
     def finish_step(self) -> bool:
-        """Lets the engine clip gradients and update the weights. If ``train_batch`` runs whole steps on a pipeline, it
-        has done both already, and nothing happens. Returns True if the update was skipped because of a non-finite
-        gradient.
+        """Lets the engine clip gradients and update the weights, unless ``train_batch`` already has done so.
+
+        Returns True if the update was skipped because of a non-finite gradient.
         """
         self.weighed = False
         if not self.whole_steps and (report := self.trained.step()) is not None:
@@ -258,20 +252,18 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.hosted.zero_grad()
 
     def record(self, report: StepReport) -> None:
-        """Stores the fields ``grad_norm`` and ``skipped`` of ``report``, a step's report, for training loop and
-        callbacks. The engine keeps the step's gradients readable until ``zero_grad``.
-        """
+        """Stores ``grad_norm`` and ``skipped`` of ``report``, and leaves gradients readable until ``zero_grad``."""
         self.grad_norm.fill_(report.grad_norm)
         self.skipped = report.skipped
         self.trained.guard_gradients()  # callbacks read gradients until zero_grad
 
 
 class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """accelerate's wrapper around an optimizer that the engine steps.
+    """accelerate's wrapper of an optimizer that the engine steps.
 
     Args:
         optimizer: the wrapped optimizer.
-        update: callback of ``step``; makes the engine clip and update, and returns True if the update was skipped.
+        update: callback of ``step``; clips and updates, and returns True if the update was skipped.
         drop: callback of ``zero_grad``; drops the engine's gradients.
     """
 
@@ -280,24 +272,22 @@ class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._update, self._drop = update, drop
 
     def step(self, closure: Any = None) -> None:
-        """Makes the engine clip gradients and update the weights if this microbatch is the last of its accumulation;
-        else does nothing. ``closure`` has no effect.
+        """Clips gradients and updates the weights after the last microbatch of a step; otherwise does nothing.
+
+        ``closure`` has no effect.
         """
         if self.gradient_state.sync_gradients:
             self._is_overflow = self._update()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drops the engine's gradients if this microbatch is the last of its accumulation; else does nothing.
-        ``set_to_none`` has no effect.
-        """
+        """Drops the engine's gradients after the last microbatch of a step; otherwise does nothing."""
         if self.gradient_state.sync_gradients:
             self._drop()
 
 
 class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """accelerate's wrapper around a learning-rate scheduler. After each update it makes ``data_ranks`` scheduler steps,
-    one for each data rank. accelerate's own wrapper makes one for each process, also if several processes work on the
-    same rows.
+    """accelerate's wrapper of a learning-rate scheduler; after each update it makes ``data_ranks`` scheduler steps, one
+    for each data rank.
     """
 
     data_ranks: int
@@ -310,11 +300,10 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
 
     def move_from(self, data_ranks: int) -> None:
-        """Moves a restored schedule to the scheduler step of the same update in this run. ``data_ranks`` is the number
-        of scheduler steps per update in the run that saved it. Does nothing if this run has the same number.
+        """Moves a restored schedule to the same update in this run, if the saved run made ``data_ranks`` scheduler
+        steps per update.
 
-        Exception: the schedule stays at its saved step if only this step, and not the new one, has the saved learning
-        rate.
+        The schedule stays at its saved step if only this step reproduces the saved learning rate.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())
@@ -339,9 +328,10 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
             schedule.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Makes one scheduler step for each data rank after an update. Makes none inside an accumulation, and none if
-        the update was skipped. If the scheduler is not stepped with the optimizer, or accelerate splits batches, it
-        steps as accelerate does.
+        """Makes one scheduler step for each data rank after an update, and none after a skipped update or inside an
+        accumulation.
+
+        If accelerate splits batches, or steps the scheduler without the optimizer, it steps as accelerate does.
         """
         if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)

@@ -38,24 +38,23 @@ _RANKS = "data_ranks"
 
 
 class SavedState(EngineAccelerator):
-    """Accelerator with ``save_state`` and ``load_state``. Model and optimizer are saved as a checkpoint of the engine,
-    in the subfolder ``engine`` of accelerate's folder.
-    """
+    """Accelerator with ``save_state`` and ``load_state``, which save model and optimizer as an engine checkpoint."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Returns the full (unsharded) state dict of the engine's model on rank 0, and {} on other ranks. All ranks of
-        the world must call it. For a model that the engine does not train, it returns the result of
-        ``accelerate.Accelerator.get_state_dict`` instead.
+        """Returns the full state dict of the engine's model on rank 0, and {} on other ranks. Collective over the
+        world.
+
+        Any other model is treated as by ``accelerate.Accelerator``.
         """
         if self.hosted is None or model not in (self.hosted, self.hosted.module):
             return super().get_state_dict(model, unwrap)
         return self.trained.full_state_dict()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Writes accelerate's files into ``output_dir``, and a checkpoint with weights and optimizer state into its
-        subfolder ``engine``. Returns the folder after the checkpoint is complete. All ranks must call it.
+        """Writes accelerate's files into ``output_dir``, and weights and optimizer state into its subfolder ``engine``;
+        returns the folder. Collective.
 
-        Hooks that the user has registered for saving are called, but with an empty list of weights, as under DeepSpeed.
+        The user's save hooks get an empty list of weights.
         """
         models, hooks = self._models, self._save_model_state_pre_hook
         with self._without_engine():
@@ -66,9 +65,10 @@ class SavedState(EngineAccelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Loads model, optimizer, schedules and step number from a folder that ``save_state`` has written, also on
-        another grid of ranks. If ``input_dir`` is None and accelerate names checkpoints automatically, it loads the
-        newest folder. All ranks must call it.
+        """Loads model, optimizer, schedules and step number from a folder of ``save_state``, also on another grid of
+        ranks. Collective.
+
+        ``input_dir=None``: the newest folder, if accelerate names checkpoints automatically.
 
         Raises:
             CheckpointError: the folder has no checkpoint of the engine.
@@ -114,11 +114,10 @@ def _newest(folder: Path) -> str:
 
 
 class Accelerator(SavedState):
-    """``accelerate.Accelerator`` that runs forward, backward and update of a user's own training loop on the engine.
-    ``num_processes`` is the number of data ranks (ranks with different rows), and ``process_index`` is this rank's
-    index among them.
+    """``accelerate.Accelerator`` that runs forward, backward and update of a user's training loop on the engine.
 
-    Batch size, accumulation, clipping, optimizer and schedule come from the loop.
+    ``num_processes`` is the number of data ranks (ranks with different rows), and ``process_index`` is this rank's
+    index among them. Batch size, accumulation, clipping, optimizer and schedule come from the loop.
 
     Args:
         engine_config: grid of ranks, ZeRO and other settings, as a dict or the path of a file.
@@ -162,15 +161,14 @@ class Accelerator(SavedState):
     # ------------------------------------------------------------------ prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Returns the wrapped objects, as ``accelerate.Accelerator.prepare`` does. If one of them is a model with
-        trainable parameters, it makes the engine for this model and its optimizer, and broadcasts the weights from rank
-        0. All ranks of the world must call it.
+        """Returns the wrapped objects, as ``accelerate.Accelerator.prepare`` does; makes the engine for a trainable
+        model and its optimizer. Collective over the world.
 
-        The batch size of a DataLoader in the same call becomes the number of rows of a microbatch.
+        Weights are broadcast from rank 0. The batch size of a DataLoader becomes the number of rows of a microbatch.
 
         Raises:
-            ConfigError: a trainable model is passed without its optimizer, several trainable models are passed, or the
-                batch size differs from the configuration's.
+            ConfigError: a trainable model comes without its optimizer, there are several, or the batch size differs
+                from the configuration's.
         """
         models: list[Any] = [each for each in args if isinstance(each, nn.Module) and _is_trained(each)]
         if models and models != [self.hosted]:
@@ -198,12 +196,12 @@ class Accelerator(SavedState):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns ``model`` itself. The engine's model is unchanged. A model without trainable parameters is moved to
-        this rank's device, unless ``device_placement`` is False.
+        """Returns ``model``; a model that the engine does not train is first moved to this rank's device.
+
+        ``device_placement=False`` prevents the move.
 
         Raises:
-            ConfigError: ``model`` has trainable parameters; it must be passed to ``prepare`` together with its
-                optimizer.
+            ConfigError: ``model`` has trainable parameters, so it must be passed to ``prepare``.
         """
         if model is self.hosted:
             if model not in self._models:
@@ -219,9 +217,7 @@ class Accelerator(SavedState):
         return model.to(self.device) if moves else model
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Returns a wrapper of ``scheduler`` that makes as many scheduler steps for each update as there are data
-        ranks; accelerate itself makes one for each process.
-        """
+        """Returns a wrapper of ``scheduler`` that makes one scheduler step for each data rank after an update."""
         if isinstance(scheduler, AcceleratedScheduler):
             return super().prepare_scheduler(scheduler)
         own = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]
@@ -231,12 +227,12 @@ class Accelerator(SavedState):
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """Closes the engine, then returns the result of ``accelerate.Accelerator.free_memory`` for ``objects``."""
+        """Closes the engine, then calls ``accelerate.Accelerator.free_memory``."""
         self._close()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Closes the engine, then ends accelerate's trackers as ``accelerate.Accelerator.end_training`` does."""
+        """Closes the engine, then calls ``accelerate.Accelerator.end_training``."""
         self._close()
         super().end_training()
 
@@ -248,17 +244,19 @@ class Accelerator(SavedState):
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs the backward of a microbatch's 0-dim ``loss`` on the engine. As accelerate does, it first divides the
-        loss by ``gradient_accumulation_steps``. ``kwargs`` may have ``retain_graph``, as in ``Tensor.backward``.
+        """Runs the backward of a microbatch's 0-dim ``loss``, divided by ``gradient_accumulation_steps``, on the
+        engine.
+
+        ``kwargs`` may have ``retain_graph``, as in ``Tensor.backward``.
         """
         super().backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def finish_step(self) -> bool:
-        """Lets the engine clip gradients and update the weights. Returns True if the update was skipped because of a
-        non-finite gradient.
+        """Lets the engine clip gradients and update the weights; returns True if a non-finite gradient prevents the
+        update.
 
         Raises:
-            EngineError: no ``backward`` of this accelerator has run since the last step.
+            EngineError: no ``backward`` has run since the last step.
         """
         if not self.weighed:
             raise EngineError(
@@ -274,9 +272,8 @@ class Accelerator(SavedState):
         super().drop_gradients()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Returns the L2 norm of the full gradient (of all parameters, averaged over data ranks) as a 0-dim tensor. The
-        gradients are unchanged: the next ``optimizer.step()`` clips them to ``max_norm``. All ranks of the world must
-        call it.
+        """Returns the L2 norm of the full gradient as a 0-dim tensor; the next ``optimizer.step()`` clips to
+        ``max_norm``. Collective over the world.
 
         Args:
             parameters: all trainable parameters of the engine's model.
@@ -284,7 +281,8 @@ class Accelerator(SavedState):
         Raises:
             ConfigError: ``norm_type`` is not 2, or ``max_norm`` differs from ``gradient_clipping`` of the
                 configuration.
-            EngineError: the call is inside an accumulation, is the second in a step, or omits parameters.
+            EngineError: a microbatch of the step is missing, the call is the second in a step, or parameters are
+                missing.
         """
         given = self.trained.config.gradient_clipping
         if float(norm_type) != 2:
@@ -328,9 +326,7 @@ class Accelerator(SavedState):
         )
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Raises ConfigError. accelerate's method lets ranks stop at different steps, but on the engine every rank must
-        take part in every step.
-        """
+        """Raises ConfigError, because on the engine all ranks make equally many steps."""
         raise ConfigError(
             "join_uneven_inputs lets data ranks stop at different steps, but the engine needs the same number of steps "
             "on all of them; remove it, and keep even_batches."

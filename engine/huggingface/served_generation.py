@@ -31,14 +31,13 @@ _SETTINGS: Mapping[str, str] = MappingProxyType({
 
 
 class ServedGeneration:
-    """Replacement of TRL's ``VLLMGeneration``, with its methods. Completions come from vLLM servers that load the
-    weights that the engine publishes.
+    """Replacement of TRL's ``VLLMGeneration``: vLLM servers with the engine's published weights generate the
+    completions.
 
     Args:
         servers: URLs of the vLLM servers.
         accelerator: accelerator of the trainer.
-        given: keyword arguments of ``VLLMGeneration``. Settings of a server process and of TRL's NCCL group have no
-            effect.
+        given: keyword arguments of ``VLLMGeneration``; server settings have no effect.
 
     Raises:
         ConfigError: the model has adapters, or a server does not answer; every rank raises it.
@@ -79,16 +78,15 @@ class ServedGeneration:
         return list(modes)
 
     def get_server_info(self) -> Mapping[str, Any]:
-        """Returns the only vLLM setting that TRL reads, as ``{"model_config": {"logprobs_mode": mode}}``. ``mode`` is
-        "processed_logprobs" if all servers have this mode, else the mode of the first server that differs, so that TRL
-        warns of that mode.
+        """Returns ``{"model_config": {"logprobs_mode": mode}}`` for TRL.
+
+        ``mode`` is "processed_logprobs", unless a server has another mode.
         """
         others = [mode for mode in self._modes if mode != "processed_logprobs"]
         return {"model_config": {"logprobs_mode": (others or self._modes)[0]}}
 
     def sync_weights(self) -> None:
-        """Publishes the engine's weights as a new version, and returns when all servers have loaded this version. All
-        ranks must call it.
+        """Publishes the engine's weights as a new version, and waits until all servers have loaded it. Collective.
 
         Raises:
             EngineError: a server has not loaded the version.
@@ -104,22 +102,22 @@ class ServedGeneration:
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> tuple[Any, ...]:
-        """Generates a completion for each of this data rank's prompts on the vLLM servers. All ranks must call it: rank
-        0 sends the prompts of all data ranks, and broadcasts the answers.
+        """Generates a completion for each of this data rank's prompts on the vLLM servers, by requests of rank 0.
+        Collective.
 
         Args:
             prompts: token ids of each row. Over all data ranks, every ``num_generations`` successive rows have the same
                 prompt.
             images: must be None.
             num_generations: number of completions of each different prompt.
-            profiler: context manager around the requests to the servers on rank 0.
+            profiler: context manager around the requests.
 
         Returns:
-            Four lists with an element for each row: ``prompts``, the token ids of its completion, the log-probability
-            of each of these tokens as [[value], ...], and again their token ids as [[id], ...].
+            Four lists with an element for each row: ``prompts``, token ids of the completion, their log-probabilities
+                as [[value], ...], and again the token ids as [[id], ...].
 
         Raises:
-            EngineError: a row has an image, a server does not answer, or it has other weights than the last published.
+            EngineError: a row has an image, or a server does not answer or lacks the last published weights.
         """
         eng, rows = self._accelerator.trained, self._accelerator.gather_objects(list(prompts))
         if any(self._accelerator.gather_objects([images is not None])):

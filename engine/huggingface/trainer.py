@@ -68,8 +68,8 @@ OwnLoss = Callable[[Any, Tensor | None, Tensor | None], Tensor]
 
 
 class WholeSteps:
-    """Training steps of transformers' Trainer on a pipeline. It stores the microbatches of a step until the last one
-    has come. Then it runs all of them in one call of the engine's ``train_batch``.
+    """Training steps of transformers' Trainer on a pipeline: stores the microbatches of a step, then runs all in one
+    ``train_batch``.
     """
 
     def __init__(
@@ -98,23 +98,22 @@ class WholeSteps:
 
     @property
     def scales(self) -> bool:
-        """True if the engine must use the method ``loss`` of this object in place of the model's own loss. This is so
-        if the user has a loss function, or if transformers and the engine divide the loss by different numbers.
-        """
+        """True if the method ``loss`` of this object must replace the model's own loss."""
         return self._own_loss is not None or self._counts or bool(self._summed)
 
     def microbatch(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:
-        """Returns ``inputs``, a batch of the Trainer's loop, as a microbatch for the engine. ``count``, the number of
-        items (label tokens) of the whole step, is added if it is not None, model and loss take it, and the batch has
-        labels.
+        """Returns ``inputs``, a batch of the Trainer's loop, as a microbatch for the engine.
+
+        ``count``, the number of items (label tokens) of the whole step, is added if the loss needs it.
         """
         if count is None or not self._counts or "labels" not in inputs:
             return dict(inputs)
         return {**inputs, _COUNT: torch.as_tensor(count, dtype=torch.float32, device=self._accelerator.device)}
 
     def inputs(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments of the model's forward from ``microbatch``, a dict as the method ``microbatch``
-        makes it. ``labels`` are left out if the user's loss function replaces the model's loss.
+        """Returns the keyword arguments of the model's forward, from a dict of the method ``microbatch``.
+
+        ``labels`` are left out if the user's loss function replaces the model's loss.
         """
         if self._own_loss is not None:
             return {key: value for key, value in microbatch.items() if key not in ("labels", _COUNT, _LACKS)}
@@ -122,12 +121,12 @@ class WholeSteps:
         return given | {_COUNT: given[_COUNT].sum()} if _COUNT in given else given  # in evaluation by row
 
     def loss(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor:
-        """Returns the 0-dim loss of ``microbatch``, by the user's loss function or else by the model. It is scaled so
-        that the engine's mean over microbatches and data ranks equals the loss of transformers.
+        """Returns the 0-dim loss of a microbatch, scaled so that its mean over the step equals the loss of
+        transformers.
 
         Args:
             output: output of the model's last pipeline stage.
-            microbatch: dict as the method ``microbatch`` makes it.
+            microbatch: dict of the method ``microbatch``.
         """
         count, loss = microbatch.get(_COUNT), self._plain_loss(output, microbatch)
         if _LACKS in microbatch:
@@ -141,18 +140,17 @@ class WholeSteps:
         return self._own_loss(output, microbatch.get("labels"), microbatch.get(_COUNT))
 
     def add(self, inputs: Mapping[str, Any], count: Any) -> Tensor | None:
-        """Stores a microbatch and returns None. The call with the last microbatch of a training step instead runs the
-        step with all stored microbatches, and returns the step's 0-dim loss.
+        """Stores a microbatch and returns None; the last microbatch of a step runs the step, and returns its 0-dim
+        loss.
 
-        In an epoch's last step, missing rows and microbatches are filled up without effect on the loss.
+        In an epoch's last step, missing rows are filled up without effect on the loss.
 
         Args:
             inputs: batch of the Trainer's loop.
             count: number of items (label tokens) in the whole step; None: unknown.
 
         Raises:
-            EngineError: the epoch ends in an incomplete step that cannot be filled up, because the loss is a mean over
-                rows or a tensor of the batch has no rows.
+            EngineError: the epoch ends in an incomplete step that cannot be filled up.
         """
         self._waiting.append(self._filled(self.microbatch(inputs, count)))
         if not self._accelerator.sync_gradients:
@@ -225,14 +223,12 @@ _SCHEDULE = "schedule"
 
 class Trainer(TrlLoop):
     """``transformers.Trainer`` that trains its model on the engine. Batch sizes, precision, optimizer, schedule and
-    clipping come from ``TrainingArguments``; ``per_device_train_batch_size`` is the number of rows in a data rank's
-    microbatch.
+    clipping come from ``TrainingArguments``; ``per_device_train_batch_size`` is the rows of a data rank's microbatch.
 
     A TRL trainer can be a second base, without a pipeline: ``class Tuner(Trainer, trl.GRPOTrainer)``.
 
-    With a pipeline the engine runs a step in one call, so the callback ``on_pre_optimizer_step`` is called after the
-    update. The loss is the model's, or comes from ``compute_loss_func`` or label smoothing. If a subclass overrides
-    ``compute_loss`` or ``training_step``, the engine instead runs one microbatch at a time through all stages.
+    With a pipeline, the callback ``on_pre_optimizer_step`` is called after the update. If a subclass overrides
+    ``compute_loss`` or ``training_step``, the pipeline runs one microbatch at a time.
 
     Args:
         engine_config: grid of ranks, ZeRO and other settings, as a dict or the path of a file.
@@ -266,7 +262,7 @@ class Trainer(TrlLoop):
 
     @property
     def engine(self) -> Engine:
-        """Engine that trains the model. It is made when training or evaluation begins.
+        """Engine that trains the model, made when training or evaluation begins.
 
         Raises:
             EngineError: neither has begun.
@@ -276,8 +272,8 @@ class Trainer(TrlLoop):
     # ------------------------------------------------------------------ placing
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Sets ``self.accelerator`` to an accelerator that runs on the engine, over the grid of ranks of the
-        configuration. transformers calls it in the constructor of its Trainer.
+        """Sets ``self.accelerator`` to an accelerator that runs on the engine. The constructor of transformers' Trainer
+        calls it.
 
         Raises:
             ConfigError: one of the ``TrainingArguments`` does not fit the engine.
@@ -350,15 +346,12 @@ class Trainer(TrlLoop):
         return dict(inputs) | ({"num_items_in_batch": count} if counted else {})
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Returns the number of rows in a training step, over all data ranks and accumulated microbatches. ``args`` are
-        the ``TrainingArguments``.
-        """
+        """Returns the number of rows in a training step, over all data ranks and microbatches."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Returns an estimate of the FLOPs of forward and backward for ``inputs``, a microbatch, on this rank. It is 6
-        x elements of the main input x parameters without embeddings, divided by the number of ranks that share one copy
-        of the model. Returns 0 if the model's main input is missing.
+        """Returns an estimate of this rank's FLOPs of forward and backward for a microbatch; 0 without the model's main
+        input.
         """
         name = getattr(self.model, "main_input_name", "input_ids")
         main: Any = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's prompts are a list
@@ -369,9 +362,10 @@ class Trainer(TrlLoop):
     # ------------------------------------------------------------------ a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Runs forward and backward of the microbatch ``inputs``, and returns its loss, 0-dim. On a pipeline it stores
-        the microbatch and returns 0, except in the call with the last microbatch of a step. That call runs the whole
-        step, with the update, and returns the step's loss.
+        """Runs forward and backward of the microbatch ``inputs``, and returns its 0-dim loss.
+
+        On a pipeline, the last microbatch of a step runs the whole step, with the update, and returns its loss; earlier
+        calls return 0.
 
         Args:
             num_items_in_batch: number of label tokens in the whole step; None: unknown.
@@ -412,9 +406,10 @@ class Trainer(TrlLoop):
         return bool(super()._determine_best_metric(metrics, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the full model into ``output_dir``, as ``from_pretrained`` reads it, with the tokenizer or processor.
-        A module that is neither of transformers nor of PEFT is written by transformers' own method, from the full state
-        dict. Pushes to the hub if ``TrainingArguments`` ask for it. All ranks must call it.
+        """Writes the full model, as ``from_pretrained`` reads it, and the tokenizer or processor into ``output_dir``.
+        Collective.
+
+        Pushes to the hub if ``TrainingArguments`` ask for it.
         """
         if self.accelerator.hosted is None:
             super().save_model(output_dir, _internal_call)

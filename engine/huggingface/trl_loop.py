@@ -37,10 +37,7 @@ _IGNORED = -100
 
 
 class TrlLoop(transformers.Trainer):
-    """Base class of the engine's Trainer that adapts TRL's trainers to the engine: generation, rewards,
-    log-probabilities and the fused language-model head. This class has no effect on a subclass without a TRL trainer
-    among its bases.
-    """
+    """Base class of the engine's Trainer that runs TRL's trainers on the engine; no effect without a TRL base class."""
 
     accelerator: EngineAccelerator
     _sharded: bool
@@ -202,9 +199,9 @@ def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:
 
 
 def plan_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a batch with which the engine plans the sharding of a model that a TRL trainer trains: ``input_ids`` of
-    ``inputs``, its ``attention_mask`` (ones if absent), and ``labels`` equal to ``input_ids``. They are keyword
-    arguments of the model's forward.
+    """Returns keyword arguments of the model's forward from which the engine plans a model of a TRL trainer.
+
+    ``labels`` equal ``input_ids``; a missing ``attention_mask`` is ones.
     """
     ids = inputs["input_ids"]
     return {"input_ids": ids, "attention_mask": inputs.get("attention_mask", torch.ones_like(ids)), "labels": ids}
@@ -226,9 +223,9 @@ def _generating(model: Any, accelerator: EngineAccelerator) -> Iterator[None]:
 
 
 def shard_fused_head(model: nn.Module) -> None:
-    """Replaces the forward that TRL has put into ``model``, which computes log-probabilities directly from hidden
-    states. The new forward computes them from logits that are sharded over the tensor ranks. Does nothing if ``model``
-    has no such forward.
+    """Makes TRL's fused head of ``model`` compute log-probabilities from logits that are sharded over tensor ranks.
+
+    Does nothing without a fused head.
     """
     base: Any = model
     whole = base.get_base_model() if hasattr(base, "get_base_model") else base

@@ -36,21 +36,21 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DataCopies:
-    """Comparison of weights and optimizer state that several data ranks store in full, or that several shard groups
-    store as equal shards. Each tensor is compared over the axis along which its copies must be equal.
-    """
+    """Comparison of weights and optimizer state that several data ranks store as equal copies."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self.comm, self.device = comm, device
         self._compared: list[_AxisCopies] = []
 
     def compare(self, held: Sequence[StateTensor], digests: Sequence[Tensor]) -> Tensor:
-        """Compares tensors that must be equal on several ranks, by hashes of their digests. Returns a 0-dim bool tensor
-        on the device, True if any of them differ. All-gathers 16 bytes for each tensor and rank, label "integrity".
+        """Compares tensors that must be equal on several ranks; returns a 0-dim bool tensor on the device, True if any
+        differ.
+
+        All-gathers 16 bytes for each tensor and rank, label "integrity".
 
         Args:
             held: weights and optimizer state of this rank; tensors without a copy on another rank are skipped.
-            digests: digest (integer sums over all bytes) of each tensor, in the order of ``held``.
+            digests: digest (integer sums over all bytes) of each tensor of ``held``.
         """
         pairs = dict[Axis, list[tuple[StateTensor, Tensor]]]()
         for each, digest in zip(held, digests, strict=True):
@@ -62,8 +62,9 @@ class DataCopies:
         return torch.stack([each.differ for each in self._compared]).any()
 
     def findings(self, update: int) -> list[Finding]:
-        """Returns a report for each tensor that differed between ranks in the last ``compare``, equal on all compared
-        ranks. All-gathers the full digests of these tensors.
+        """Returns a report for each tensor that differed in the last ``compare``, equal on all compared ranks.
+
+        All-gathers the full digests of these tensors.
 
         Args:
             update: number of updates at the last check without corruption.
@@ -102,9 +103,7 @@ class _AxisCopies:
 
 
 class ReplicaCopies:
-    """Comparison of weights between the ranks with one copy of the model: weights that its tensor ranks do not shard,
-    and weights that several of its pipeline stages use.
-    """
+    """Comparison of weights that several tensor or pipeline ranks of one model copy store as equal copies."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._buckets = comm, buckets
@@ -116,11 +115,11 @@ class ReplicaCopies:
         self._found = torch.zeros(0)
 
     def compare(self, device: torch.device) -> Tensor:
-        """Compares weights that several tensor or pipeline ranks of one model copy must store equally. Returns a 0-dim
-        bool tensor on ``device``, True if any of them differ.
+        """Compares weights that several tensor or pipeline ranks of one model copy store; returns a 0-dim bool tensor,
+        True if any differ.
 
-        All-gathers 8 bytes for each parameter and rank over axis "replica", label "integrity". At ZeRO 3, it first
-        all-reduces digests of shards over the data ranks.
+        All-gathers 8 bytes for each parameter and rank over axis "replica", label "integrity". ZeRO 3 first all-reduces
+        digests over the data ranks.
         """
         if not self._rows or self._comm.grid.size("replica") == 1:
             return torch.zeros((), dtype=torch.bool, device=device)
@@ -136,8 +135,8 @@ class ReplicaCopies:
         return torch.stack(differs).any()
 
     def findings(self, update: int) -> list[Finding]:
-        """Returns a report for each weight that differed between tensor or pipeline ranks in the last ``compare``,
-        equal on all ranks with this copy of the model.
+        """Returns a report for each weight that differed in the last ``compare``, equal on all ranks with this copy of
+        the model.
 
         Args:
             update: number of updates at the last check without corruption.
@@ -178,11 +177,10 @@ class ReplicaCopies:
 
 
 def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
-    """Returns a tuple: the indices of the elements of ``values`` that differ from the value of the majority, and the
-    index of one element with this value.
+    """Returns (indices of the elements of ``values`` that differ from the majority, index of one element of the
+    majority).
 
-    If no value makes up more than half, it returns all indices, and the index of one element with the most frequent
-    value.
+    Without a majority, returns (all indices, index of one most frequent value).
     """
     (value, count), *_ = Counter(values).most_common()
     most = values.index(value)
@@ -192,9 +190,7 @@ def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
 
 
 def copies_finding(one: Finding, odd: Sequence[int], ranks: Sequence[int]) -> Finding:
-    """Returns a copy of ``one``, a report about a tensor, that says that the tensor must be equal on ``ranks`` and is
-    wrong on the ranks ``odd``.
-    """
+    """Returns a copy of the report ``one`` for a tensor that is equal on ``ranks``, except for the ranks ``odd``."""
     values = one.to_json() | {"how": "copies", "ranks": odd, "others": [rank for rank in ranks if rank not in odd]}
     return Finding.from_json(values)
 
@@ -209,18 +205,18 @@ def _gathered(own: Tensor, comm: Comm, axis: Axis) -> Tensor:
 
 
 class Writes:
-    """Snapshot of torch's version counters of some tensors. A write by an operator increases the counter of a tensor,
-    and a flipped bit in memory does not, so the counters show intended changes.
+    """Snapshot of torch's version counters of some tensors, which operators increase and flipped bits do not.
 
-    A tensor object that was replaced counts as written. torch does not count writes through ``parameter.data``.
+    A replaced tensor object counts as written; a write through ``parameter.data`` does not.
     """
 
     def __init__(self, held: Sequence[StateTensor]) -> None:
         self._seen = [(each.tensor, _versions(each)) for each in held]
 
     def since(self, held: Sequence[StateTensor]) -> list[bool] | None:
-        """Returns a list with True for each tensor of ``held`` that was written or replaced since the snapshot. Returns
-        None if ``held`` has another number of tensors than the snapshot.
+        """Returns, for each tensor of ``held``, True if it was written or replaced since the snapshot.
+
+        Returns None if the number of tensors has changed.
         """
         if len(held) != len(self._seen):
             return None
@@ -236,8 +232,8 @@ def _versions(held: StateTensor) -> tuple[int, ...]:
 
 
 class AtRest:
-    """Digests of weights, fp32 masters and moments of this rank, taken after each update. Until the next update nothing
-    may write these tensors, so a changed digest shows corrupted memory.
+    """Digests of this rank's weights, fp32 masters and moments after each update; a changed digest before the next
+    update shows corrupted memory.
     """
 
     def __init__(self, inventory: StateInventory, device: torch.device) -> None:
@@ -256,9 +252,7 @@ class AtRest:
         self._taken_after = 0
 
     def take(self, update: int) -> None:
-        """Computes and stores the digests of all weights, masters and moments of this rank, after update number
-        ``update``.
-        """
+        """Stores the digests of all weights, masters and moments of this rank after update number ``update``."""
         held = self._all()
         sizes = [digest_length(each.tensor) for each in held]
         if sizes != [digest_length(each.tensor) for each in self.held]:
@@ -273,9 +267,10 @@ class AtRest:
         return [*self._lasting, *self._inventory.moments()]
 
     def compare(self) -> None:
-        """Compares the digests of the last ``take`` with digests of the current tensors. The host does not wait;
-        ``noticed`` has the result. Tensors that were intentionally written since the last ``take`` are skipped. Once a
-        difference is found, later ones are not stored, because they may follow from it.
+        """Compares the digests of the last ``take`` with digests of the current tensors, without host synchronization.
+
+        ``noticed`` has the result. Tensors that operators wrote since then are skipped. Only the first difference is
+        stored.
         """
         held = self._all()
         written = self._writes.since(held) if self._writes is not None else None
@@ -295,8 +290,8 @@ class AtRest:
         return (self._update >= 0) | bool(self._found)
 
     def findings(self, rank: int) -> list[Finding]:
-        """Returns a report for each change that ``compare`` has found since the last call of this method, with ``rank``
-        as the rank with wrong memory. The host waits for the device.
+        """Returns reports of the changes found since the last call, each with ``rank`` as the faulty rank. The host
+        waits for the device.
         """
         self._keep_found()
         found, self._found = self._found, []
@@ -308,9 +303,7 @@ class AtRest:
         self._update.fill_(-1)
 
     def digests(self) -> list[Tensor]:
-        """Returns a list with the digest of each weight, master and moment of this rank, as the last ``take`` has
-        stored it.
-        """
+        """Returns the digests of the last ``take``, one for each weight, master and moment of this rank."""
         return self._parts(self._taken)
 
     def _write(self, target: Tensor, wanted: Sequence[bool]) -> None:

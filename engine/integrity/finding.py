@@ -32,9 +32,7 @@ _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 @dataclass(frozen=True, slots=True)
 class FlippedPlace:
-    """Position of changed bits in a tensor, as far as two digests of the tensor, before and after the change, reveal
-    it.
-    """
+    """Position of changed bits in a tensor, as exact as two digests of the tensor reveal."""
 
     element: int
     """Index of the changed element in the flat tensor; of the first one if several may have changed."""
@@ -54,16 +52,15 @@ class _Change(NamedTuple):
 
 
 def digest_length(tensor: Tensor) -> int:
-    """Returns the number of int64 words in the digest of ``tensor``; a digest consists of sums over all bytes of the
-    tensor.
-    """
+    """Returns the number of int64 words in the digest (sums over all bytes) of ``tensor``."""
     return _length(tensor.numel() // _elements_in_word(tensor))
 
 
 @torch.no_grad()
 def write_digest(tensor: Tensor, out: Tensor) -> None:
-    """Writes the digest of ``tensor`` into ``out``, int64 [digest_length(tensor)]. The digest consists of integer sums
-    over all bytes of the tensor, which change with any one, two or three changed 8-byte words.
+    """Writes the digest of ``tensor``, integer sums over all its bytes, into ``out``, int64 [digest_length(tensor)].
+
+    A change of one, two or three 8-byte words always changes the digest.
     """
     words = _words(tensor)
     if words.device == out.device:
@@ -76,17 +73,16 @@ def write_digest(tensor: Tensor, out: Tensor) -> None:
 
 @torch.no_grad()
 def short_digest(digest: Tensor) -> Tensor:
-    """Returns two weighted sums of the words of ``digest``, so that ranks compare it with little traffic: int64 [2],
-    one sum over its first 16 words and one over all others.
+    """Returns two weighted sums of the words of ``digest``, int64 [2]: over the first 16 words and over all others.
 
-    Each word is multiplied by an odd factor of its own, so one changed word always changes a sum modulo 2^64.
+    One changed word always changes a sum.
     """
     weighed = digest * odd_factors(0, len(digest), digest.device)
     return torch.stack([weighed[:RUN].sum(), weighed[RUN:].sum()])
 
 
 def odd_factors(start: int, stop: int, device: torch.device) -> Tensor:
-    """Returns the odd number 2 i + 1 for each index i from ``start`` to ``stop`` (exclusive): int64 [stop - start]."""
+    """Returns the odd number 2 i + 1 for each i from ``start`` to ``stop`` (exclusive): int64 [stop - start]."""
     return torch.arange(start, stop, device=device).mul_(2).add_(1)
 
 
@@ -181,9 +177,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Report of detected corruption in one tensor: the kind of check, the tensor, and the ranks that are wrong. All
-    ranks exchange their reports and raise the same error.
-    """
+    """Report of detected corruption in one tensor: kind of check, tensor, and faulty ranks."""
 
     how: How
     """Kind of check. rest: changed without a write; copies: differs between ranks; rerun: two runs of a step differ."""
@@ -204,8 +198,8 @@ class Finding:
 
     @classmethod
     def at_rest(cls, held: StateTensor, place: FlippedPlace, update: int) -> "Finding":
-        """Returns the report that ``held``, a tensor of weights or optimizer state, has changed at ``place`` in memory
-        without a write, since update number ``update``.
+        """Returns the report that ``held``, a tensor of weights or optimizer state, has changed at ``place`` without a
+        write after update ``update``.
         """
         return cls(
             how="rest",
@@ -217,35 +211,32 @@ class Finding:
         )
 
     def of(self, *ranks: int) -> "Finding":
-        """Returns a copy of the report that names ``ranks`` as the ranks with the wrong tensor."""
+        """Returns a copy of the report with ``ranks`` as the faulty ranks."""
         return replace(self, ranks=ranks)
 
     @property
     def what(self) -> str:
-        """Text with kind and name of the tensor, such as "weight 'head.weight'", and with the element and bit if they
-        are known.
-        """
+        """Text with kind and name of the tensor, such as "weight 'head.weight'", and element and bit if known."""
         where = f"{self.kind} {self.name!r}"
         if self.bit is not None:
             return f"bit {self.bit} of element {self.element} of {where}"
         return f"{where} around element {self.element}" if self.element >= 0 else where
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as a dict that JSON can express; ``from_json`` reverses it."""
+        """Returns the report as a dict of JSON values, for ``from_json``."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Finding":
-        """Returns the report from ``values``, a dict of ``to_json`` after it was written and read as JSON."""
+        """Returns the report from ``values``, a dict of ``to_json`` read from JSON."""
         return cls(**{**values, "ranks": tuple(values["ranks"]), "others": tuple(values["others"])})
 
 
 def sentence(findings: Sequence[Finding], hosts: Sequence[str], reruns: bool) -> str:
-    """Returns the text of one error message about all reports in ``findings``, with advice. Checks that identify the
-    wrong rank most surely come first; only the first three reports are described, others are counted.
+    """Returns one error message about all reports in ``findings``, with advice; only the first three are described.
 
     Args:
-        findings: at least one.
+        findings: at least one report.
         hosts: host name of each global rank.
         reruns: True if training steps are run twice and compared.
     """

@@ -27,9 +27,7 @@ logger = logging.getLogger("trine")
 
 
 class ComputedGradients:
-    """Comparison of two runs of the same training step on this rank. It compares a sum over the bits of each gradient,
-    and of the loss.
-    """
+    """Comparison of two runs of one training step on this rank, by bit sums of each gradient and of the loss."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._places = {name: place for place, name in enumerate(names)}
@@ -38,14 +36,13 @@ class ComputedGradients:
         self._differs: Tensor | None = None
 
     def see(self, name: str, grad: Tensor) -> None:
-        """Adds a sum over the bits of ``grad`` to the parameter's sum in this run. ``grad`` is a gradient that backward
-        has just computed for the parameter ``name``, before any reduction over ranks.
-        """
+        """Adds the bit sum of ``grad``, an unreduced gradient of parameter ``name``, to this run."""
         self._sums[self._places[name]] += bit_sum(grad)
 
     def end(self, loss: Tensor) -> None:
-        """Ends a run of the step: the first call stores the sums over bits, and the second compares its own sums with
-        them. ``loss`` is the sum of losses in the run on this rank.
+        """Ends a run of the step: the first call stores the bit sums, the second compares with them.
+
+        ``loss`` is this rank's sum of losses in the run.
         """
         self._sums[-1] = bit_sum(loss)
         if self._before is None:
@@ -56,17 +53,19 @@ class ComputedGradients:
 
     @property
     def noticed(self) -> bool | Tensor:
-        """0-dim bool tensor on the device: True if the two runs of a step differ. False, a Python bool, if no step was
-        run twice since the last ``findings``.
+        """0-dim bool tensor on the device: True if the two runs of a step differ; the Python value False if no step was
+        run twice.
         """
         return self._differs is not None and self._differs.any()
 
     def findings(self, rank: int, update: int) -> list[Finding]:
-        """Returns a list with a report about the first gradient that differs between the two runs of a step, or else
-        about the loss; [] if nothing differs. Then forgets the comparison. The host waits for the device.
+        """Returns a list with a report about the first gradient, or else the loss, that differs between two runs; [] if
+        none does.
+
+        Then forgets the comparison. The host waits for the device.
 
         Args:
-            rank: global rank of this process, to be named in the report.
+            rank: global rank of this process.
             update: number of updates at the last check without corruption.
         """
         differs, self._differs = self._differs, None
@@ -79,14 +78,15 @@ class ComputedGradients:
 
     @property
     def compared(self) -> bool:
-        """True if a step was run twice since the last call of ``findings``, whether or not the runs differ."""
+        """True if a step was run twice since the last call of ``findings``."""
         return self._differs is not None
 
 
 class Integrity(StepPart):
-    """Part of each training step that detects silent corruption, such as flipped bits, in weights and optimizer state
-    of this rank. With ``integrity.rerun`` it also finds gradients that come out differently when a step is run again.
-    It does not exist if ``integrity.every`` is 0.
+    """Part of each training step that detects silent corruption, such as flipped bits, in this rank's weights and
+    optimizer state.
+
+    With ``integrity.rerun`` it also finds gradients that differ when a step is run again.
     """
 
     order = PartOrder.INTEGRITY
@@ -110,22 +110,20 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ around an update
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Starts to compare weights and optimizer state with the digests that were taken after the last update. The
-        host does not wait; a later ``check`` reads the result. Communicates nothing. Returns ``step.problem``, an error
-        that the step itself has had; None if it had none.
+        """Compares weights and optimizer state with their digests of the last update, without host synchronization;
+        ``check`` reads the result.
+
+        Returns ``step.problem``, the step's error or None.
         """
         self._at_rest.compare()
         return step.problem
 
     def rerun(self) -> ComputedGradients | None:
-        """Returns the object that compares the gradients of two runs, if the next step shall run twice. Returns None if
-        the step runs once.
-        """
+        """Returns the object that compares the gradients of two runs; None if the next step runs once."""
         return self.computed if (self._steps + 1) % self._config.every == 0 else None
 
     def refuse_own_loop(self) -> None:
-        """Raises if the user's own loop of ``backward`` and ``step`` is used with ``integrity.rerun``, because only
-        ``train_batch`` can run a step twice.
+        """Raises if ``integrity.rerun`` is on, because only ``train_batch`` can run a step twice.
 
         Raises:
             EngineError: ``integrity.rerun`` is on.
@@ -137,12 +135,11 @@ class Integrity(StepPart):
             )
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Computes and stores the digests of weights and optimizer state after a step. Every ``integrity.every`` steps
-        it then runs ``check``. It also runs ``check`` after a skipped step, because a flipped bit may have caused it.
-        All ranks must call it.
+        """Stores the digests of weights and optimizer state after a step; runs ``check`` every ``integrity.every``
+        steps and after a skipped step. Collective.
 
         Args:
-            step: state of the step; the traffic of the check does not count as its traffic.
+            step: state of the step; its traffic excludes the check.
             made: number of updates so far.
             skipped: True if the step was skipped.
 
@@ -162,8 +159,9 @@ class Integrity(StepPart):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Returns a context manager around a call that may write weights or optimizer state. It compares their digests
-        before the call, so that earlier corruption is still found, and stores new ones after it.
+        """Returns a context manager around a call that may write weights or optimizer state.
+
+        It compares their digests before the call, and stores new digests after it.
         """
         self._at_rest.compare()
         try:
@@ -172,7 +170,7 @@ class Integrity(StepPart):
             self._at_rest.take(self._update)
 
     def restarted(self, made: int) -> None:
-        """Forgets all digests and found corruption, and stores new digests, after weights were loaded or built.
+        """Replaces all digests, and forgets found corruption, after weights were loaded or built.
 
         Args:
             made: number of updates that these weights have had.
@@ -184,11 +182,11 @@ class Integrity(StepPart):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Returns a context manager around a save of weights. It first checks weights and optimizer state, so that no
-        corruption is saved, and computes new digests after the save. All ranks must enter it.
+        """Returns a context manager around a save of weights, which first checks weights and optimizer state.
+        Collective.
 
         Raises:
-            CorruptionError: this check, or an earlier one, found corruption, and ``integrity.on_failure`` is "raise".
+            CorruptionError: corruption was found, and ``integrity.on_failure`` is "raise".
         """
         if self._failed:
             raise CorruptionError(self._failed)
@@ -202,13 +200,13 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ the check
 
     def check(self) -> None:
-        """Reads the results of all comparisons since the last check, and compares weights and optimizer state that
-        several ranks must store equally. The host waits for the device. All ranks of the world must call it. If
-        ``integrity.on_failure`` is "warn", corruption is only logged.
+        """Reads the results of all comparisons, and compares copies of weights and optimizer state across ranks.
+        Collective over the world.
+
+        The host waits for the device. If ``integrity.on_failure`` is "warn", corruption is only logged.
 
         Raises:
-            CorruptionError: corruption was found and ``integrity.on_failure`` is "raise"; all ranks raise the same
-                error.
+            CorruptionError: corruption was found and ``integrity.on_failure`` is "raise"; on all ranks.
         """
         digests = self._at_rest.digests()
         bad = self._data.compare(self._at_rest.held, digests) | self._replica.compare(self._device)

@@ -38,19 +38,16 @@ _STATE, _HOST = "engine", "lightning.ckpt"
 class Strategy(DDPStrategy):  # type: ignore[misc]
     """Strategy of Lightning's Trainer that trains a submodule of the LightningModule on the engine.
 
-    Accumulation, clipping and precision come from Trainer; optimizer and schedule from the LightningModule. A data
-    loader yields the batches of one data rank.
+    Accumulation, clipping and precision come from Trainer; optimizer and schedule from the LightningModule.
 
     Args:
         engine_config: grid of ranks, ZeRO and other settings, as a dict or the path of a file.
-        module: name of the submodule that the engine shards; None: the only child of the LightningModule with trainable
-            parameters.
+        module: name of the submodule that the engine shards; None: the only child with trainable parameters.
         whole: names of the tensors in a batch that are not divided into rows, such as image patches.
         more: ``cluster_environment`` and ``checkpoint_io``, as Lightning's strategies take them.
 
     Raises:
-        ConfigError: the configuration contradicts Trainer; optimization is manual; or parameters outside of the
-            submodule are trainable.
+        ConfigError: the configuration contradicts Trainer; optimization is manual; or other parameters are trainable.
     """
 
     precision_plugin: Any
@@ -72,7 +69,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """Engine that trains the submodule. It is made when Trainer sets up the strategy.
+        """Engine that trains the submodule, made when Trainer sets up the strategy.
 
         Raises:
             EngineError: Trainer has not yet done so.
@@ -83,14 +80,14 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def grid(self) -> Grid:
-        """Grid of ranks of the configuration, with the position of this rank in it."""
+        """Grid of ranks, with the position of this rank."""
         assert self._config is not None, "Lightning sets up the environment first"
         return self._config.grid(self.global_rank)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments with which Trainer makes a distributed sampler. ``num_replicas`` is the number of data
-        ranks (ranks with different rows), and ``rank`` is this rank's index among them.
+        """Arguments of a distributed sampler: ``num_replicas`` is the number of data ranks (ranks with different rows),
+        ``rank`` is this rank's index among them.
         """
         return {"num_replicas": self.grid.row_ranks, "rank": self.grid.row_rank}
 
@@ -138,8 +135,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             )
 
     def setup(self, trainer: Any) -> None:
-        """Makes the engine: shards the submodule in place, with the optimizer of the LightningModule. If Trainer does
-        not ``fit``, the optimizer is a placeholder that updates nothing. All ranks must call it.
+        """Makes the engine: shards the submodule in place, with the optimizer of the LightningModule. Collective.
+
+        Outside of ``fit`` nothing is updated.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -173,9 +171,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         """Does nothing, because the engine moves this rank's shards itself."""
 
     def teardown(self) -> None:
-        """Tears down the plugins of Trainer as Lightning does. Unlike Lightning, it does not move the model to the CPU,
-        so that ``test`` may follow ``fit``.
-        """
+        """Tears down the plugins of Trainer, but leaves the model on its device."""
         assert self.accelerator is not None and self.cluster_environment is not None
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -186,9 +182,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Returns a context manager for each backward of a step except the last. In it, gradients are accumulated, and
-        the engine makes no update.
-        """
+        """Returns a context manager in which ``backward`` accumulates gradients without an update."""
         self._accumulating = True
         try:
             yield
@@ -196,10 +190,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             self._accumulating = False
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs the backward of a microbatch's 0-dim loss ``closure_loss`` on the engine, and returns this loss. The
-        loss weight is 1 for the last microbatch of a step and 0 for others, because Lightning has already divided each
-        loss by the number of microbatches.
-        """
+        """Runs the backward of a microbatch's 0-dim loss on the engine, and returns the loss."""
         module, last = self.lightning_module, not self._accumulating
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.engine.set_gradient_accumulation_boundary(last)
@@ -210,8 +201,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return done
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Makes one update: calls ``closure`` (forward and backward of the last microbatch), then Lightning's hooks
-        before an update. Then the engine clips gradients and updates the weights. Returns the loss from ``closure``.
+        """Calls ``closure`` (forward and backward of the last microbatch), clips gradients and updates the weights;
+        returns the loss.
 
         Raises:
             EngineError: ``training_step`` has returned None.
@@ -246,8 +237,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     # ------------------------------------------------------------------ values of all data ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Returns ``tensor`` reduced over ``group`` as Lightning's DDP strategy does. A sum over the world is then
-        divided by the number of ranks that work on the same rows, so that each data rank counts once.
+        """Returns ``tensor`` reduced over ``group``, as Lightning's DDP strategy does; in a sum over the world, each
+        data rank counts once.
 
         Args:
             group: process group; None: the world.
@@ -259,19 +250,17 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return reduced / copies if reduced.is_floating_point() else reduced // copies
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Returns True on all ranks if ``decision`` is True on every rank of the world. With ``all=False``, one rank
-        with True suffices. All-reduces over the world.
+        """Returns True on all ranks if ``decision`` is True on every rank, or with ``all=False`` on any rank.
+        All-reduces over the world.
         """
         count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
         return bool(count == self.world_size) if all else bool(count)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensors of all data ranks as [data ranks, ...], in the order of these ranks. It gathers over the
-        world, and uses only one of the ranks that work on the same rows.
+        """Returns the tensors of all data ranks as [data ranks, ...], in rank order. Gathers over the world.
 
         Args:
-            group: process group; for a group other than the world, the result is Lightning's, with all ranks of the
-                group.
+            group: process group; for any other than the world, the result has all ranks of the group.
             sync_grads: True: gradients flow back through the gather.
         """
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
@@ -283,30 +272,27 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: Trainer loads a checkpoint after ``setup``, because the engine loads it into the sharded model."""
+        """True: Trainer loads a checkpoint after ``setup``."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False: Trainer does not restore the optimizer state, because the engine's checkpoint has it."""
+        """False: the engine, not Trainer, restores the optimizer state."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns {} as the weights that Trainer puts into a checkpoint. The engine writes them in a checkpoint of its
-        own; ``save_checkpoint`` gathers them only to write a file with weights alone.
-        """
+        """Returns {}: the engine saves the weights, not Trainer."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns {} as the optimizer state that Trainer puts into a checkpoint, because the engine writes it in a
-        checkpoint of its own.
-        """
+        """Returns {}: the engine saves the optimizer state, not Trainer."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint to resume from: the folder ``filepath`` with Lightning's state, ``checkpoint``, and the
-        engine's weights and optimizer state. If ``checkpoint`` has no optimizer states (``save_weights_only``), writes
-        one file with the full weights instead. All ranks must call it.
+        """Writes the folder ``filepath`` with Lightning's state, ``checkpoint``, and the engine's weights and optimizer
+        state. Collective.
+
+        Without optimizer states in ``checkpoint`` (``save_weights_only``), writes one file with the full weights.
         """
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint | {"state_dict": self._whole_state()}, filepath, storage_options)
@@ -327,8 +313,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return others | {f"{self._name}.{key}": value for key, value in self.engine.full_state_dict().items()}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Returns Lightning's own state from a checkpoint folder that this strategy has written. It loads no weights:
-        Trainer then calls ``load_model_state_dict``, which loads the engine's part of the folder.
+        """Returns Lightning's state from a checkpoint folder of this strategy; ``load_model_state_dict`` then loads the
+        weights.
 
         Raises:
             CheckpointError: the path is not a checkpoint folder of this strategy.
@@ -344,13 +330,12 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return {**host, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the engine's state from the folder that was last passed to ``load_checkpoint``. In ``fit`` this is
-        weights, buffers and optimizer state; otherwise only weights and buffers. All ranks must call it.
+        """Loads weights, buffers and, in ``fit``, optimizer state from the folder last passed to ``load_checkpoint``.
+        Collective.
 
         Args:
             checkpoint: not read.
-            strict: False: parameters and buffers that the checkpoint lacks keep their values. True: it must have all of
-                them.
+            strict: True: requires all parameters and buffers in the checkpoint. False: missing ones are unchanged.
         """
         module: Any = self.lightning_module
         assert self._restored is not None, "load_checkpoint comes first"
@@ -358,9 +343,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         self.engine.load_checkpoint(self._restored / _STATE, load_module_only=alone, strict=strict)
 
     def on_train_start(self) -> None:
-        """Sets the learning rates of the optimizer's groups as the restored schedules say, if Trainer has loaded a
-        checkpoint. Does nothing otherwise.
-        """
+        """Sets the optimizer's learning rates to the restored schedules' rates, if Trainer has loaded a checkpoint."""
         for each in self.lr_scheduler_configs if self._restored is not None else ():
             schedule: Any = each.scheduler
             for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):

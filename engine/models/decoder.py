@@ -25,7 +25,7 @@ INIT_STD = 0.02
 class DecoderConfig:
     """Sizes of a decoder; the defaults give 6,482,432 parameters.
 
-    ``context`` is the longest input in tokens. With ``tied``, the head shares the token embedding's weight.
+    ``context``: longest input in tokens. ``tied``: the head shares the token embedding's weight.
 
     Raises:
         ValueError: a size is below 1, the width is not a multiple of the heads, or the dropout is outside [0, 1).
@@ -54,18 +54,15 @@ class DecoderConfig:
 
     @property
     def residual_std(self) -> float:
-        """Initial standard deviation of weights in the two projections of a layer that write to the residual stream. It
-        falls with the number of layers, so that the sum over all layers has a variance independent of depth.
+        """Initial standard deviation of weights in the two projections of a layer that write to the residual stream.
+
+        It falls with the number of layers.
         """
         return INIT_STD / math.sqrt(2 * self.layers)
 
 
 class Projection(nn.Linear):
-    """Linear layer with an initialization of its own: weights from normal(0, ``std``), bias zero.
-
-    Each layer stores ``std``, so that ``reset_parameters`` of each module works alone, in any order, also after a move
-    from the meta device to memory.
-    """
+    """Linear layer initialized with weights from normal(0, ``std``) and bias zero."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, std: float = INIT_STD) -> None:
         self.std = std  # set first, because nn.Linear.__init__ calls reset_parameters
@@ -85,8 +82,10 @@ class Embedding(nn.Embedding):
 
 
 class LayerCache:
-    """Cached keys and values of one decoder layer, [B, H, L, K] each: B sequences, H heads, L positions, K values a
-    head. Both are None before the first position.
+    """Cached keys and values of one decoder layer, each [B, H, L, K]: B sequences, H heads, L positions, K values a
+    head.
+
+    Both are None at first.
     """
 
     def __init__(self) -> None:
@@ -98,8 +97,10 @@ class LayerCache:
         return 0 if self.keys is None else self.keys.shape[-2]
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends ``keys`` and ``values`` of new positions to the cache, [B, H, L, K] each: B sequences, H heads, L new
-        positions, K values a head. Returns the keys and values of all cached positions, the new ones included.
+        """Appends keys and values, each [B, H, L, K], of L new positions to the cache; returns the keys and values of
+        all positions.
+
+        B sequences, H heads, K values a head.
         """
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
@@ -108,9 +109,7 @@ class LayerCache:
 
 
 class DecoderCache:
-    """Key-value cache of a :class:`Decoder`, with an entry for each layer. The decoder's forward appends to it in
-    place.
-    """
+    """Key-value cache of a :class:`Decoder`, with an entry for each layer; the forward appends to it."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerCache() for _ in range(layers)]
@@ -123,8 +122,7 @@ class DecoderCache:
 class Attention(nn.Module):
     """Causal self-attention, [B, L, D] -> [B, L, D]: B sequences, L positions, D features.
 
-    The forward derives the number of heads from the width of the projections. A tensor rank with only some of the heads
-    therefore runs the same code as one with all.
+    A tensor rank may have only some of the heads.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -154,8 +152,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block, [B, L, D] -> [B, L, D] for B sequences of L positions with D features: attention, then an MLP
-    with 4 D hidden features, each after a LayerNorm and added to its input.
+    """Transformer block, [B, L, D] -> [B, L, D]: attention, then an MLP with 4 D hidden features, each pre-normalized
+    and residual.
+
+    B sequences, L positions, D features.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -179,9 +179,8 @@ class Decoder(nn.Module):
     """GPT-2 style decoder from token ids [B, L] to logits [B, L, V]: B sequences of L tokens, V entries in the
     vocabulary.
 
-    It may be built on the meta device: after ``to_empty``, ``reset_parameters`` of each module fills it, in any order.
-    With ``tied``, ``to_empty`` gives head and token embedding two separate weights, as in any torch model; tie them
-    again.
+    It may be built on the meta device, then filled by ``to_empty`` and ``reset_parameters`` of each module.
+    ``to_empty`` separates tied weights; tie them again.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -208,14 +207,14 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: DecoderCache | None = None,
     ) -> Tensor:
-        """Returns logits [B, L, V]. They predict, at each of the L positions of B sequences, the next token among V.
+        """Returns the logits of the next token at each of L positions, [B, L, V], for B sequences and V tokens.
 
         Args:
             input_ids: token ids, int64 [B, L].
-            labels: ignored; accepted so that ``model(**batch)`` works with a separate loss.
+            labels: ignored.
             attention_mask: int64 [B, S], 0 for padding and 1 for tokens; S is L plus the number of cached positions.
-                Tokens do not attend to padding, and positions are counted without it.
-            past_key_values: cache of the positions before ``input_ids``, to which this call appends; None: no cache.
+                Positions are counted without padding.
+            past_key_values: cache of earlier positions, to which this call appends; None: no cache.
 
         Raises:
             ValueError: a position is not below ``config.context``.
@@ -254,12 +253,10 @@ def _seen(mask: Tensor | None, cached: int, total: int, device: torch.device) ->
 
 
 def loss_sum(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the cross-entropy in nats as (sum, weight); a ``loss_fn`` for ``engine.initialize``. The sum is 0-dim
-    fp32; the weight is 0-dim int64, the number of labels that are not ignored.
+    """Returns the cross-entropy in nats as (sum, number of labels that are not ignored), 0-dim fp32 and int64.
 
-    ``logits`` are [B, L, V] in any float dtype. ``batch["labels"]`` are int64 [B, L], already shifted; -100 is ignored.
-    The global mean is the sum of all sums over the sum of all weights. It stays exact when ranks and microbatches have
-    different numbers of tokens.
+    A ``loss_fn`` for ``engine.initialize``: ``logits`` are [B, L, V] in any float dtype, ``batch["labels"]`` int64 [B,
+    L], already shifted; -100 is ignored.
     """
     labels = batch["labels"]
     total = functional.cross_entropy(
@@ -272,9 +269,8 @@ def loss_sum(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
 def generate(model: Decoder, prompt: bytes, length: int, temperature: float = 0.8, seed: int = 0) -> bytes:
     """Continues ``prompt`` by ``length`` sampled bytes and returns only the new bytes.
 
-    The model sees the last ``context`` bytes. A ``temperature`` of 0 takes the likeliest byte. Sampling draws from its
-    own CPU generator, so the global random state is unchanged. The model runs in eval mode, and returns to its previous
-    mode.
+    The model runs in eval mode and sees the last ``context`` bytes. ``temperature`` 0 takes the likeliest byte. The
+    global random state is unchanged.
 
     Raises:
         ValueError: the prompt is empty, length or temperature is negative, or the vocabulary does not have 256 entries.

@@ -14,8 +14,9 @@ _REMEDY = "pass one that builds, or a module:function that builds a small one"
 
 
 def find_function(name: str) -> Callable[[], Any]:
-    """Imports and returns the function that ``name``, in the form ``module:function``, denotes. During the import, and
-    later calls of the function, ``sys.argv`` has only the name of the module.
+    """Imports and returns the function that ``name`` denotes as ``module:function``.
+
+    The import and the function see no command-line arguments.
 
     Raises:
         PlanError: the module does not exist, lacks the function, or exits or raises on import.
@@ -50,17 +51,16 @@ def _command_line(*words: str) -> Iterator[None]:
 
 
 def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: str = _REMEDY) -> Any:
-    """Calls ``build``, a function that builds a model, and returns its result. Exceptions become PlanErrors with a
-    message for the command line.
+    """Returns the model that ``build`` makes.
 
     Args:
         name: name of the model on the command line.
         build: function that builds the model.
-        where: words for the message, such as " on the meta device".
-        remedy: last clause of the message: a suggestion for the user.
+        where: words for the error, such as " on the meta device".
+        remedy: last clause of the error: a suggestion for the user.
 
     Raises:
-        PlanError: ``build`` raises any exception, or exits the process; an EngineError is passed on unchanged.
+        PlanError: ``build`` raises an exception other than EngineError, or exits the process.
     """
     try:
         return build()
@@ -73,9 +73,9 @@ def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: st
 
 
 def model_and_rows(name: str, made: object) -> tuple[nn.Module, Any, Any]:
-    """Returns a tuple (model, rows, loss_fn) from ``made``, the result of a user's function that builds a model.
-    ``made`` is an nn.Module, (module, rows) or (module, rows, loss_fn), where rows are a batch for the model. Absent
-    parts become None.
+    """Returns (model, rows, loss_fn) from ``made``, the result of a user's function that builds a model.
+
+    ``made`` is model, (model, rows) or (model, rows, loss_fn), where rows are a batch; absent parts become None.
 
     Args:
         name: name of the model on the command line, for the error.
@@ -113,12 +113,9 @@ def import_transformers() -> Any:
 
 
 def huggingface_class(config: Any) -> Any:
-    """Returns the transformers class of the model that ``config``, a Hugging Face configuration, describes. It is the
-    first class in ``config.architectures`` that exists, else a class with a language-model head, else one without a
-    head.
+    """Returns the transformers class of a model with the Hugging Face configuration ``config``.
 
-    If there are several classes with heads, the one with a masked-language-model head is taken, unless
-    ``config.is_decoder`` is set.
+    The first class in ``config.architectures`` is taken, or else a class with a language-model head, or without a head.
 
     Raises:
         PlanError: transformers is not installed.
@@ -131,9 +128,7 @@ def huggingface_class(config: Any) -> Any:
 
 
 def has_language_model_head(kind: Any, config: Any) -> bool:
-    """Returns True if ``kind`` is a transformers class with a language-model head for the Hugging Face configuration
-    ``config``, so that it computes a loss from token ids and labels.
-    """
+    """Returns True if the transformers class ``kind`` has a language-model head for the configuration ``config``."""
     return any(kind is known for known in _language_models(config))
 
 

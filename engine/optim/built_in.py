@@ -35,7 +35,7 @@ from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Optimizer state of one parameter group: number of values for each element of a parameter, and their form."""
+    """Optimizer state of one parameter group: number and form of its values for each parameter element."""
 
     values: int = 0
     """Number of state values per element, in the dtype of moments."""
@@ -60,19 +60,20 @@ class GroupState:
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
     def stored_bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of element-wise optimizer state in a checkpoint. A checkpoint stores 8-bit values in the
-        dtype of other moments, so every value counts ``itemsize`` bytes.
+        """Returns the bytes of element-wise optimizer state in a checkpoint, which stores no 8-bit values.
 
         Args:
             elements: number of parameter elements.
+            itemsize: bytes of a stored value.
         """
         return (self.values + self.codes) * elements * itemsize
 
 
 def built_in_optimizer(config: OptimizerConfig) -> OptimizerFactory:
-    """Returns a function that makes the configured optimizer. Its argument is a list of parameter groups over flat
-    buckets, 1-D tensors that each have many parameters. If the configuration lists several optimizers, each group is
-    updated by its assigned optimizer.
+    """Returns a function that makes the configured optimizer over parameter groups of flat buckets (1-D tensors of many
+    parameters).
+
+    With several configured optimizers, each group is updated by its own.
     """
     if not config.before:
         return _flat(config)
@@ -101,11 +102,11 @@ def _flat(config: OptimizerConfig) -> OptimizerFactory:
 
 
 def plain_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Returns an optimizer with the configured update rule for training in one process without the engine. It is
-    torch's class where torch has this rule, else the engine's.
+    """Returns an optimizer with the configured update rule for training without the engine: torch's class or else the
+    engine's.
 
     Args:
-        groups: parameter groups of ordinary parameters, as torch optimizers take them.
+        groups: parameter groups, as torch optimizers take them.
     """
     if not config.before:
         return _plain(config, groups)
@@ -138,27 +139,22 @@ def _plain(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
 
 
 def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
-    """Sets the state of torch's optimizer ``adam`` to zero moments and a step count of 1e9, so that its bias correction
-    has no effect. ``adam`` must not have made a step before.
-    """
+    """Switches off the bias correction of ``adam``, a torch optimizer before its first step, by a step count of 1e9."""
     for weight in [weight for group in adam.param_groups for weight in group["params"]]:
         averages = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
         adam.state[weight] = {"step": torch.tensor(1e9), **averages}
 
 
 def kept_state(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -> tuple[GroupState, ...] | None:
-    """Returns for each parameter group of ``groups`` the number and form of the optimizer's state values. Returns None
-    if the configuration has no optimizer.
-    """
+    """Returns the number and form of optimizer state values of each parameter group; None without an optimizer."""
     if config is None:
         return None
     return tuple(_kept(config.entries[group.entry or 0]) for group in groups)
 
 
 def block_of_codes(config: OptimizerConfig | None) -> int:
-    """Returns the number of elements to which the begin of each parameter is aligned in a bucket (1-D tensor of many
-    parameters). It is the block size of 8-bit optimizer state, so that no block has values of two parameters. Returns 1
-    without 8-bit state.
+    """Returns the number of elements to which parameters are aligned in a bucket: the block size of 8-bit optimizer
+    state, or 1.
     """
     entries = config.entries if config is not None else ()
     return max((entry.params["block_size"] for entry in entries if entry.type == "AdamW8bit"), default=1)
@@ -188,15 +184,15 @@ def _kept(config: OptimizerConfig) -> GroupState:
 
 
 def refuse_experts(rows: Iterable[ShardRow], rules: Mapping[int, MatrixRule]) -> None:
-    """Raises if an optimizer that updates whole matrices (Muon, SOAP, Shampoo) would update experts that are divided
-    among data ranks.
+    """Raises if an optimizer of whole matrices (Muon, SOAP, Shampoo) would update experts that are divided among data
+    ranks.
 
     Args:
         rows: one row for each parameter, with its name, optimizer group and sharding.
-        rules: update rules of whole matrices, by index of the parameter group; other groups are absent.
+        rules: update rules of whole matrices, by index of the parameter group.
 
     Raises:
-        PlanError: a group of ``rules`` has a parameter of such experts.
+        PlanError: a group of ``rules`` has a parameter of these experts.
     """
     name = next((row.name for row in rows if row.trainable and row.experts and row.group in rules), None)
     if name is not None:
@@ -212,10 +208,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class MatrixOwners:
-    """Assignment of matrices to the ranks that update them as a whole (Muon, SOAP, Shampoo). One of the data ranks that
-    share the shards of a matrix is its owner: it gets the gradient and makes the update. If tensor ranks also shard the
-    matrix, only one of them makes the update. The costs of the owners are balanced at each pipeline coordinate.
-    """
+    """Assignment of each matrix to the rank that gets its full gradient and updates it (Muon, SOAP, Shampoo)."""
 
     config: Config
     rows: Sequence[ShardRow]
@@ -233,15 +226,13 @@ class MatrixOwners:
 
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of data ranks that share shards, and therefore exchange matrices with each other. A rank is given by
-        its index on the axis over which gradients are summed.
-        """
+        """Groups of data ranks that exchange matrices; a rank is its index on the axis of gradient sums."""
         count, grid = self._shares, self.config.grid(0)
         return tuple(tuple(range(first, first + count)) for first in range(0, grid.size(grid.sums), count))
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
-        """Returns the exchanges in which the rank at ``coord`` takes part: gradients to the owners of matrices, and
-        updates back. Returns None if no parameter on this pipeline rank is updated as a whole matrix.
+        """Returns the exchanges of gradients and updates of whole matrices of the rank at ``coord``; None if its
+        pipeline rank has none.
         """
         rows = {row.name: row for row in self.rows if row.trainable and row.group in self.rules}
         rows = {name: row for name, row in rows.items() if coord.pp in row.owners}
@@ -271,9 +262,7 @@ class MatrixOwners:
         )
 
     def traffic(self, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the bytes and calls that the rank at ``coord`` sends in each training step to exchange matrices with
-        the ranks that update them, one entry for each axis and label.
-        """
+        """Returns the traffic of the rank at ``coord`` for whole matrices in each training step, by axis and label."""
         routes = self.routes(coord)
         if routes is None:
             return ()
@@ -284,9 +273,7 @@ class MatrixOwners:
         return (*data, *tensor)
 
     def state_bytes(self, coord: Coord) -> int:
-        """Returns the bytes of optimizer state on the rank at ``coord``: state of the matrices that it updates as a
-        whole.
-        """
+        """Returns the bytes of optimizer state of the whole matrices that the rank at ``coord`` updates."""
         routes = self.routes(coord)
         made = routes.made if routes is not None else ()
         return sum(self._state(row) for row in self.rows if row.name in made)
@@ -317,8 +304,8 @@ class MatrixOwners:
 
 
 def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> FactorRoutes | None:
-    """Returns the all-reduces of row and column means in the update of Adafactor, for the parameters of a pipeline
-    rank. Returns None if Adafactor updates none of them.
+    """Returns Adafactor's all-reduces of row and column means on a pipeline rank; None if it updates no parameter
+    there.
 
     Args:
         rows: one row for each parameter of the pipeline rank, with its optimizer group and sharding.
@@ -329,8 +316,7 @@ def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Conf
 
 
 def layer_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> LayerRoutes | None:
-    """Returns the all-reduces of parameter and update norms in the updates of LAMB and LARS, for the parameters of a
-    pipeline rank. Returns None if these optimizers update none of them.
+    """Returns the all-reduces of norms by LAMB and LARS on a pipeline rank; None if they update no parameter there.
 
     Args:
         rows: one row for each parameter of the pipeline rank, with its optimizer group and sharding.

@@ -35,8 +35,8 @@ SchedulerArgument = Callable[[Any], Any] | LRScheduler
 
 
 def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's LRRangeTest. It rises without end,
-    in steps with ``lr_range_test_staircase``, so that a user finds the largest stable rate (Smith 2017).
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's LRRangeTest, which rises without
+    end.
 
     Args:
         base: no effect.
@@ -48,8 +48,9 @@ def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupLR. It rises over
-    ``warmup_num_steps`` updates from ``warmup_min_lr`` to ``warmup_max_lr``, and is then constant.
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupLR.
+
+    It rises over ``warmup_num_steps`` updates from ``warmup_min_lr`` to ``warmup_max_lr``, then is constant.
 
     Args:
         base: learning rate of the parameter group, used if ``warmup_max_lr`` is None.
@@ -61,8 +62,9 @@ def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupDecayLR. It rises over
-    ``warmup_num_steps`` updates from ``warmup_min_lr`` to ``warmup_max_lr``, and then falls linearly back to
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupDecayLR.
+
+    It rises over ``warmup_num_steps`` updates from ``warmup_min_lr`` to ``warmup_max_lr``, then falls linearly to
     ``warmup_min_lr`` at ``total_num_steps``.
 
     Args:
@@ -78,9 +80,10 @@ def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupCosineLR. It is 0 for the
-    first update, rises from ``warmup_min_ratio`` x ``base`` to ``base``, and then falls along a cosine to
-    ``cos_min_ratio`` x ``base`` at ``total_num_steps``.
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's WarmupCosineLR.
+
+    After a first update with rate 0, it rises from ``warmup_min_ratio`` x ``base`` to ``base``, then falls along a
+    cosine to ``cos_min_ratio`` x ``base``.
 
     Args:
         base: learning rate of the parameter group.
@@ -97,9 +100,9 @@ def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's OneCycle (Smith 2018). It rises
-    from ``cycle_min_lr`` to ``cycle_max_lr``, falls back to ``cycle_min_lr``, and then decays if ``decay_lr_rate`` and
-    ``decay_step_size`` are set.
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's OneCycle.
+
+    It rises from ``cycle_min_lr`` to ``cycle_max_lr``, falls back, then decays if ``decay_lr_rate`` is set.
 
     Args:
         base: no effect.
@@ -115,8 +118,9 @@ def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle_momentum(update: int, p: Mapping[str, Any]) -> float:
-    """Returns the momentum (beta1) of update number ``update``, from 0, in DeepSpeed's OneCycle. The momentum falls
-    from ``cycle_max_mom`` to ``cycle_min_mom`` while the learning rate rises; then it rises back.
+    """Returns the momentum (beta1) of update number ``update``, from 0, in DeepSpeed's OneCycle.
+
+    It falls from ``cycle_max_mom`` to ``cycle_min_mom``, then rises back.
 
     Args:
         p: params of the schedule, by DeepSpeed's names.
@@ -168,9 +172,8 @@ _SCHEDULES: Mapping[str, Callable[..., float]] = {
 
 
 class GuardedSteps:
-    """Guard of a torch scheduler that the user has passed to the engine. The engine steps the scheduler after each
-    update. While the guard exists, the user's own calls of its ``step`` have no effect; the first such call logs a
-    warning. ``lift`` ends the guard.
+    """Guard of a user's torch scheduler that the engine steps after each update: the user's own calls of ``step`` have
+    no effect.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
@@ -179,11 +182,11 @@ class GuardedSteps:
         scheduler.__class__ = type(self._kind.__name__, (self._kind,), {"step": lambda *_, **__: self._leave_out()})
 
     def make(self) -> None:
-        """Makes one step of the guarded scheduler; only the engine calls it, after each update."""
+        """Makes one step of the guarded scheduler."""
         self._kind.step(self.scheduler)
 
     def lift(self) -> None:
-        """Ends the guard: calls of the scheduler's ``step`` by the user's code take effect again."""
+        """Ends the guard: the user's calls of ``step`` take effect again."""
         self.scheduler.__class__ = self._kind
 
     def _leave_out(self) -> None:
@@ -198,9 +201,7 @@ class GuardedSteps:
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """Learning rates and momenta of an optimizer over the course of training. It sets them in the parameter groups of
-    the optimizer before each update. Use :func:`make_learning_rate` to make one.
-    """
+    """Learning rates and momenta of an optimizer over the course of training. :func:`make_learning_rate` makes it."""
 
     optimizer: torch.optim.Optimizer
     base: tuple[float, ...]
@@ -222,21 +223,23 @@ class LearningRate:
 
     @property
     def governs(self) -> frozenset[str]:
-        """Names of the parameter-group options that a schedule sets: "lr", "betas" (momenta), both or none."""
+        """Names of the parameter-group options that a schedule sets: a subset of "lr" and "betas"."""
         rates = {"lr"} if self.schedules or self.scheduler is not None else set[str]()
         return frozenset(rates | ({"betas"} if self.momenta else set()))
 
     def at(self, update: int) -> float:
-        """Returns the learning rate of the first parameter group for update number ``update``, from 0. If a torch
-        scheduler or the user sets the rates, it returns the rate that the group has now, for any ``update``.
+        """Returns the learning rate of the first parameter group for update number ``update``, from 0.
+
+        If a torch scheduler or the user sets the rates, it is the current rate.
         """
         if not self.schedules:
             return float(self.optimizer.param_groups[0]["lr"])
         return self.schedules[0](update, self.base[0])
 
     def prepare(self, update: int) -> None:
-        """Sets the learning rates and momenta of all parameter groups for update number ``update``, from 0. Rates stay
-        unchanged if no schedule is configured, or if a torch scheduler sets them.
+        """Sets the learning rates and momenta of all parameter groups for update number ``update``, from 0.
+
+        Without a configured schedule, or with a torch scheduler, rates are unchanged.
         """
         self._tell_end(update)
         for index, (group, base) in enumerate(zip(self.optimizer.param_groups, self.base, strict=True)):
@@ -248,8 +251,8 @@ class LearningRate:
                 group["betas"] = (self.momenta[index](update), 0.99)
 
     def begin_at(self, update: int) -> None:
-        """Moves the configured torch scheduler to update number ``update``, from 0, for a resumed run. The scheduler
-        and the learning rates become as after ``update`` steps from the begin of training.
+        """Moves the configured torch scheduler and the learning rates to update number ``update``, from 0, of a resumed
+        run.
         """
         assert self.remake is not None and self.scheduler is not None
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
@@ -289,9 +292,7 @@ class LearningRate:
             self._told.add(_END)
 
     def done(self) -> None:
-        """Steps the torch scheduler once; the engine calls it after each update. Does nothing without a torch
-        scheduler, or if it has made all of its steps: the last rate then stays.
-        """
+        """Steps the torch scheduler after an update; does nothing without a torch scheduler or after its last step."""
         if self._ended:
             return
         if self.guarded is not None:
@@ -303,12 +304,11 @@ class LearningRate:
 def make_learning_rate(
     optimizer: torch.optim.Optimizer, config: SchedulerConfig | None, given: SchedulerArgument | None
 ) -> LearningRate:
-    """Returns the learning rates of ``optimizer``: by the user's schedule ``given``, else by the configured schedule
-    ``config``, else constant.
+    """Returns the learning rates of ``optimizer`` by the user's schedule ``given``, else by ``config``, else constant.
 
     Args:
         given: function from update number to factor of the rate, function from optimizer to LRScheduler, or an
-            LRScheduler; this was made over the user's optimizer, which now shows the parameter groups of ``optimizer``.
+            LRScheduler over the user's optimizer.
 
     Raises:
         ConfigError: ``given`` returns neither a number nor an LRScheduler, or torch refuses the configured params.
@@ -350,8 +350,9 @@ def _lists(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str, Any]]:
-    """Returns a dict for each of ``groups`` parameter groups, with the params of its schedule. A list in ``params`` has
-    one number for each parameter group; any other value applies to all of them.
+    """Returns the schedule params of each of ``groups`` parameter groups.
+
+    A list in ``params`` has one number for each group; any other value applies to all.
 
     Raises:
         ConfigError: a list in ``params`` has another length than ``groups``.
@@ -367,8 +368,7 @@ def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str,
 
 
 def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> None:
-    """Raises if the engine cannot use ``scheduler``, which the user has passed to the engine together with
-    ``optimizer``.
+    """Raises if the engine cannot use the user's ``scheduler`` with the user's ``optimizer``.
 
     Raises:
         ConfigError: ``scheduler`` was made over another optimizer, or its steps need a metric (ReduceLROnPlateau).
@@ -413,13 +413,11 @@ def _from_callable(
 
 
 class UpdateScheduler(LRScheduler):
-    """Base class of torch schedulers with learning rates that depend only on the number of the update, from 0. For a
-    new run, the constructor sets the rates of the first update in ``optimizer``.
+    """Base class of torch schedulers with learning rates that depend only on the number of the update.
 
     Args:
         optimizer: optimizer with the parameter groups that receive the rates.
-        last_batch_iteration: number of the last update made, from 0; -1 for a new run. Otherwise the constructor leaves
-            the rates unchanged until the next ``step``.
+        last_batch_iteration: number of the last update made, from 0; -1: a new run, and the rates are set at once.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
@@ -432,9 +430,7 @@ class UpdateScheduler(LRScheduler):
 
     @abstractmethod
     def rates(self, update: int) -> list[float]:
-        """Returns a list with the learning rate of each parameter group for update number ``update``, from 0.
-        Subclasses define it.
-        """
+        """Returns the learning rate of each parameter group for update number ``update``, from 0."""
 
     @property
     def last_batch_iteration(self) -> int:
@@ -442,17 +438,15 @@ class UpdateScheduler(LRScheduler):
         return self.last_epoch - 1
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Returns a list with the learning rate of each parameter group for the next update."""
+        """Returns the learning rate of each parameter group for the next update."""
         return list(self.rates(self.last_epoch))
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Returns a list with the learning rate of each parameter group as the last ``step`` or the constructor has set
-        it.
-        """
+        """Returns the learning rate that each parameter group last received."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Sets the learning rates of the next update in the optimizer's parameter groups; call it after each update.
+        """Sets the learning rates of the next update; call it after each update.
 
         Args:
             last_batch_iteration: number of the update that was just made, from 0; None: one more than at the last call.
@@ -460,15 +454,12 @@ class UpdateScheduler(LRScheduler):
         self._place(1 + (self.last_epoch if last_batch_iteration is None else last_batch_iteration))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns ``{"last_batch_iteration": N}`` with the number N of the last update. Rates follow from it and from
-        the options of the constructor.
-        """
+        """Returns ``{"last_batch_iteration": N}`` with the number N of the last update."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the number of the last update from ``state_dict``, and sets the rates of the next update in the
-        optimizer's parameter groups. The state of a torch scheduler, with ``last_epoch`` (the number of updates), works
-        too.
+        """Restores the number of the last update from ``state_dict``, also of a torch scheduler, and sets the rates of
+        the next update.
         """
         # an engine that makes the steps has replaced ``step``
         self._place(state_dict.get("last_epoch", state_dict.get("last_batch_iteration", -1) + 1))

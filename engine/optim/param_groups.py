@@ -27,8 +27,8 @@ _OF_TORCH = ("params", "param_names")
 
 @dataclass(frozen=True, slots=True)
 class GivenOptimizer:
-    """Optimizer that the user has passed to the engine, with the parameter group of each parameter. ``factory`` makes
-    an optimizer of the same class and options over the engine's flat buckets, 1-D tensors of many parameters.
+    """User's optimizer with the parameter group of each parameter; ``factory`` makes an equal optimizer over the
+    engine's flat buckets (1-D tensors of many parameters).
     """
 
     optimizer: torch.optim.Optimizer
@@ -41,8 +41,7 @@ class GivenOptimizer:
 def read_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimizerConfig | None
 ) -> GivenOptimizer:
-    """Returns the class, parameter groups and options of the user's ``optimizer`` over the parameters of ``model``.
-    From them the engine makes an equal optimizer over flat buckets, 1-D tensors that each have many parameters.
+    """Returns class, parameter groups and options of the user's ``optimizer`` over the parameters of ``model``.
 
     Raises:
         ConfigError: the optimizer has parameters outside of ``model``, has made steps, or cannot be made again from its
@@ -66,13 +65,13 @@ def read_optimizer(
 
 
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
-    """Returns ``config`` with ``notes``, messages for the user, and one more note for each section that an object from
-    the user's code replaces. If ``lr_scheduler`` is given, the section ``scheduler`` is removed. If ``optimizer`` is
-    given, type and params of the section ``optimizer`` have no effect; its other keys apply.
+    """Returns ``config`` with ``notes``, and a note for each section that an argument replaces.
+
+    The section ``scheduler`` is removed if replaced; of ``optimizer``, only type and params lose their effect.
 
     Args:
-        optimizer: optimizer from the user's code; None: the configured one is used.
-        lr_scheduler: schedule from the user's code; None: the configured one is used.
+        optimizer: the user's optimizer, or None.
+        lr_scheduler: the user's schedule, or None.
     """
     notes, own = [*notes], config.optimizer
     if optimizer is not None and own is not None:
@@ -92,13 +91,13 @@ def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, 
 
 
 def show_inner(given: torch.optim.Optimizer, inner: torch.optim.Optimizer, scheduled: bool) -> Callable[[], None]:
-    """Makes the user's optimizer ``given`` show ``param_groups`` and ``state`` of ``inner``, the engine's optimizer, to
-    the user's code and schedulers. Returns a function that restores the original attributes of ``given``. Until then
-    ``given.step()`` raises EngineError.
+    """Makes the user's optimizer ``given`` show ``param_groups`` and ``state`` of ``inner``, the engine's optimizer.
+
+    Returns a function that undoes this; until then ``given.step()`` raises EngineError.
 
     Args:
-        scheduled: True if the engine's schedule sets the learning rates. If False, each group of ``inner`` first gets
-            the learning rate of its group in ``given``.
+        scheduled: True: the engine's schedule sets the learning rates. False: each group of ``inner`` gets the rate of
+            its group in ``given``.
     """
     before = given.param_groups, given.state
     for group, old in zip(inner.param_groups, given.param_groups, strict=True):
@@ -178,17 +177,14 @@ def _required(parameters: list[inspect.Parameter]) -> Iterator[str]:
 def assign_groups(
     model: nn.Module, config: OptimizerConfig | None
 ) -> tuple[Mapping[str, int], tuple[GroupOptions, ...]]:
-    """Returns a tuple: the index of the parameter group of every trainable parameter, by its first name, and the
-    options of each group. Groups are numbered in the order of their first parameters.
+    """Returns (parameter-group index of every trainable parameter by its first name, options of each group).
 
-    If the configuration lists several optimizers, a parameter belongs to the first one with a ``match`` for its name,
-    else to the last; optimizers of matrices skip parameters that are not 2-D. The first matching entry in ``groups`` of
-    this optimizer sets the options; ``no_weight_decay`` then removes the decay. A pattern may match any name of a tied
-    parameter.
+    Groups are numbered in the order of their first parameters. With several optimizers, the first one with a ``match``
+    for the name takes a parameter, else the last; optimizers of matrices take only 2-D parameters.
 
     Raises:
-        ConfigError: a pattern matches no trainable parameter, or the last optimizer is one of matrices and a parameter
-            without a match is not a matrix.
+        ConfigError: a pattern matches no trainable parameter, or an optimizer of matrices is last and a remaining
+            parameter is not a matrix.
     """
     config = config or OptimizerConfig()
     names, entries = _names(model), config.entries
@@ -206,8 +202,7 @@ def assign_groups(
 
 
 def included_frozen(model: nn.Module, config: OptimizerConfig | None) -> tuple[str, ...]:
-    """Returns the names of the frozen parameters (without ``requires_grad``) that a pattern of
-    ``optimizer.include_frozen`` matches. A tied parameter may have several names; each one that matches is returned.
+    """Returns all names of frozen parameters that match a pattern of ``optimizer.include_frozen``.
 
     Raises:
         ConfigError: a pattern matches no frozen parameter.
@@ -221,11 +216,9 @@ def included_frozen(model: nn.Module, config: OptimizerConfig | None) -> tuple[s
 
 @contextmanager
 def as_trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Returns a context manager in which the parameters ``names`` of ``model`` have ``requires_grad``, so that the
-    engine plans gradients and optimizer state for them.
+    """Returns a context manager in which the parameters ``names`` of ``model`` have ``requires_grad``.
 
-    Afterwards, parameters that were frozen before are frozen again. Updates skip them until the user sets
-    ``requires_grad``.
+    Parameters that were frozen before are frozen again afterwards.
     """
     before = dict(model.named_parameters(remove_duplicate=False)) if names else {}
     frozen = [name for name in names if not before[name].requires_grad]

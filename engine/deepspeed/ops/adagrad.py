@@ -7,10 +7,9 @@ import torch
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """torch's Adagrad under DeepSpeed's name.
+    """torch's Adagrad under DeepSpeed's name; ``offload_optimizer`` of the configuration moves its state to the host.
 
-    The configuration key ``offload_optimizer``, not this class, places the optimizer state on GPU or host. ``amsgrad``
-    and ``fp32_optimizer_states`` have no effect.
+    ``amsgrad`` and ``fp32_optimizer_states`` have no effect.
     """
 
     elementwise = True

@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 
 
 class FusedAdam(torch.optim.Adam):
-    """torch's Adam under DeepSpeed's name, with decoupled weight decay (AdamW) unless ``adam_w_mode`` is False.
+    """torch's Adam under DeepSpeed's name, with decoupled weight decay unless ``adam_w_mode`` is False.
 
     ``set_grad_none`` has no effect.
 
@@ -37,9 +37,9 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """``FusedAdam`` with the argument names of DeepSpeed's CPU optimizer.
+    """``FusedAdam`` with the arguments of DeepSpeed's CPU optimizer; ``offload_optimizer`` of the configuration moves
+    its state to the host.
 
-    The configuration key ``offload_optimizer``, not this class, places the optimizer state on GPU or host.
     ``fp32_optimizer_states`` has no effect.
     """
 

@@ -16,13 +16,11 @@ ADAGRAD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "lion", "muon"
 
 
 class DeepSpeedConfig:
-    """Configuration with DeepSpeed's attribute names; batch sizes are computed for the number of data ranks of this
-    job.
+    """Configuration with DeepSpeed's attribute names and the batch sizes of this job.
 
     Args:
         config: dict, or path of a JSON file.
-        mpu: object with a method ``get_data_parallel_world_size``, which returns the number of data ranks; None: all
-            ranks are data ranks.
+        mpu: object with a method ``get_data_parallel_world_size``; None: all ranks are data ranks.
         mesh_device: has no effect.
 
     Raises:

@@ -19,11 +19,10 @@ def loader_of_a_rank(
     """Returns a DataLoader over this data rank's rows of ``data``, with ``micro`` rows per batch.
 
     Args:
-        grid: ranks of the job, among them this rank's index on the data axis.
+        grid: grid of ranks, with this rank's position.
         collate: callback that makes a batch from a list of rows.
         shuffle: True: the default sampler shuffles the rows.
-        sampler: sampler of this rank's rows; None: torch's DistributedSampler over the data ranks, except for an
-            iterable dataset, which every data rank reads as it is.
+        sampler: sampler of this rank's rows; None: torch's DistributedSampler. An iterable dataset has no sampler.
         options: further keyword arguments of the DataLoader.
     """
     if sampler is None and not isinstance(data, IterableDataset):

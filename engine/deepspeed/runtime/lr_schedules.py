@@ -61,10 +61,10 @@ class _Scheduled(UpdateScheduler):
 
 
 class LRRangeTest(_Scheduled):
-    """Scheduler that raises the learning rate without end, to find the largest rate with which training is stable.
+    """Scheduler that raises the learning rate without end, to find the largest rate with stable training.
 
-    The rate starts at ``lr_range_test_min_lr``. In each ``lr_range_test_step_size`` updates, the rate grows by
-    ``lr_range_test_step_rate`` times its initial value: in jumps with ``lr_range_test_staircase``, otherwise linearly.
+    In each ``lr_range_test_step_size`` updates, the rate grows by ``lr_range_test_step_rate`` times its initial value,
+    linearly or, with ``lr_range_test_staircase``, in steps.
     """
 
     _rule = staticmethod(lr_range_test)
@@ -85,8 +85,7 @@ class OneCycle(_Scheduled):
     """Scheduler of one cycle: the learning rate rises from ``cycle_min_lr`` to ``cycle_max_lr``, falls back, then
     decays.
 
-    With ``cycle_momentum`` the optimizer's first beta moves opposite to the learning rate, between ``cycle_max_mom``
-    and ``cycle_min_mom``.
+    With ``cycle_momentum``, Adam's first beta moves opposite to the rate.
     """
 
     _rule = staticmethod(one_cycle)
@@ -120,11 +119,7 @@ class OneCycle(_Scheduled):
             self._show()
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Returns the pair of betas of each parameter group for the next update; None without ``cycle_momentum``.
-
-        Before the first update the returned first beta is ``cycle_max_mom``, with which the cycle begins, but the
-        optimizer's groups still have ``cycle_min_mom``, as in DeepSpeed.
-        """
+        """Returns the pair of betas of each parameter group for the next update; None without ``cycle_momentum``."""
         if not self.cycle_momentum:
             return None
         return self._betas() if self.last_epoch else [(own["cycle_max_mom"], 0.99) for own in self._by_group]
@@ -141,7 +136,7 @@ class OneCycle(_Scheduled):
 
 class WarmupLR(_Scheduled):
     """Scheduler that raises the learning rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``
-    steps; after that the rate is constant.
+    steps.
 
     ``warmup_max_lr=None``: the optimizer's own rate.
     """
@@ -161,10 +156,9 @@ class WarmupLR(_Scheduled):
 
 class WarmupDecayLR(_Scheduled):
     """Scheduler that raises the learning rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``
-    steps.
+    steps, then lowers it linearly to ``warmup_min_lr`` at step ``total_num_steps``.
 
-    After that it lowers the rate linearly, to ``warmup_min_lr`` at step ``total_num_steps``. ``warmup_max_lr=None``:
-    the optimizer's own rate.
+    ``warmup_max_lr=None``: the optimizer's own rate.
     """
 
     _rule = staticmethod(warmup_decay)
@@ -183,11 +177,10 @@ class WarmupDecayLR(_Scheduled):
 
 
 class WarmupCosineLR(_Scheduled):
-    """Scheduler that raises the learning rate to the rate that the optimizer was made with, then lowers it along a
-    cosine.
+    """Scheduler that raises the learning rate to the optimizer's own rate, then lowers it along a cosine.
 
-    The rise starts at ``warmup_min_ratio`` times that rate and takes ``warmup_num_steps`` steps. The cosine ends at
-    ``cos_min_ratio`` times that rate, at step ``total_num_steps``.
+    The rise starts at ``warmup_min_ratio`` times this rate and takes ``warmup_num_steps`` steps. The cosine ends at
+    ``cos_min_ratio`` times this rate, at step ``total_num_steps``.
     """
 
     _rule = staticmethod(warmup_cosine)
@@ -206,9 +199,7 @@ class WarmupCosineLR(_Scheduled):
         self.org_lrs = list(self.base_lrs)
 
     def get_lr_ratio(self) -> float:
-        """Returns the factor, 0 to 1, by which the rate that the optimizer was made with is multiplied in the next
-        update.
-        """
+        """Returns the factor, 0 to 1, of the optimizer's own rate for the next update."""
         return warmup_cosine(self.last_epoch, 1.0, self.params)
 
 

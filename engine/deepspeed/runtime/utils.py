@@ -22,10 +22,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs ``message`` on rank 0, with the peak memory of the device so far and the used memory of the host, in GiB.
-
-    It does nothing unless ``force`` is True.
-    """
+    """Logs ``message``, the device's peak memory and the host's used memory (GiB) on rank 0, if ``force`` is True."""
     if not force:
         return
     peak = peak_memory(read_world().device) / _GIB

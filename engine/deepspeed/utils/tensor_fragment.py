@@ -29,9 +29,7 @@ class Owner(NamedTuple):
 
 
 def tell_engine(engine: Engine) -> None:
-    """Stores a weak reference to ``engine`` on each parameter of its model, so that :func:`engine_of` finds the
-    engine.
-    """
+    """Stores a weak reference to ``engine`` on each parameter of its model."""
     for parameter in engine.module.parameters():
         setattr(parameter, _ENGINE, weakref.ref(engine))
 
@@ -125,25 +123,22 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Returns a copy of the full optimizer state tensor ``optim_state_key`` of ``param``, such as "exp_avg".
-    Collective.
-
-    None: ``param`` is frozen.
+    """Returns a copy of the full optimizer state ``optim_state_key`` of ``param``, such as "exp_avg"; None if ``param``
+    is frozen. Collective.
 
     Raises:
-        EngineError: the optimizer has no such state; before the first step it has none.
+        EngineError: the optimizer has no state of this name, or has not made a step.
     """
     return _state(param, "safe_get_full_optimizer_state", optim_state_key, False)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets the full optimizer state tensor ``optim_state_key`` of ``param``, such as "exp_avg", to ``value``.
-    Collective.
+    """Sets the full optimizer state ``optim_state_key`` of ``param``, such as "exp_avg", to ``value``. Collective.
 
     ``value`` must be equal on all ranks.
 
     Raises:
-        EngineError: ``param`` is frozen; the optimizer has no such state; before the first step it has none.
+        EngineError: ``param`` is frozen, or the optimizer has no state of this name or has not made a step.
     """
     _state(param, "safe_set_full_optimizer_state", optim_state_key, False, value)
 
@@ -151,11 +146,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Sets the full gradient of each trainable parameter in ``param_list`` to the result of the callback
-    ``update_func``.
+    """Sets the full gradient of each trainable parameter in ``param_list`` to ``update_func(gradient, parameter)``.
 
-    It calls ``update_func(gradient, parameter)`` with a copy of the full gradient. Frozen parameters are skipped.
-    Collective: the results must be equal on all ranks.
+    ``update_func`` gets a copy of the full gradient. Collective: its results must be equal on all ranks.
     """
     for parameter in param_list:
         if (grad := safe_get_full_grad(parameter)) is not None:
@@ -196,26 +189,26 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Returns a copy of this rank's 1-D shard of the optimizer state ``optim_state_key`` of ``param``, such as
-    "exp_avg".
+    """Returns a copy of this rank's 1-D shard of the optimizer state ``optim_state_key``, such as "exp_avg", of
+    ``param``.
 
-    None: ``param`` is frozen.
+    Returns None if ``param`` is frozen.
     """
     return _state(param, "safe_get_local_optimizer_state", optim_state_key, True)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets this rank's 1-D shard of the optimizer state ``optim_state_key`` of ``param``, such as "exp_avg", to
+    """Sets this rank's 1-D shard of the optimizer state ``optim_state_key``, such as "exp_avg", of ``param`` to
     ``value``.
 
     Raises:
-        EngineError: ``param`` is frozen; the optimizer has no such state; before the first step it has none.
+        EngineError: ``param`` is frozen, or the optimizer has no state of this name or has not made a step.
     """
     _state(param, "safe_set_local_optimizer_state", optim_state_key, True, value)
 
 
 class RepeatingLoader:
-    """Endless iterator over the items of ``loader``; after the last item it begins ``loader`` again."""
+    """Endless iterator that repeats the items of ``loader``."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

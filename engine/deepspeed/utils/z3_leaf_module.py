@@ -12,9 +12,9 @@ _MARK = "_z3_leaf"
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Marks all submodules of ``model`` of the given classes (or class names) as ZeRO 3 leaf modules; returns them.
+    """Marks all submodules of ``model`` of the given classes (or class names) as ZeRO 3 leaf modules, and returns them.
 
-    The mark does not change the engine's gathers, which always gather whole blocks.
+    The mark has no effect on the engine.
 
     Raises:
         ValueError: the model has no such module.
@@ -29,9 +29,8 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Removes the mark as a ZeRO 3 leaf module from all submodules of ``model`` of the given classes (or class names).
-
-    Returns these modules.
+    """Removes the ZeRO 3 leaf mark from all submodules of ``model`` of the given classes (or class names), and returns
+    them.
     """
     found = [module for module in model.modules() if _is_one(module, leaf_module_classes)]
     for module in found:
@@ -40,7 +39,7 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[n
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks ``model`` itself as a ZeRO 3 leaf module if ``flag`` is True; otherwise removes the mark."""
+    """Marks ``model`` as a ZeRO 3 leaf module if ``flag`` is True; otherwise removes the mark."""
     object.__setattr__(model, _MARK, flag)
 
 

@@ -33,11 +33,9 @@ if __name__ == "__main__":
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """Returns the full parameters and buffers of the checkpoint ``checkpoint_dir/tag`` by name; floating-point tensors
-    are converted to fp32.
+    """Returns the full parameters and buffers of the checkpoint ``checkpoint_dir/tag`` by name, in fp32.
 
-    ``tag=None`` reads the checkpoint that the file ``checkpoint_dir/latest`` names. ``exclude_frozen_parameters``
-    leaves frozen parameters out. ``lazy_mode`` has no effect.
+    ``tag=None``: the checkpoint that the file ``checkpoint_dir/latest`` names. ``lazy_mode`` has no effect.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -62,8 +60,7 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, 
     """Moves ``model`` to the CPU, loads the fp32 weights of the checkpoint ``checkpoint_dir/tag`` into it, and returns
     it.
 
-    Pass a model that no engine has sharded. Parameters that the checkpoint lacks are not changed. ``tag=None`` reads
-    the checkpoint that the file ``checkpoint_dir/latest`` names.
+    ``model`` must not be sharded. ``tag=None``: the checkpoint that the file ``checkpoint_dir/latest`` names.
     """
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
@@ -76,9 +73,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:  # fmt: skip
     """Writes the full fp32 weights of the checkpoint ``checkpoint_dir/tag`` into ``output_dir/model.safetensors``.
 
-    ``tag=None`` reads the checkpoint that the file ``checkpoint_dir/latest`` names. ``exclude_frozen_parameters``
-    leaves frozen parameters out. ``max_shard_size`` and ``safe_serialization`` have no effect: the result is one file,
-    and never a pickle.
+    ``tag=None``: the checkpoint that the file ``checkpoint_dir/latest`` names. ``max_shard_size`` and
+    ``safe_serialization`` have no effect.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = Path(output_dir)
@@ -87,10 +83,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def write_script(save_dir: Path) -> None:
-    """Writes the script ``zero_to_fp32.py`` into the folder ``save_dir``, as DeepSpeed does.
-
-    The script converts the checkpoints in that folder to one safetensors file of fp32 weights.
-    """
+    """Writes the script ``zero_to_fp32.py`` into the folder ``save_dir``, as DeepSpeed does."""
     (save_dir / SCRIPT).write_text(TEXT, encoding="utf-8")
 
 
@@ -108,7 +101,7 @@ def _folder(given: Path, tag: str | None) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line of ``zero_to_fp32.py``, which writes a checkpoint's fp32 weights into one safetensors file.
 
-    ``arguments``: words of the command line; None: the arguments of this process.
+    ``arguments=None``: the arguments of this process.
     """
     parser = argparse.ArgumentParser(description="write the full fp32 weights of a checkpoint")
     parser.add_argument("checkpoint_dir", help="folder with the file latest")

@@ -15,21 +15,21 @@ PipelineError = EngineError
 
 
 class LayerSpec:
-    """Class and arguments of a layer that is built later, such as ``LayerSpec(nn.Linear, 4, 8)``."""
+    """Class and arguments of a layer to build later, such as ``LayerSpec(nn.Linear, 4, 8)``."""
 
     def __init__(self, typename: Callable[..., Layer], *module_args: Any, **module_kwargs: Any) -> None:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> Layer:
-        """Returns a new layer, made from the stored class and arguments; ``log`` has no effect."""
+        """Returns a new layer of the stored class and arguments; ``log`` has no effect."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """Class and arguments of a layer that shares a weight with all other layers with the same ``key``.
+    """Class and arguments of a layer that shares weights with all other layers with the same ``key``.
 
     Args:
-        forward_fn: callback ``(layer, input) -> output`` that is called in place of the layer's forward.
+        forward_fn: callback ``(layer, input) -> output``, called in place of the layer's forward.
         tied_weight_attr: name of the shared parameter, or a list of names.
     """
 
@@ -47,11 +47,10 @@ class PipelineModule(nn.Sequential):
     """Sequence of layers, which the engine partitions into pipeline stages by measured cost.
 
     Args:
-        layers: modules, functions or ``LayerSpec`` objects; each layer is called with the output of the layer before
-            it.
-        num_stages: number of pipeline ranks; ``topology``, if passed, sets it instead.
+        layers: modules, functions or ``LayerSpec`` objects; each is called with the output of the one before.
+        num_stages: number of pipeline ranks, unless ``topology`` sets it.
         loss_fn: callback (output, label) -> 0-dim loss.
-        seed_layers: True: before layer i is built, calls ``seed_fn`` with ``base_seed`` + i.
+        seed_layers: True: calls ``seed_fn(base_seed + i)`` before layer i is built.
         seed_fn: callback that seeds random generators; None: ``torch.manual_seed``.
         activation_checkpoint_interval: above 0: the backward recomputes the activations of every block.
 

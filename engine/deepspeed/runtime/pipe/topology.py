@@ -7,9 +7,7 @@ from engine.parallel.grid import Grid
 
 
 class ProcessTopology:
-    """Grid of ranks with a name for each axis.
-
-    Ranks are numbered from 0, and neighbours along the last axis have consecutive numbers.
+    """Grid of ranks with a name for each axis; consecutive ranks are neighbors along the last axis.
 
     Args:
         axes: names of the axes, the outermost first.
@@ -57,9 +55,9 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Returns one list of ranks for each communication group along ``axis``.
+        """Returns one list of ranks for each communication group along ``axis``; [] if no axis has that name.
 
-        The ranks of a group have the same index on all other axes. The result is empty if no axis has that name.
+        The ranks of a group have equal indices on all other axes.
         """
         if axis not in self.axes:
             return []
@@ -70,10 +68,9 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: tuple[str, ...] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Returns the index of a rank on each axis as text, such as "pipe_01-model_00", without the axes in
-        ``omit_axes``.
+        """Returns a rank's axis indices as text, such as "pipe_01-model_00", without the axes in ``omit_axes``.
 
-        ``inner_sep`` separates the axis from its index, ``outer_sep`` one axis from the next.
+        ``inner_sep`` joins name and index of an axis, ``outer_sep`` joins the axes.
         """
         place = self.get_coord(rank)
         named = [f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in self.axes if axis not in omit_axes]
@@ -88,24 +85,22 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Topology with the axes "pipe" (outermost), "data" and "model", the tensor-parallel axis."""
+    """Topology with the axes "pipe" (outermost), "data" and "model" (tensor parallelism)."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 class PipelineParallelGrid:
-    """Numbers of ranks on each axis and this rank's indices, with the method names of DeepSpeed's class of the same
-    name.
-    """
+    """Numbers of ranks on each axis and this rank's indices, with DeepSpeed's method names."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
     def topology(self) -> ProcessTopology:
-        """Returns the grid as a ``ProcessTopology`` with the axes "pipe" (outermost), "data" and "model".
+        """Returns the grid as a ``ProcessTopology`` with the axes "pipe", "data" and "model".
 
-        "data" is outermost if the configuration orders ranks as "tp-pp-dp".
+        "pipe" is outermost, or "data" if the configuration orders ranks as "tp-pp-dp".
         """
         grid = self._grid
         if grid.order == "tp-pp-dp":
@@ -123,9 +118,9 @@ class PipelineParallelGrid:
         return self.get_stage_id() == self._grid.pp - 1
 
     def stage_to_global(self, stage_id: int, **coord: int) -> int:
-        """Returns the global rank on pipeline stage ``stage_id`` with the same indices as this rank on all other axes.
+        """Returns the global rank on pipeline stage ``stage_id`` with this rank's indices on all other axes.
 
-        ``coord`` sets other indices on some axes, such as ``data=1``.
+        ``coord`` overrides indices, such as ``data=1``.
         """
         axes = self.topology()
         return axes.get_rank(**(axes.get_coord(self._grid.rank)._asdict() | coord | {"pipe": stage_id}))

@@ -14,8 +14,8 @@ class OffloadDeviceEnum(StrEnum):
 class OffloadStateTypeEnum(StrEnum):
     """Kinds of state that ``offload_states`` can move to host memory.
 
-    They are ``optim_states`` (moments), ``hp_params`` (fp32 master weights), ``lp_params`` (parameters), and
-    ``lp_grads`` and ``contiguous_grad_buffer``, which both mean the gradients.
+    ``optim_states``: moments; ``hp_params``: fp32 master weights; ``lp_params``: parameters; ``lp_grads`` and
+    ``contiguous_grad_buffer``: gradients.
     """
 
     optim_states = "optim_states"

@@ -26,11 +26,9 @@ class ZeroParamStatus(Enum):
 
 
 def mark_sharded(model: nn.Module) -> Callable[[], None]:
-    """Sets DeepSpeed's ZeRO 3 attributes ``ds_id``, ``ds_status``, ``ds_numel`` and ``ds_shape`` on each parameter of
-    ``model``.
+    """Sets DeepSpeed's ZeRO 3 attributes, such as ``ds_id`` and ``ds_shape``, on each parameter of ``model``.
 
-    ``ds_status`` is always NOT_AVAILABLE, even while a parameter is gathered, so that scripts gather every parameter
-    before they read it. Returns a function that removes the attributes.
+    ``ds_status`` is always NOT_AVAILABLE. Returns a function that removes the attributes.
     """
     marked = list(model.parameters())
     for number, parameter in enumerate(marked):
