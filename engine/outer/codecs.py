@@ -55,10 +55,9 @@ _WIDEST = 8
 
 
 class DeltaCodec(Protocol):
-    """Interface of codecs for pushes: gradients or weight differences that a training site sends to the store.
+    """Interface of codecs that encode gradients or weight differences before a training site sends them.
 
-    Several sites train one model, and the store merges their pushes. A codec encodes n values on the host, a tensor
-    [n], as a message of bytes, and decodes the message to n values.
+    A message is a 1-D uint8 tensor on the host.
     """
 
     @property
@@ -73,17 +72,13 @@ class DeltaCodec(Protocol):
         """Returns the exact size in bytes of a message of ``n`` values."""
 
     def encode(self, values_n: Tensor) -> Tensor:
-        """Returns the message for the ``n`` values ``values_n``, fp64 or fp32 [n].
-
-        The message is uint8 [m], with m = ``message_bytes(n)``.
-        """
+        """Encodes ``values_n``, fp64 or fp32 [n], and returns the message, uint8 [``message_bytes(n)``]."""
 
     def decode(self, message_m: Tensor, n: int) -> Tensor:
-        """Returns the ``n`` values of the message ``message_m``, fp64 [n], the dtype in which the store sums pushes.
+        """Decodes ``message_m`` and returns its ``n`` values, fp64 [n].
 
         Raises:
-            ValueError: the message does not have ``message_bytes(n)`` bytes, or a top-k index is out of range or out of
-                order.
+            ValueError: the message has a wrong size, or a top-k index is out of range or out of order.
         """
 
 
@@ -92,9 +87,8 @@ def make_delta_codec(name: str, *, density: float = 0.03, bits: int = 32, chunk:
 
     Args:
         density: share of the elements of each chunk that top-k sends, above 0 and up to 1.
-        bits: bits of each value that top-k sends: 32 for fp32, or 2 for a sign and one of the two magnitudes of a
-            chunk.
-        chunk: number of elements of a chunk; top-k sends the largest magnitudes of each chunk.
+        bits: bits per sent value: 32 (fp32), or 2 (a sign, and one of two magnitudes of the chunk).
+        chunk: number of elements of a chunk.
 
     Raises:
         ValueError: no codec has this name, or an argument is out of its range.
@@ -308,13 +302,11 @@ def _unpacked(packed_m: Tensor, width: int, count: int) -> Tensor:
 
 @torch.no_grad()
 def encode_with_feedback(codec: DeltaCodec, values_n: Tensor, residual_n: Tensor, decay: float = 1.0) -> Tensor:
-    """Encodes ``values_n`` [n] plus the encoding error of the previous message, and stores the new encoding error.
+    """Encodes ``values_n`` [n] with error feedback (Seide et al. 2014), and returns the message, uint8 [m].
 
         wanted = values + decay * residual;  message = encode(wanted);  residual = wanted - decode(message)
 
-    ``residual_n``, fp32 [n], has the previous error; this function overwrites it with the new one. Where the new error
-    is not finite, it becomes 0, so that later messages do not repeat an infinity or NaN. This is the error feedback of
-    Seide et al. 2014. Returns the message, uint8 [m].
+    Overwrites ``residual_n``, the encoding error of the previous message, fp32 [n]. Non-finite errors become 0.
     """
     wanted_n = values_n.detach().double() + decay * residual_n.double()
     message_m = codec.encode(wanted_n)

@@ -43,11 +43,8 @@ _FIELDS = 6
 
 @dataclass(slots=True)
 class PushFlight:
-    """One push under way: gradients or weight differences of one fragment (group of tensors), sent by this site to the
-    store.
-
-    The store merges pushes of all sites into a new version of the fragment. The flight ends when this site has taken
-    over a version that contains the push.
+    """State of one push (gradients or weight differences of some tensors) until this site has the store's merged
+    weights.
     """
 
     meta: PushMeta
@@ -63,24 +60,20 @@ class PushFlight:
 
     @property
     def ready(self) -> bool:
-        """True if this rank's download of the merged weights that contain the push has ended, with success or
-        an error.
-        """
+        """True if this rank's download of the merged weights has succeeded or failed."""
         return self.body is not None and self.body.done()
 
     def ends_with(self, offer: Offer) -> bool:
-        """Returns True if the version of merged weights that ``offer`` names contains this push."""
+        """Returns True if the merged weights that the store offers include this push."""
         return offer.merged >= self.meta.key.seq and offer.version >= self.least
 
 
 class StoreExchange:
-    """Requests of one rank of a training site to the outer stores, which merge the weights of several sites.
-
-    It belongs to one life: one run of the site's processes.
+    """Requests of one rank of a training site to the stores, which merge the weights of several sites.
 
     Args:
         link: connection to the stores.
-        life: number of this life, from the store's reply when the site joins.
+        life: number of this run of the site, from the store's reply when the site joins.
         lease: seconds without a request after which a store counts the site as lost; rank 0 renews the lease in a
             thread.
     """
@@ -100,17 +93,16 @@ class StoreExchange:
 
         Args:
             flight: the push; its field ``pushed`` becomes the future of the request.
-            share: loss and loss weight that this rank adds to the push.
+            share: loss and loss weight of this rank.
             body: encoded values of this rank, uint8 [bytes].
         """
         flight.pushed = _begin(self._link.push, flight.meta, self._rank, share, body)
         self._pushes = {push for push in self._pushes if not push.done()} | {flight.pushed}
 
     def poll(self, flights: Sequence[PushFlight]) -> list[PushFlight]:
-        """Returns the pushes among ``flights`` for which every rank of the site has downloaded the merged weights.
+        """Returns the pushes in ``flights`` for which all ranks of the site have downloaded the merged weights.
 
-        Also starts the download of each version of merged weights that a store has newly offered. Makes one all-reduce
-        over all ranks of the site, named "outer" in call counts and errors.
+        Starts downloads of newly offered weights. Makes one all-reduce over all ranks of the site, label "outer".
 
         Raises:
             EngineError: a store has refused a request of any rank; all ranks raise.
@@ -135,9 +127,9 @@ class StoreExchange:
         return [flight for row, flight in zip(found, flights, strict=False) if row[0] == self._comm.grid.world_size]
 
     def wait(self, flight: PushFlight) -> PushFlight:
-        """Waits until every rank of the site has downloaded the merged weights that contain the push ``flight``.
+        """Waits until all ranks of the site have downloaded the weights merged from ``flight``, and returns ``flight``.
 
-        Returns ``flight``. All ranks of the site call it.
+        All ranks of the site call it.
 
         Raises:
             EngineError: a store has refused a request of any rank; all ranks raise.
@@ -149,8 +141,8 @@ class StoreExchange:
         return flight
 
     def ask(self, call: Callable[[], Result]) -> Result:
-        """Calls ``call``, this rank's request to the store, and returns its result once the requests of all ranks are
-        done.
+        """Makes this rank's request ``call`` to the store, waits for all ranks' requests, and returns the result of
+        ``call``.
 
         All ranks of the site call it.
 
@@ -167,10 +159,8 @@ class StoreExchange:
         return result
 
     def close(self, leave: bool) -> None:
-        """Ends the thread that renews the lease.
-
-        With ``leave``, and if the stores answer, waits up to 5 seconds until the pushes under way are sent. Rank 0 then
-        ends the site's life on the stores, so that merges do not wait for this site.
+        """Stops renewing the lease. With ``leave``, also waits up to 5 seconds for unsent pushes, and signs the site
+        off at the stores.
         """
         self._ended.set()
         leave = leave and not self._link.outage

@@ -21,11 +21,7 @@ Rows = Sequence[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Group of whole tensors that training sites push and merge together.
-
-    If several stores divide the tensors of a group, each object has the tensors of the group that are on store number
-    ``store``.
-    """
+    """Group of whole tensors that training sites push and merge together, or its part on one of several stores."""
 
     index: int
     """Number of the fragment; its parts on all stores have the same number."""
@@ -38,8 +34,7 @@ class Fragment:
 def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
     """Divides the trainable tensors of a model into ``fragments`` groups, and each group over ``stores`` stores.
 
-    Returns the parts, ordered by group and then by store; each tensor is in one part. A group with fewer tensors than
-    stores has no part on some stores.
+    Returns the parts, ordered by group and then by store. A small group has no part on some stores.
 
     Args:
         rows: (name, shape) of each trainable tensor, in the order of the model.
@@ -70,10 +65,9 @@ def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
 
 
 def due(step: int, period: int, fragments: int, index: int) -> bool:
-    """Returns True if fragment (group of tensors) ``index`` of ``fragments`` is sent to the store after ``step`` steps.
+    """Returns True if fragment (group of tensors) ``index`` is due to be sent to the store after ``step`` steps.
 
-    Each fragment is sent every ``period`` steps, and the fragments are spread evenly over the period. The first time
-    for fragment f > 0 is after step ``f * period // fragments``, and for fragment 0 after step ``period``.
+    Each fragment is due every ``period`` steps. The ``fragments`` fragments are spread evenly over a period.
 
     Raises:
         ValueError: ``period`` is smaller than ``fragments``, or ``index`` is out of range.

@@ -29,11 +29,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """Range of elements of one logical tensor (whole, as on one GPU) that this rank updates and exchanges with the
-    stores.
-
-    The elements are in a bucket: one flat tensor for many parameters.
-    """
+    """Range of elements of one unsharded tensor that this rank updates and exchanges with the stores."""
 
     name: str
     fragment: int
@@ -56,18 +52,13 @@ class LocalPiece:
         return update_gradient(self.flat, self.part)
 
     def within(self, owned: Tensor) -> Tensor:
-        """Returns the view of this piece's elements in ``owned``, a flat tensor for the elements that this rank
-        updates.
-
-        ``owned`` has one value for each element of the piece's bucket that this rank updates, in the bucket's order.
+        """Returns the view of this piece's elements in ``owned``, a flat tensor like this rank's shard of the piece's
+        bucket.
         """
         return owned[self.part.start - self.flat.owned.start : self.part.stop - self.flat.owned.start]
 
     def chosen(self, values: Tensor) -> Tensor:
-        """Returns the elements of ``values`` that this rank pushes; ``values`` itself if it pushes all elements of the
-        piece.
-
-        If several ranks update an element, one of them pushes it.
+        """Returns the elements of ``values`` that this rank pushes, as a view or a copy.
 
         Args:
             values: one value for each element of the piece, [elements].
@@ -92,9 +83,7 @@ class LocalPiece:
 
 @dataclass(frozen=True, slots=True)
 class LocalPieces:
-    """All tensor pieces that one rank updates and exchanges with the stores, and the model's fragments (groups of
-    tensors).
-    """
+    """All pieces of tensors that one rank updates and exchanges with the stores."""
 
     fragments: tuple[Fragment, ...]
     """Fragments, one for each store among which their tensors are divided; messages number them in this order."""
@@ -104,7 +93,7 @@ class LocalPieces:
 
     @property
     def layout(self) -> RankLayout:
-        """Elements that this rank pushes and pulls, as it registers them with the stores."""
+        """Elements that this rank pushes to the stores and pulls from them."""
         pushed = tuple(NamedPiece(each.name, each.pushed) for each in self.pieces if each.pushed is not None)
         return RankLayout(pushed, tuple(NamedPiece(each.name, each.pulled) for each in self.pieces))
 
@@ -113,9 +102,9 @@ class LocalPieces:
         return tuple(each for each in self.pieces if each.fragment == fragment)
 
     def pulled(self, fragment: int, body: Tensor) -> Iterator[tuple[LocalPiece, Tensor]]:
-        """Yields each piece of ``fragment`` with its part of ``body``, a view.
+        """Yields (piece, view of its values in ``body``) for each piece of ``fragment`` on this rank.
 
-        ``body`` is the concatenation of the merged values of these pieces in their order, fp32 [elements].
+        ``body`` has the merged values of these pieces in order, fp32 [elements].
         """
         own = self.of(fragment)
         sizes = [each.pulled.elements for each in own]
@@ -124,7 +113,7 @@ class LocalPieces:
     def buckets(self, fragment: int) -> list[FlatBucket]:
         """Returns the buckets (flat tensors for many parameters) that contain a tensor of ``fragment``.
 
-        All data-parallel ranks get the same buckets, also a rank that updates none of the fragment's elements.
+        All data-parallel ranks get the same buckets.
         """
         names = set(self.fragments[fragment].names)
         return [flat for flat in self.flats if any(slot.name in names for slot in flat.bucket.slots)]
@@ -135,7 +124,7 @@ def find_pieces(
 ) -> LocalPieces:
     """Returns the pieces of tensors that the rank at ``coord`` updates, and the fragments of the model.
 
-    The fragments depend on the model only: they are equal on all ranks and for every parallel layout.
+    The fragments are equal on all ranks and for every parallel layout.
 
     Args:
         plan: plan with the tensors and the parallel layout of this engine.
@@ -163,9 +152,7 @@ def find_pieces(
 class UntrainedState:
     """Frozen parameters and persistent buffers of one rank, for a check that all sites start with equal values.
 
-    Sites never exchange these tensors. The digest of a tensor does not depend on the grid: it is the sum, modulo 2^64,
-    of the elements' bits as integers, each multiplied by an odd factor for the element's position in the full tensor.
-    Quantized weights have no digest, since their codes depend on the grid.
+    Their digests do not depend on the parallel layout. Quantized weights have no digest.
     """
 
     plan: Plan
@@ -173,10 +160,10 @@ class UntrainedState:
 
     @torch.no_grad()
     def digests(self, comm: Comm, device: torch.device, with_buffers: bool) -> dict[str, str]:
-        """Returns the text "dtype digest" of each frozen parameter by name, such as "bfloat16 0123456789abcdef".
+        """Returns dtype and digest of each frozen parameter by name, such as "bfloat16 0123456789abcdef".
 
-        With ``with_buffers``, the result on rank 0 also has the persistent buffers. If there are frozen parameters,
-        makes one all-reduce over all ranks, named "outer" in call counts and errors.
+        With ``with_buffers``, rank 0 also returns the persistent buffers. Makes at most one all-reduce over all ranks,
+        label "outer".
         """
         ownership, coord = SaveOwnership(self.plan), comm.grid.coord()
         rows = [row for row in self.plan.table if not row.trainable and row.quantized is None]

@@ -36,7 +36,7 @@ class Content(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NamedPiece:
-    """Range of elements of one logical tensor (whole, as on one GPU), with the tensor's name."""
+    """Range of elements of one unsharded tensor, with the tensor's name."""
 
     name: str
     piece: Piece
@@ -44,7 +44,7 @@ class NamedPiece:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Elements that one rank of a training site pushes and pulls, in the order in which its messages have them."""
+    """Elements that one rank of a training site pushes and pulls, in the order of its messages."""
 
     pushed: tuple[NamedPiece, ...]
     """Elements that this rank sends; over all ranks of a site each element of every tensor is sent once."""
@@ -88,10 +88,9 @@ class JoinReply:
 
 @dataclass(frozen=True, slots=True)
 class PushKey:
-    """Identity of a push, in which a training site sends gradients or weight differences to the store.
+    """Identity of a push of gradients or weight differences; a second push with an equal key has no effect.
 
-    It has the site's life (run), the fragment (group of tensors), and ``seq``, the number of the push in this life and
-    fragment, from 0. A second push with an equal key has no effect.
+    ``seq`` counts the pushes of one run of a site (``life``) and one fragment (group of tensors), from 0.
     """
 
     life: int
@@ -104,9 +103,7 @@ class PushKey:
 
 @dataclass(frozen=True, slots=True)
 class PushMeta:
-    """Description of a push of one fragment (group of tensors); all ranks of the site that pushes send the same
-    description.
-    """
+    """Description of a push of one fragment (group of tensors), equal on all ranks of the site."""
 
     key: PushKey
     base: int
@@ -127,7 +124,7 @@ class PushMeta:
 
 @dataclass(frozen=True, slots=True)
 class PushShare:
-    """Loss and loss weight that one rank adds to a push; the store sums both over the ranks of the training site."""
+    """Loss and loss weight of one rank in a push; the store sums both over the ranks."""
 
     weight: float = 0.0
     """Loss weight of the gradients; 0 on ranks that do not count it, and for differences."""
@@ -137,10 +134,7 @@ class PushShare:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Newest version of a fragment (group of tensors) that a training site may take over.
-
-    The offer also has facts about the merge that made this version.
-    """
+    """Newest merged version of a fragment (group of tensors) that the store offers to a training site."""
 
     version: int
     merged: int
@@ -156,7 +150,7 @@ class Offer:
 
 
 class PushState(Enum):
-    """State of a push after the store has received a body from one rank."""
+    """State of a push on the store."""
 
     PARTIAL = "partial"
     """Bodies of other ranks are missing."""
@@ -168,9 +162,7 @@ class PushState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """State of a store for displays, such as ``trine watch``; ``received_bytes`` and ``sent_bytes`` count bytes of
-    bodies.
-    """
+    """State of a store for displays such as ``trine watch``."""
 
     versions: tuple[int, ...]
     """Version of each fragment."""
@@ -191,7 +183,7 @@ class StoreRefusedError(Exception):
 
     Args:
         message: one sentence with the given value, the rule and the remedy.
-        status: HTTP status, such as 409 for a push out of sequence and 410 for a life that has ended.
+        status: HTTP status, such as 409 for a push out of sequence.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -200,11 +192,10 @@ class StoreRefusedError(Exception):
 
 
 class StoreLink(Protocol):
-    """Interface through which one rank of a training site reaches the outer store, which merges the sites' weights.
+    """Interface through which one rank of a training site reaches the stores, which merge the weights of all sites.
 
-    Implementations are a store in this process, and a connection to one or more stores. ``life`` is the number of one
-    run of the site's processes, and ``fragment`` the position of a group of tensors in the result of ``divide``. No
-    method waits for a merge. Every method with the argument ``life`` renews this life's lease.
+    ``life`` is the number of one run of the site; each call with it renews the lease of that run. ``fragment`` is the
+    position of a group of tensors in the result of ``divide``. No method waits for a merge.
     """
 
     @property
@@ -212,42 +203,33 @@ class StoreLink(Protocol):
         """Sentence about a store that does not answer; empty if all answer."""
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life of a site, one run of its processes; only rank 0 of the site calls it.
+        """Starts a new life of a site, one run of its processes, and ends its earlier life.
 
-        An earlier life of the site ends; its complete pushes remain and are merged later.
+        Only rank 0 of the site calls it. Complete earlier pushes remain and are merged later.
         """
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers ``layout``, the elements that ``rank`` pushes and pulls; call it before any push and pull of this
-        life.
-        """
+        """Registers the elements that ``rank`` pushes and pulls; call it before any push and pull of this life."""
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends ``body``, the initial weights of the elements of ``fragment`` that ``rank`` pushes, fp32 as uint8
-        [bytes].
-        """
+        """Sends ``rank``'s initial weights of ``fragment``, fp32 as uint8 [bytes]."""
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Stores the part of a push that ``rank`` sends, and returns the push's state. On return, the part survives a
-        crash.
+        """Stores ``rank``'s part of a push durably, and returns the state of the push.
 
         Args:
             meta: description of the push, equal on all ranks of the site.
-            share: loss and loss weight that this rank adds to the push.
+            share: loss and loss weight of this rank.
             body: encoded values of this rank, uint8 [bytes].
         """
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version of ``fragment`` that this life may take over; the store retains it for ``pull``.
-
-        Returns None before the initial weights have come, and while the store's merge rule forbids this life to take
-        over a version.
+        """Returns the newest version of ``fragment`` that this site may download with ``pull``; None if there is none
+        now.
         """
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns the elements of ``fragment`` that ``rank`` updates, fp32 [elements], from ``version``, which the last
-        offer names.
-        """
+        """Downloads ``rank``'s elements of ``fragment`` in this ``version``, fp32 [elements]."""
 
     def renew(self, life: int) -> None:
         """Renews the lease of ``life``, one run of a site. When a lease ends, the store counts the site as lost.
@@ -257,7 +239,7 @@ class StoreLink(Protocol):
         """
 
     def leave(self, life: int) -> None:
-        """Ends ``life``, one run of a site, so that merges no longer wait for this site."""
+        """Ends ``life``, one run of a site; merges no longer wait for this site."""
 
     def status(self) -> StoreStatus:
         """Returns the versions, live sites and traffic of the store."""

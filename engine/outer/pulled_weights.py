@@ -11,24 +11,19 @@ from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
 
 class PulledWeights(FlatOptimizer):
-    """Optimizer of a training site for which the store computes the updates.
-
-    Its ``step`` computes nothing: it overwrites parameters with the weights that ``give`` has stored. A parameter
-    without such weights does not change.
-    """
+    """Optimizer of a training site that copies weights from the store over the parameters, and computes no updates."""
 
     def __init__(self, params: ParamsT, lr: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self._pulled: dict[Tensor, Tensor] = {}
 
     def give(self, places: Sequence[OptimizerTensor], owned: dict[int, Tensor]) -> None:
-        """Stores the weights that the next ``step`` copies.
+        """Stores the weights that the next ``step`` copies over the parameters.
 
         Args:
-            places: tensors that the optimizer updates, each with its position in a bucket (flat tensor of many
+            places: tensors that the optimizer updates, with their positions in buckets (flat tensors of many
                 parameters).
-            owned: new weights by bucket number, fp32 [owned]: one for each element of the bucket that this rank
-                updates.
+            owned: new weights of this rank's shard of each bucket, by number of the bucket, fp32 [owned].
         """
         for place in places:
             start = place.flat.owned.start

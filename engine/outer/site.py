@@ -51,8 +51,7 @@ logger = logging.getLogger("trine")
 class OuterState:
     """Progress of a training site in its exchange with the stores.
 
-    It is equal on all ranks of the site, except for ``pushed_bytes``, ``pulled_bytes`` and ``waited``, which count this
-    rank.
+    ``pushed_bytes``, ``pulled_bytes`` and ``waited`` are of this rank; all else is equal on all ranks of the site.
     """
 
     life: int
@@ -97,13 +96,11 @@ OpenLink = Callable[[OuterConfig, Sequence[Fragment]], StoreLink]
 
 
 class OuterLoop(StepPart):
-    """Part of the training step that makes this engine one of several sites.
-
-    The sites train the same model, and exchange gradients or weights through stores.
+    """Exchange of gradients or weights with other training sites, through stores, in each training step.
 
     Args:
-        weights: conversion between this rank's weights or gradients and the bodies that it pushes and pulls.
-        rates: learning-rate schedule of this site; each push contains the current rates, for an optimizer on the store.
+        weights: conversion between this rank's tensors and its messages.
+        rates: learning-rate schedule of this site; each push contains the current rates.
         open_link: callback that opens the connection of this rank to the stores.
     """
 
@@ -159,18 +156,15 @@ class OuterLoop(StepPart):
     # ------------------------------------------------------------------ phases of a step
 
     def begin_step(self) -> None:
-        """Joins the stores, which merge the weights of all sites, if this engine has not joined yet. All ranks
-        call it.
-        """
+        """Joins the stores if this engine has not joined yet. All ranks call it."""
         if self._exchange is None:
             self._join()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """If sites push gradients, pushes the step's gradients and takes over the merged result before the optimizer
-        runs.
+        """Pushes the step's gradients, and replaces them by the merged result, before the optimizer runs.
 
-        The result is summed gradients or, from a store with an optimizer, new weights. Does nothing if sites push
-        weight differences. Returns the error of ``step`` or of the exchange, or None. All ranks of the site call it.
+        The result is summed gradients or new weights. Does nothing if sites push weight differences. Returns the error
+        of ``step`` or of the exchange, or None. All ranks of the site call it.
         """
         if self._content is Content.DELTAS:
             return step.problem
@@ -184,14 +178,14 @@ class OuterLoop(StepPart):
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Adds the tokens of this step over all ranks, ``totals.tokens``, to the count of tokens for the next push."""
+        """Counts ``totals.tokens``, the tokens of this step over all ranks, for the next push."""
         self._tokens += totals.tokens
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Counts ``step``. If sites push weight differences, pushes the groups of tensors that are due at this step.
+        """Pushes weight differences that are due after ``step``, and applies newly merged weights.
 
-        Then takes over newly merged weights from the stores. Adds values such as "outer/clock" to ``step.figures``. All
-        ranks of the site call it.
+        If sites push gradients, only counts the step. Adds values such as "outer/clock" to ``step.figures``. All ranks
+        of the site call it.
 
         Args:
             made: number of optimizer updates so far, including this step's.
@@ -207,7 +201,7 @@ class OuterLoop(StepPart):
             self._comm.recorder.note(f"outer loop of site {self._outer.site}: {now}")
 
     def restarted(self, made: int) -> None:
-        """Starts a new life (run) of this site on the stores, after the user has loaded weights.
+        """Joins the stores again as a new run, after the user has loaded weights.
 
         Does nothing before the first join. All ranks of the site call it.
 
@@ -220,14 +214,12 @@ class OuterLoop(StepPart):
             self._join()
 
     def close(self) -> None:
-        """Ends the life of this site on the stores, so that the other sites do not wait for it."""
+        """Signs this site off at the stores; other sites no longer wait for it."""
         if self._exchange is not None:
             self._leave(leave=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counters and versions of this site's exchange with the stores, as JSON values by name, for a
-        checkpoint.
-        """
+        """Returns counters and versions of this site's exchange with the stores, as JSON values for a checkpoint."""
         return {
             "steps": self._steps, "rows": self._rows or 0, "pushed_rows": self._pushed_rows, "tokens": self._tokens,
             "versions": self._versions, "since": [list(each) for each in self._since],
@@ -235,9 +227,7 @@ class OuterLoop(StepPart):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores counters and versions from ``state``, a result of ``state_dict``; the next join of the stores uses
-        them.
-        """
+        """Restores the counters and versions of a result of ``state_dict``, for the next join of the stores."""
         self._steps, self._rows, self._tokens = int(state["steps"]), int(state["rows"]), float(state["tokens"])
         self._pushed_rows = int(state["pushed_rows"])
         if len(state["versions"]) == len(self._versions):

@@ -27,16 +27,14 @@ ANCHOR, FEEDBACK = "outer_anchor", "outer_feedback"
 
 
 class Anchors:
-    """Anchors of the weights that this rank updates, fp32 in host memory.
+    """Reference values (anchors) of the weights that this rank updates, fp32 in host memory.
 
-    The anchor of a weight is its value after the site last pushed it or took over a merged value. A site pushes anchor
-    minus weight.
+    An anchor is the weight after the last exchange with the store. A site pushes anchor minus weight.
 
     Args:
         buckets: flat buckets of the weights; each is one tensor for many parameters.
-        places: tensors that the optimizer updates; checkpoints store anchors under their names, so that an engine with
-            another parallel layout can load them.
-        feedback: True to store the encoding error of the last push for each element, too.
+        places: tensors that the optimizer updates; checkpoints store anchors under their names.
+        feedback: True to store encoding errors, too.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], places: Sequence[OptimizerTensor], feedback: bool) -> None:
@@ -46,28 +44,24 @@ class Anchors:
         """True once the anchors have values, from the store or from a checkpoint."""
 
     def of(self, piece: LocalPiece, kind: str = ANCHOR) -> Tensor:
-        """Returns a view of the anchor of ``piece``, fp32 [elements]: its weights after the last push or take-over.
-
-        With ``kind`` = ``FEEDBACK``, returns a view of the piece's encoding error in the last push.
+        """Returns a view of the anchor of ``piece``, fp32 [elements]; with ``kind`` = ``FEEDBACK``, of its encoding
+        error.
         """
         return piece.within(self._owned[kind][piece.flat.bucket.index])
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the anchors, and the encoding errors if there are any, of each tensor that the optimizer updates.
+        """Returns the anchors and encoding errors by parameter, and by kind: "outer_anchor" or "outer_feedback".
 
-        The inner mapping is from kind ("outer_anchor" or "outer_feedback") to tensor. The result is empty before the
-        first join.
+        The result is empty before the first join.
         """
         if not self.filled:
             return {}
         return {place.parameter: {kind: self._view(place, kind) for kind in self._owned} for place in self._places}
 
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the tensors into which a checkpoint's anchors and encoding errors are loaded, by updated tensor and
-        kind.
+        """Returns tensors for loading a checkpoint's anchors and encoding errors, by parameter and kind.
 
-        A kind ("outer_anchor" or "outer_feedback") is in the result if the checkpoint has it for every tensor. Sets
-        encoding errors to zero first.
+        A kind is included if the checkpoint has it for every tensor. Sets all encoding errors to zero first.
 
         Args:
             stored: mapping with the names in the checkpoint as keys, such as "outer_anchor/" and a parameter's name.
@@ -79,10 +73,7 @@ class Anchors:
         return {place.parameter: {kind: self._view(place, kind) for kind in kinds} for place in self._places}
 
     def forget(self) -> None:
-        """Does nothing: if the user replaces weights, their anchors do not change.
-
-        The difference between new weights and anchors counts as progress of this site.
-        """
+        """Does nothing when the user replaces weights; the change counts as progress of this site."""
 
     def _view(self, place: OptimizerTensor, kind: str) -> Tensor:
         start = place.flat.owned.start
@@ -91,14 +82,13 @@ class Anchors:
 
 
 class SiteWeights:
-    """Conversion between this rank's weights or gradients and the payloads that it exchanges with the stores.
+    """Conversion between this rank's weights or gradients and its messages to and from the stores.
 
     Args:
         local: tensor pieces that this rank updates.
-        outer: section of the configuration on the exchange between sites.
+        outer: configuration of the exchange between sites.
         optimizer: optimizer of this rank.
-        gatherer: object that all-gathers sharded parameters; it drops its gathered copies when merged weights are taken
-            over. None below ZeRO 3.
+        gatherer: object that all-gathers sharded parameters; None below ZeRO 3.
         untrained: frozen parameters and buffers, for a check that all sites have equal ones.
     """
 
@@ -122,15 +112,12 @@ class SiteWeights:
         return tuple(float(group["lr"]) for group in self._optimizer.inner.param_groups)
 
     def seed(self, fragment: int) -> Tensor:
-        """Returns the current weights of the elements of ``fragment`` that this rank pushes, fp32 as uint8 [bytes]."""
+        """Returns the current weights that this rank pushes for ``fragment``, fp32 as uint8 [bytes]."""
         parts = [piece.chosen(piece.weights.detach()).float().cpu() for piece in self._pushed(fragment)]
         return torch.cat(parts).view(torch.uint8) if parts else torch.empty(0, dtype=torch.uint8)
 
     def gradients(self, fragment: int, scale: float) -> Tensor:
-        """Returns the summed gradients of the elements of ``fragment`` that this rank pushes.
-
-        They are divided by ``scale`` and encoded: uint8 [bytes].
-        """
+        """Returns this rank's summed gradients for ``fragment``, divided by ``scale`` and encoded, uint8 [bytes]."""
         own = self._pushed(fragment)
         for flat in {id(piece.flat): piece.flat for piece in own if piece.flat.host_sums is not None}.values():
             self._optimizer.copies.wait(flat)
@@ -139,10 +126,9 @@ class SiteWeights:
 
     @torch.no_grad()
     def differences(self, fragment: int) -> Tensor:
-        """Returns anchor minus weight for the elements of ``fragment`` that this rank pushes, encoded as uint8 [bytes].
+        """Returns anchor minus weight for this rank's elements of ``fragment``, encoded, uint8 [bytes].
 
-        The anchor is the weight's value after the last push or take-over. Then sets the anchors of the fragment to the
-        current weights.
+        Then sets the anchors of the fragment to the current weights.
         """
         for flat in self.local.buckets(fragment):
             sync_masters(flat)
@@ -156,13 +142,11 @@ class SiteWeights:
 
     @torch.no_grad()
     def write(self, fragment: int, body: Tensor, alone: bool = False) -> None:
-        """Takes over ``body``, the merged weights of this rank's elements of ``fragment``, fp32 [elements].
+        """Merges ``body``, the store's values of this rank's elements of ``fragment``, fp32 [elements], into the
+        weights.
 
-        The new weights are the merged weights plus this site's progress since the anchor (weight minus anchor). With
-        ``mixing`` configured, they are mixing * weight + (1 - mixing) * merged. With ``alone``, they are the merged
-        weights. If sites push weight differences, the merged weights become the new anchors.
-
-        All-gathers parameters over the data-parallel ranks, named "parameters" in call counts and errors.
+        New weights are body + weight - anchor, with ``mixing`` mixing * weight + (1 - mixing) * body, with ``alone``
+        body. If sites push weight differences, body becomes the anchor. All-gathers parameters, label "parameters".
         """
         mixing = self._outer.mixing
         for flat in self.local.buckets(fragment):
@@ -183,11 +167,10 @@ class SiteWeights:
             self._gatherer.forget()
 
     def use_weights(self, bodies: Mapping[int, Tensor]) -> None:
-        """Passes updated weights from the store to the optimizer, which copies them over the parameters at its next
-        step.
+        """Passes new weights from the store to the optimizer; its next ``step`` copies them over the parameters.
 
         Args:
-            bodies: new weights of this rank's elements, by number of the fragment, fp32 [elements].
+            bodies: new weights of this rank's elements by fragment, fp32 [elements].
         """
         inner = self._optimizer.inner
         assert isinstance(inner, PulledWeights), "a site of a server has no optimizer of its own"
@@ -201,10 +184,10 @@ class SiteWeights:
     def use_sums(self, bodies: Mapping[int, Tensor]) -> frozenset[str]:
         """Overwrites this rank's gradients with sums of gradients over all training sites.
 
-        Returns the names of this rank's tensors for which a sum is not zero: some site has used them in its step.
+        Returns the names of the tensors with a non-zero sum on this rank.
 
         Args:
-            bodies: sums for this rank's elements, by number of the fragment, fp32 [elements].
+            bodies: sums for this rank's elements by fragment, fp32 [elements].
         """
         used = set[str]()
         for fragment, body in bodies.items():

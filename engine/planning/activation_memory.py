@@ -28,9 +28,7 @@ from engine.parallel.pipeline.schedule.simulate import RECEIVES_AHEAD
 
 
 class MessageBuffer(NamedTuple):
-    """Size of a buffer that receives a pipeline message. A later message with the shape and dtype of the earlier one
-    reuses the buffer.
-    """
+    """Size of a buffer that receives a pipeline message; later messages with equal shape and dtype reuse the buffer."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,9 +37,7 @@ class MessageBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionMemory:
-    """Change of a rank's live bytes by one pipeline action. An action is the forward or the backward of one stage for
-    one microbatch.
-    """
+    """Change of a rank's live bytes by one pipeline action: a forward or backward of one stage and microbatch."""
 
     rise: int
     """Peak bytes during the action minus live bytes before it; gathered parameters are included."""
@@ -107,7 +103,7 @@ def peak_of_row(
     base: int = 0,
     end_rise: int = 0,
 ) -> LivePeak:
-    """Returns the peak of live bytes on one rank in a step that runs ``actions`` in order, and the action at the peak.
+    """Returns the peak of live bytes on a rank that runs ``actions`` in order, and the action at the peak.
 
     Args:
         releases: for each action, the indices of earlier actions with sent tensors that are freed before it begins.
@@ -152,12 +148,11 @@ def _kinds(action: Action) -> tuple[tuple[int, str], ...]:
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch dispatch mode that counts the bytes of live tensors that were allocated inside it. The same object may be
-    entered several times, and counts on.
+    """Torch dispatch mode that counts the bytes of live tensors that were allocated inside it.
 
     Args:
-        resized: function that returns the bytes of storages from before the mode that change their size inside it, such
-            as gathered parameters (ZeRO 3). They count for ``peak``, not for ``bytes``.
+        resized: function that returns the bytes of outer storages that change their size inside, such as gathered
+            parameters (ZeRO 3). Only ``peak`` includes them.
     """
 
     def __init__(self, resized: Callable[[], int] = int) -> None:
@@ -170,20 +165,16 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By the number of the storage, which is its own while it lives."""
 
     def mark(self) -> int:
-        """Sets ``peak`` to the present number of live bytes, with the bytes of the callback ``resized``. Returns the
-        live bytes without them.
-        """
+        """Resets ``peak`` to the present number of live bytes, and returns that number without ``resized`` bytes."""
         self.peak = self.bytes + self._resized()
         return self.bytes
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Stops counting the storage of ``tensor`` as live bytes; does nothing if it is not counted."""
+        """Stops counting the storage of ``tensor`` as live bytes."""
         self.bytes -= self._sizes.pop(_number(tensor), 0)
 
     def take_in(self, tensor: Tensor) -> None:
-        """Counts the storage of ``tensor`` as live bytes until it is freed, even if it was allocated outside this mode.
-        Does nothing if it is counted already.
-        """
+        """Counts the storage of ``tensor`` as live bytes until it is freed, wherever it was allocated."""
         number, storage = _number(tensor), tensor.untyped_storage()
         if number not in self._sizes:
             self._sizes[number] = storage.nbytes()

@@ -62,7 +62,7 @@ from engine.program.program import Program
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Inputs of a plan other than the configuration: program, example batch, and objects of the script."""
+    """Inputs of a plan other than the configuration."""
 
     program: Program
     example: Batch = None
@@ -89,8 +89,8 @@ class PlanRequest:
 
 
 def needs_example(config: Config) -> bool:
-    """Returns True if planning needs an example microbatch: for tensor, pipeline or context parallelism, or if modules
-    run in tiles of tokens (``activation_checkpointing.tile_tokens``).
+    """Returns True if planning needs an example microbatch: for tensor, pipeline or context parallelism, or
+    ``tile_tokens``.
     """
     tiled = config.activation_checkpointing.tile_tokens is not None
     return tiled or config.tp > 1 or config.pp > 1 or config.cp > 1
@@ -102,8 +102,7 @@ def needs_search(config: Config) -> bool:
 
 
 def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
-    """Returns tensor-parallel styles (column, row etc.) for the model's layers: from the cache on disk, or else by a
-    search.
+    """Returns tensor-parallel styles (column, row etc.) for the model's layers, from the cache on disk or a search.
 
     Raises:
         PlanError: the model cannot be traced, or its widths are not divisible by the number of tensor ranks.
@@ -121,9 +120,7 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """Results of a trace of the example batch: the trace, tensor plan, partition and schedule. A part that the
-    configuration does not need is None or empty.
-    """
+    """Trace of the example batch, tensor plan, partition and schedule; None or empty if not configured."""
 
     trace: ModelTrace | None = None
     partition: Partition | None = None
@@ -144,8 +141,7 @@ class Analysis:
 
 
 def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
-    """Traces the example batch, if the configuration needs a trace. Makes from it the tensor plan, the partition into
-    ``stages`` pipeline stages, and the schedule.
+    """Traces the example batch if necessary, and plans tensor parallelism, ``stages`` pipeline stages and the schedule.
 
     Raises:
         PlanError: the model cannot be traced, or cannot be sharded or partitioned as configured.
@@ -438,9 +434,7 @@ VIRTUAL_STAGES = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """Pipeline schedule that was chosen for ``parallel.schedule: "auto"``, and the partition of the model into its
-    stages.
-    """
+    """Pipeline schedule chosen for ``parallel.schedule: "auto"``, and the partition of the model into its stages."""
 
     decision: ScheduleDecision
     partition: Partition
@@ -448,11 +442,11 @@ class ScheduleChoice:
 
 
 def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Partition:
-    """Returns the partition of ``trace`` into ``stages`` pipeline stages: balanced by ``parallel.balance``, or at the
-    modules that ``parallel.split`` names.
+    """Returns the partition of ``trace`` into ``stages`` pipeline stages, as ``parallel.balance`` or ``parallel.split``
+    requires.
 
     Raises:
-        PlanError: there is no such partition, or ``costs`` were measured for other module calls than ``trace`` has.
+        PlanError: there is no such partition, or ``costs`` belong to other module calls than ``trace``.
     """
     costs.check(trace)
     split = None if config.parallel.split == "auto" else config.parallel.split
@@ -463,11 +457,10 @@ def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Part
 def choose_schedule(
     config: Config, trace: ModelTrace, costs: Costs, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleChoice:
-    """Simulates each schedule named in ``kinds`` for each allowed number of stages per rank, with ``costs``, and
-    returns the fastest. All ranks choose the same one, because the arguments are the same on all ranks.
+    """Simulates the schedules ``kinds`` for each number of stages per rank, and returns the fastest.
 
     Raises:
-        PlanError: the model cannot be partitioned for any number of stages; gives the reason for the smallest number.
+        PlanError: the model cannot be partitioned for any number of stages.
         ScheduleError: no schedule is within ``parallel.activation_limit_bytes``.
     """
     cuts: dict[int, Partition] = {}

@@ -69,29 +69,23 @@ class GatherPlan:
 
     @property
     def gathers(self) -> Gathers:
-        """Numbers of all-gathers in a step over all axes: the number of calls, and for each bucket (flat buffer of
-        several parameters) the times that it is gathered.
+        """Numbers of all-gathers in a step: the calls in total, and the times that each bucket (flat buffer) is
+        gathered.
         """
         return self.over(None)
 
     def over(self, axis: Axis | None) -> Gathers:
-        """Returns the numbers of all-gathers in a step for the buckets (flat buffers of parameters) that are sharded
-        over ``axis``; for all buckets if ``axis`` is None.
-        """
+        """Returns the numbers of all-gathers in a step over ``axis``, or over all axes if it is None."""
         return count_gathers(self.order, self.passes, self.pinned, self.within.buckets, axis)
 
     @property
     def axes(self) -> Mapping[Axis, int]:
-        """Axes over which buckets (flat buffers of parameters) are sharded, each with the number of ranks that share a
-        bucket.
-        """
+        """Axes over which parameters are sharded, each with its number of ranks."""
         return {each.spread.sharding: each.spread.ranks for each in self.order.buckets}
 
     @property
     def secondary_bytes(self) -> int:
-        """Bytes of this rank's secondary shards: copies of the parameters that are sharded again inside each node (hpZ
-        of ZeRO++).
-        """
+        """Bytes of this rank's secondary shards, the copies of parameters inside each node (hpZ of ZeRO++)."""
         return sum(self.sizes[index] // self.within.ranks for index in self.within.buckets)
 
 
@@ -113,8 +107,7 @@ def state_bytes(
 ) -> StateBytes:
     """Returns the bytes of state that a rank with the buckets of ``layout`` stores between steps.
 
-    ``frozen``: bytes of frozen parameters outside of buckets. ``kept``: function from a bucket to its bytes of
-    optimizer state.
+    ``frozen``: bytes of frozen parameters outside of buckets. ``kept``: function for the optimizer bytes of a bucket.
     """
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     formats = wire_formats(config, precision)
@@ -157,8 +150,8 @@ def state_bytes(
 
 
 def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, config: Config, precision: Precision) -> int:
-    """Returns the bytes of optimizer state of ``bucket`` on data rank ``dp``. ``groups``: description of the optimizer
-    state of each parameter group.
+    """Returns the bytes of optimizer state of ``bucket`` on data rank ``dp``. ``groups``: state of each parameter
+    group.
     """
     sharded = config.zero_optimization.stage > 0
     owned = bucket.shard(dp % bucket.spread.ranks) if sharded else slice(0, bucket.elements)
@@ -169,8 +162,7 @@ def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, confi
 def factor_bytes(rows: Sequence[ShardRow], groups: Sequence[GroupState], precision: Precision) -> int:
     """Returns the bytes of Adafactor's row and column statistics on one rank for the parameters ``rows``.
 
-    A rank with any shard of a parameter stores the full statistics of that parameter. ``groups``: description of the
-    optimizer state of each parameter group.
+    A rank with any shard of a parameter stores its full statistics. ``groups``: state of each parameter group.
     """
     return sum(
         mean_elements(row.shape) * _widths(row, precision).moments.itemsize
@@ -197,10 +189,9 @@ def _held(kinds: Mapping[str, int]) -> dict[str, int]:
 
 
 def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> frozenset[int]:
-    """Returns the indices of the buckets (flat buffers of trained parameters) that the CPU updates, by the settings
-    ``zero_optimization.offload_optimizer``.
+    """Returns the indices of the buckets (flat buffers) that the CPU updates.
 
-    If parameters are in host memory (``offload_param``), the CPU also updates every bucket without fp32 masters.
+    With ``offload_param``, the CPU also updates every bucket without fp32 masters.
     """
     offload = config.zero_optimization.offload_optimizer
     ratio = 1.0 if offload.ratio == "auto" else offload.ratio  # a plan has a number
@@ -211,10 +202,9 @@ def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> 
 
 
 def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups: Sequence[GroupState]) -> int:
-    """Returns the bytes of a checkpoint, summed over all ranks: weights, fp32 masters, optimizer state and moving
-    averages of the weights. Module buffers are left out.
+    """Returns the bytes of a checkpoint over all ranks, without module buffers.
 
-    ``table``: all parameters of the model. ``groups``: description of the optimizer state of each parameter group.
+    ``table``: all parameters of the model. ``groups``: optimizer state of each parameter group.
     """
     total = factor_bytes(table.rows, groups, precision)
     for row in table:
@@ -231,9 +221,7 @@ def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups
 
 
 def reduces_each_microbatch(config: Config) -> bool:
-    """Returns True if gradients are reduce-scattered after every microbatch (ZeRO 2 and 3 with
-    ``reduce: "microbatch"``), so that a rank accumulates only its shard.
-    """
+    """Returns True if gradients are reduce-scattered after every microbatch; a rank then accumulates only its shard."""
     return config.zero_optimization.stage >= 2 and config.zero_optimization.reduce == "microbatch"
 
 
@@ -243,9 +231,7 @@ def shards_parameters(config: Config) -> bool:
 
 
 def gathers_once(config: Config) -> bool:
-    """Returns True if all parameters are gathered once at the start of a step, and not in each forward. That needs ZeRO
-    3, ``gather: "step"`` and ``uneven_microbatches``.
-    """
+    """Returns True if all parameters are gathered once at the start of a step, instead of in each forward."""
     return config.uneven_microbatches and shards_parameters(config) and config.zero_optimization.gather == "step"
 
 
@@ -255,14 +241,12 @@ def meets_each_microbatch(config: Config) -> bool:
 
 
 def hosts_parameters(config: Config) -> bool:
-    """Returns True if parameter shards are in host memory whenever they are not in use (ZeRO 3, ``offload_param``)."""
+    """Returns True if parameter shards are in host memory while unused (ZeRO 3, ``offload_param``)."""
     return config.zero_optimization.stage == 3 and config.zero_optimization.offload_param.device != "none"
 
 
 def wire_formats(config: Config, precision: Precision) -> WireFormats:
-    """Returns the quantization formats of gradients and weights in messages between data ranks, and the dtypes of
-    weights to which they apply. With one data rank there are none.
-    """
+    """Returns the quantization formats of gradients and weights in messages between data ranks."""
     zero, ranks = config.zero_optimization, config.shards
     if ranks == 1:
         return WireFormats()
@@ -293,8 +277,8 @@ def tensor_format(config: Config) -> ActivationFormat | None:
 
 
 def sequence_unit(config: Config) -> int:
-    """Returns the number that must divide the count of sequence positions on a context rank: the number of tensor ranks
-    under sequence parallelism, else 1.
+    """Returns the number that must divide the sequence positions of a context rank: ``tp`` with sequence parallelism,
+    else 1.
     """
     return config.tp if config.parallel.sequence_parallel else 1
 
@@ -310,17 +294,15 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of data and context ranks on one node. Without ``parallel.gpus_per_node``, this is the number
-    in the whole grid.
-    """
+    """Returns the number of data and context ranks on one node, or in the grid without ``parallel.gpus_per_node``."""
     node, grid = config.parallel.gpus_per_node, config.grid(0)
     ranks = grid.size(grid.sums)
     return ranks if node is None else min(ranks, max(1, node // grid.stride(grid.sums)))
 
 
 def ranks_with_secondary_shards(config: Config) -> int:
-    """Returns the number of data ranks in a node over which secondary shards are divided; 1: there are none. Secondary
-    shards are a second copy of the parameters, sharded inside each node (hpZ of ZeRO++).
+    """Returns the number of data ranks in a node that share secondary shards (hpZ of ZeRO++); 1 without secondary
+    shards.
     """
     asked = config.zero_optimization.zero_hpz_partition_size
     found = data_ranks_of_a_node(config) if asked == "auto" else max(1, asked)
@@ -342,8 +324,7 @@ def reduction_traffic(
 
 
 def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
-    """Returns the traffic per step of the all-reduce of a bucket's gradient shard over the axis dp_replicate. That axis
-    joins the groups of data ranks that each have all shards of the bucket.
+    """Returns the traffic per step of the all-reduce of a bucket's gradient shard over dp_replicate.
 
     ``itemsize``: bytes of a gradient element.
     """
@@ -352,12 +333,9 @@ def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
 
 
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
-    """Returns the traffic of a rank's all-gathers of sharded parameters in a step. One batch of all-gathers runs for
-    each group of modules in each forward or backward.
+    """Returns a rank's traffic in a step for all-gathers of sharded parameters, and for the agreement of ranks on them.
 
-    Buckets with secondary shards (copies inside a node) are gathered over dp once, then inside nodes without
-    quantization. Data ranks also exchange one byte before the first forward, and agree on the gathers at the end of
-    each forward; ranks that call different modules agree more often than this counts.
+    Ranks that call different modules agree more often than this counts.
     """
     ranks, axis, rows = config.shards, config.grid(0).sharding, list[Traffic]()
     if ranks == 1:
@@ -383,8 +361,7 @@ def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
 
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
-    """Returns a rank's traffic per step for gradients and parameters over dp, partial gradients over tp, and tied
-    gradients over pp.
+    """Returns a rank's traffic per step for gradients (over dp, tp and pp) and for updated parameters (over dp).
 
     ``rows``: all parameters of the rank.
     """
@@ -420,7 +397,7 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
 def message_bytes(value: Value, form: ActivationFormat | None) -> int:
     """Returns the bytes of the traced tensor ``value``, or of its gradient, in a message between pipeline stages.
 
-    ``form``: quantization format; None: tensors are sent unchanged.
+    ``form``: quantization format; None: none.
     """
     elements = prod(value.shape)
     if form is None or not value.grad or not form.shortens(value.dtype, elements):
@@ -429,9 +406,9 @@ def message_bytes(value: Value, form: ActivationFormat | None) -> int:
 
 
 def feedback_bytes(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], config: Config) -> int:
-    """Returns the bytes of error-feedback residuals for the quantized gradients that ``stage`` sends to other ranks.
+    """Returns the bytes of error-feedback residuals for the gradients that ``stage`` sends; 0 without error feedback.
 
-    The number is 0 without error feedback. ``values``: traced tensors. ``ranks``: pipeline rank of every stage.
+    ``values``: traced tensors. ``ranks``: pipeline rank of every stage.
     """
     form, here = pipeline_format(config), ranks[stage.stage]
     if form is None or not config.wire.error_feedback:
@@ -448,11 +425,9 @@ def stage_traffic(
     microbatches: int,
     form: ActivationFormat | None = None,
 ) -> Tally:
-    """Returns the traffic of a stage over pp in a step: activations to later stages, and gradients of received
-    activations.
+    """Returns a stage's traffic over pp in a step: activations to later stages, and gradients of received activations.
 
-    ``values``: traced tensors. ``ranks``: pipeline rank of every stage; stages of one rank send nothing to each other.
-    ``form``: quantization format; None: tensors are sent unchanged.
+    ``values``: traced tensors. ``ranks``: pipeline rank of every stage. ``form``: quantization format; None: none.
     """
     here = ranks[stage.stage]
     targets = [number for number, to in stage.sends.items() for other in to if ranks[other] != here]
@@ -467,11 +442,9 @@ def stage_traffic(
 
 
 def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
-    """Returns a rank's traffic per step for two purposes: the all-reduce of the step's totals over all ranks, and the
-    checks that ranks have equal batches.
+    """Returns a rank's traffic per step for control: all-reduced totals of the step, and checks of equal batches.
 
-    The checks run over all ranks of one full copy of the model, and over the ranks that share experts. ``world``:
-    number of ranks. ``experts``: number of experts for which tokens are counted, summed over all layers.
+    ``world``: number of ranks. ``experts``: number of experts with counted tokens, over all layers.
     """
     tally, replica = Tally(), config.grid(0).size("replica")
     if world > 1:
@@ -490,9 +463,7 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
 
 
 def frozen_bytes(row: ShardRow, holder: ShardHolder, precision: Precision) -> int:
-    """Returns the bytes of the frozen parameter ``row`` on the rank at grid position ``holder``, if the rank stores it
-    outside of buckets (flat buffers).
-    """
+    """Returns the bytes of the frozen parameter ``row`` on the rank at grid position ``holder``."""
     quantized = row.quantized_shape(holder)
     if quantized is not None:
         return quantized.bytes

@@ -37,10 +37,9 @@ from engine.program.program import Program
 
 
 class SharedSequences:
-    """Traces of an example batch as one context rank runs it, with that rank's part of each sequence.
+    """Tracer of an example batch, in which each context rank has a part of every sequence.
 
-    A trace can show that the next one has to differ. Code that raises for a part of a sequence then gets the full
-    sequence. If the model passes a state along positions, each rank then has one range of neighbouring positions.
+    If the model's code raises for a part, that code gets full sequences.
     """
 
     def __init__(
@@ -55,14 +54,14 @@ class SharedSequences:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about the last trace, for the text that a run prints at its start; () with one context rank."""
+        """Sentences about the last trace for the startup banner; () with one context rank."""
         return self._ran.notes if isinstance(self._ran, ContextProgram) else ()
 
     def trace(self, stages: int, watch: CollectiveRecorder | None) -> ModelTrace:
-        """Returns the trace of the forward and loss of one training microbatch, for ``stages`` pipeline stages.
-        ``watch``: recorder of tensor-parallel and context-parallel traffic; None: no traffic is recorded.
+        """Returns the trace of one training microbatch (forward and loss) for ``stages`` pipeline stages.
 
-        Traces again, with a changed plan of the sequences, until a trace needs no further change.
+        Repeats the trace while a trace shows that sequences must be divided otherwise. ``watch``: recorder of tensor-
+        and context-parallel traffic, or None.
         """
         while True:
             patches, needs = ForwardPatches(), None
@@ -104,7 +103,7 @@ class SharedSequences:
 
 
 def sends(watch: CollectiveRecorder, label: str) -> bool:
-    """Returns True if ``watch``, a recorder of collectives, has recorded one with the label ``label``."""
+    """Returns True if ``watch`` has recorded a collective with this ``label``."""
     return any(one.what.label == label for one in watch.sent)
 
 
@@ -116,13 +115,13 @@ def trace_example(
     material: Material | None = None,
     split: Split = "auto",
 ) -> ModelTrace:
-    """Returns the trace of one training microbatch: its forward and loss, run on shapes without values.
+    """Traces forward and loss of one training microbatch on shapes without values, and returns the trace.
 
     Args:
         example: batch with the shapes of the microbatch.
         stages: number of pipeline stages.
-        watch: recorder of tensor-parallel and context-parallel traffic; None: no traffic is recorded.
-        material: object that receives the arguments of every module call; None: they are not recorded.
+        watch: recorder of tensor- and context-parallel traffic, or None.
+        material: object that receives the arguments of every module call, or None.
         split: ``parallel.split`` of the configuration; its modules are recorded as calls even inside a block.
 
     Raises:
@@ -146,8 +145,7 @@ def trace_example(
 
 
 def trace_rowwise(program: Program, example: Batch) -> tuple[RowwiseModule, ...]:
-    """Runs the forward of ``program`` on the shapes of ``example``, and returns the modules that compute each position
-    separately from all others, such as an MLP.
+    """Returns the modules of ``program`` that compute each position independently, found by a forward on shapes.
 
     Returns () if the forward cannot be traced.
     """
@@ -167,9 +165,9 @@ def _real(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Opens a context in which the parameters and buffers of ``model`` have the dtypes of the run, and ``keep_fp32``
-    modules cast their inputs. A parameter with a changed dtype has no values inside. The end of the context restores
-    everything.
+    """Opens a context in which parameters and buffers of ``model`` have the run's dtypes; the end restores them.
+
+    Parameters with a changed dtype have no values inside.
     """
     patches = ForwardPatches()
     put_casts(model, precision.kept, precision.compute, patches)

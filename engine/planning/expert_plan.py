@@ -43,7 +43,7 @@ from engine.program.expert_load import chosen_experts, find_experts
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Plan of expert parallelism: the MoE modules with experts divided among the ranks of the axis "ep"."""
+    """Plan of expert parallelism: the MoE modules with experts divided over the axis "ep"."""
 
     ranks: int
     routed: tuple[RoutedExperts, ...]
@@ -65,40 +65,34 @@ class ExpertPlan:
 
     @property
     def dims(self) -> Mapping[str, int]:
-        """Dim along which a parameter stacks its experts, by parameter name. Parameters that stack them along dim 0 are
-        left out.
-        """
+        """Dim along which a parameter stacks its experts, by name of the parameter; only for dims other than 0."""
         return {name: own.dim for each in self.routed for name, own in each.parameters.items() if own.dim}
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of experts of the MoE layers; a number that several layers have is listed once."""
+        """Distinct numbers of experts of the MoE layers."""
         return tuple(dict.fromkeys(each.experts for each in self.shared))
 
     @property
     def uncut(self) -> tuple[str, ...]:
-        """Names of the modules with experts that tensor ranks store in full, not sharded along their width."""
+        """Names of the modules with experts that tensor ranks store unsharded."""
         listed = (name for each in self.listed if not each.cut for name in each.names)
         return (*(each.name for each in self.routed if each.added is None), *listed)
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Names of the MoE modules with experts divided among ranks, which exchange token rows in their forward."""
+        """Names of the MoE modules with experts divided among ranks."""
         return tuple(each.name for each in self.shared)
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Names of parameters that have only a part of their gradient on each tensor rank. Each tensor rank computes
-        either some of the token rows, or a part of the experts' width.
-        """
+        """Names of parameters with a gradient that must be summed over tensor ranks."""
         common = (f"{each.name}.{own}" for each in self.routed for own in each.common)
         return (*(name for each in self.routed for name in each.parameters), *common)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the text that a run prints at its start, each with a reason. They name modules with all experts
-        on every rank, and modules with unsharded experts on every tensor rank.
-        """
+        """Sentences for the startup banner about modules with undivided experts, each with a reason."""
         everywhere = (
             f"parallel.expert: every rank holds all experts of {each.name}: {each.reason}" for each in self.unproven
         )
@@ -108,9 +102,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """Plan of router replay: the routers do not choose the experts of each token row, but read the choice from the
-    batch.
-    """
+    """Plan of router replay, in which routers read their choice of experts from the batch."""
 
     routers: tuple[tuple[RouterChoice, int], ...]
     """The routers in their order, each with the number of its layer."""
@@ -124,12 +116,11 @@ class ReplayPlan:
 
 
 def find_replay_plan(model: nn.Module, config: Config) -> ReplayPlan | None:
-    """Finds, by trial runs of its modules, the call by which each router of ``model`` chooses experts. Returns None if
-    ``router_replay`` is not set.
+    """Finds the call in which each router of ``model`` chooses experts, by trial runs; None without ``router_replay``.
 
     Raises:
         ConfigError: the model has no experts.
-        PlanError: the choice of a router was not found, or routers choose different numbers of experts.
+        PlanError: a choice was not found, or routers choose different numbers of experts.
     """
     if not config.router_replay:
         return None
@@ -168,10 +159,9 @@ def _numbered(routers: tuple[RouterChoice, ...], blocks: tuple[str, ...]) -> Rep
 
 
 def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) -> tuple[str, ...]:
-    """Returns the names of MoE modules and routers that the engine changes: to divide their experts among ranks, to
-    count tokens per expert, or to read the choice of experts from the batch.
+    """Returns the names of the MoE modules and routers that the engine changes.
 
-    ``shared``: plan of expert parallelism; None: experts are not divided.
+    ``shared``: plan of expert parallelism, or None.
     """
     replay = find_replay_plan(model, config)
     counted = find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else ()
@@ -179,8 +169,7 @@ def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) 
 
 
 def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
-    """Finds the experts of ``model`` by the structure of its modules, and proves in trial runs that each kind of MoE
-    module can divide its experts among ranks.
+    """Finds the model's experts, and verifies in trial runs that they can be divided among ranks.
 
     Returns None without ``parallel.expert``.
 
@@ -210,11 +199,10 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
 
 
 def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ...]:
-    """Returns the buffers that the routers of ``model`` add to their scores only to choose experts. Returns () if
-    ``router_bias_update_rate`` is not set.
+    """Returns the routers' buffers that affect only the choice of experts; () without ``router_bias_update_rate``.
 
     Raises:
-        PlanError: no router has such a buffer.
+        PlanError: no router has one.
     """
     if not config.router_bias_update_rate:
         return ()
@@ -291,8 +279,7 @@ def _missing(unproven: tuple[Unproven, ...]) -> str:
 def form_on_tensor_ranks(
     config: Config, model: nn.Module, example: Batch, plan: TensorPlan, shared: ExpertPlan
 ) -> tuple[TensorPlan, ExpertPlan]:
-    """Decides for each MoE module if tensor ranks shard its experts along their width or store them in full. Returns
-    copies of both plans that contain the decision.
+    """Decides for each MoE module if tensor ranks shard its experts along their width; returns both updated plans.
 
     ``plan``: tensor-parallel plan of the layers. ``shared``: plan of expert parallelism.
 

@@ -30,9 +30,7 @@ from engine.zero.layout import FlatLayout, Item, Turn, build_layout
 
 @dataclass(frozen=True)
 class Users:
-    """Index from each parameter to the places that use it: pipeline stages, and with ZeRO 3 groups of modules that
-    gather their parameters together.
-    """
+    """Index from each parameter to the pipeline stages and gather groups (ZeRO 3) that use it."""
 
     stages_of_rank: tuple[tuple[int, ...], ...]
     partition: Partition | None
@@ -41,9 +39,7 @@ class Users:
     """Gather groups; None if parameters are not sharded."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """Returns the stages of pipeline rank ``pp`` that use the parameter ``row``. If that rank has only one stage,
-        returns ().
-        """
+        """Returns the stages of pipeline rank ``pp`` that use the parameter ``row``; () if that rank has one stage."""
         here = self.stages_of_rank[pp]
         if self.partition is None or len(here) == 1:
             return ()
@@ -52,8 +48,7 @@ class Users:
     def turns(self, row: ShardRow, pp: int) -> tuple[Turn, ...]:
         """Returns the (stage, gather group) pairs for which pipeline rank ``pp`` gathers the parameter ``row``.
 
-        A gather group is a set of modules with parameters that are gathered together. Returns () if parameters are not
-        sharded.
+        Returns () if parameters are not sharded.
         """
         if self.gathers is None:
             return ()
@@ -87,10 +82,9 @@ class Users:
 
 
 class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
-    """Mapping from grid position to flat layout, which divides the parameters of that position into buckets (flat
-    buffers). Each layout is computed at its first use.
+    """Mapping from grid position to flat layout, the division of parameters into buckets (flat buffers).
 
-    A rank uses only its own layout; to compute all layouts of a large grid would take minutes.
+    Layouts are computed at first use.
     """
 
     def __init__(self, table: ShardTable, config: Config, precision: Precision, users: Users) -> None:
@@ -180,11 +174,10 @@ SHARDED_DTYPES = (
 def without_unread_heads(
     model: nn.Module, replacements: Sequence[Replacement], layouts: FlatLayouts
 ) -> tuple[tuple[Replacement, ...], tuple[str, ...]]:
-    """Removes from ``replacements`` the language-model heads that compute logits in chunks inside the loss, if the loss
-    cannot read their weight.
+    """Removes chunked language-model heads from ``replacements`` if the loss cannot read their weight.
 
-    The weight is unreadable if it is on an earlier pipeline stage than the loss, or if ZeRO 3 frees it before the
-    forward ends. Returns (remaining replacements, one note for each removed one).
+    The weight is then on an earlier pipeline stage, or freed by ZeRO 3. Returns (remaining replacements, one note for
+    each removed one).
     """
     users, names = layouts.users, {id(parameter): name for name, parameter in model.named_parameters()}
     stage = max(max(stages) for stages in users.stages_of_rank)

@@ -43,9 +43,7 @@ from engine.program.program import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStyles:
-    """Tensor-parallel styles of layers (column, row etc.) that a search has found. They are valid for any model with
-    the code and sizes of the searched one.
-    """
+    """Tensor-parallel styles of layers (column, row etc.) that a search has found for a model."""
 
     patterns: Mapping[str, str]
     """Styles by name pattern, in the form of ``parallel.tensor_plan``."""
@@ -53,15 +51,13 @@ class FoundStyles:
     notes: tuple[str, ...]
 
     def plan(self, model: nn.Module, tp: int, sequence: bool = False) -> TensorPlan:
-        """Returns the tensor plan of ``model`` with these styles for ``tp`` ranks; ``sequence``: True for sequence
-        parallelism.
-        """
+        """Returns the tensor plan of ``model`` for ``tp`` ranks; ``sequence``: True for sequence parallelism."""
         read = match_styles(model, self.patterns)
         plan = cut_model(model, read, tp, "found by zero patterns, proven", sequence)
         return replace(plan, patterns=self.patterns, reasons=self.reasons, notes=self.notes)
 
     def to_bytes(self) -> bytes:
-        """Returns these styles as JSON bytes, to send them to other ranks."""
+        """Returns these styles as JSON bytes for other ranks."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -73,10 +69,9 @@ class FoundStyles:
 
 
 def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``styles`` (layer name -> style) with fewer keys: names that differ only in numbers become one pattern,
-    such as ``layers.*.up``.
+    """Returns ``styles`` (layer name -> style) with names joined into patterns such as ``layers.*.up``.
 
-    A pattern is used only if all layers that it matches have the same style; else their names stay.
+    All layers that match a pattern have the same style.
     """
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -100,10 +95,9 @@ class StylesCache:
 
     @classmethod
     def of_environment(cls) -> "StylesCache | None":
-        """Returns the cache in the folder that the environment variable TRINE_CACHE names, or else in
-        ``~/.cache/trine``.
+        """Returns the cache in the folder $TRINE_CACHE, or in ``~/.cache/trine``.
 
-        Returns None if TRINE_CACHE is 0, or if there is no such variable and the user has no home folder.
+        Returns None if TRINE_CACHE is 0, or if the user has no home folder.
         """
         given = os.environ.get("TRINE_CACHE", "")
         if given == "0":
@@ -115,9 +109,7 @@ class StylesCache:
         return cls(root / "tensor_plans")
 
     def read(self, digest: str) -> FoundStyles | None:
-        """Returns the styles that a search with this digest (of model, code, example and settings) has stored. None if
-        there are none, or if the file is damaged.
-        """
+        """Returns the stored styles of the search with this digest; None if there are none, or the file is damaged."""
         try:
             kept = json.loads(self._file(digest).read_text(encoding="utf-8"))
             found: str = kept["found"]
@@ -128,9 +120,7 @@ class StylesCache:
             return None
 
     def write(self, digest: str, found: FoundStyles) -> None:
-        """Stores ``found``, the result of the search with this digest, in a file. Logs a message instead if the folder
-        is not writable.
-        """
+        """Stores ``found``, the result of a search, in a file; logs a message if the folder is not writable."""
         text = found.to_bytes().decode()
         record = json.dumps({"digest": digest, "sha256": _sha256(text), "found": text})
         try:
@@ -153,10 +143,9 @@ class StylesCache:
 
 
 def kept_or_found(digest: Callable[[], str | None], find: Callable[[], FoundStyles]) -> FoundStyles:
-    """Returns the cached styles of a search, or else runs the search and stores its result in the cache.
+    """Returns the cached styles of a search; without them, runs the search and caches its result.
 
-    ``digest``: function that returns the key of the search; None as a key: it is not cached. ``find``: function that
-    runs the search. The cache is off if TRINE_CACHE is 0; ``digest`` is then not called.
+    ``digest``: function that returns the cache key; None: not cacheable. ``find``: function that runs the search.
     """
     cache = StylesCache.of_environment()
     key = digest() if cache is not None else None
@@ -186,10 +175,9 @@ _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch
 
 
 class ProgramDigest:
-    """Digest of a program's code, model and example batch. All searches of the program use it, each with its own
-    settings.
+    """Digest of a program's code, model and example batch, for the keys of cached searches.
 
-    ``known`` is False if some of the model's code is in no file, so that its changes could not be detected.
+    ``known`` is False if some of the model's code is in no file.
     """
 
     def __init__(self, program: Program, example: Batch) -> None:
@@ -197,9 +185,7 @@ class ProgramDigest:
         self.known = _take_program(self._digest, program, example)
 
     def of(self, settings: Mapping[str, Any]) -> str | None:
-        """Returns the digest of the program and of ``settings`` as a text, the cache key of a search with them; None if
-        ``known`` is False.
-        """
+        """Returns the cache key of a search with ``settings``; None if ``known`` is False."""
         return self._digest.with_text(repr(sorted(settings.items()))) if self.known else None
 
 

@@ -13,10 +13,9 @@ from engine.planning.plan import Plan
 
 
 def measured_overlap(config: Config, device: torch.device, card: str | None = None) -> OverlapChoices | None:
-    """Returns measurements on this GPU type, which show for which matrix sizes a kernel that fuses a matrix product
-    with its tensor-parallel communication is faster than the two apart.
+    """Returns this GPU type's measurements of matrix products fused with tensor-parallel communication.
 
-    None if it is faster for no size, if ``parallel.overlap`` is not "auto", or with one tensor rank.
+    Returns None if fusing is never faster, if ``parallel.overlap`` is not "auto", or with one tensor rank.
 
     Args:
         card: GPU name by which all ranks choose; "" if kernels do not run on all ranks; None: this rank's GPU.
@@ -28,11 +27,9 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
 
 
 def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]:
-    """Returns one text for each pattern of layer names with fused matrix products and communication, such as
-    "layers.*.up from 512 rows".
+    """Returns a text such as "layers.*.up from 512 rows" for each pattern of layers with fused communication.
 
-    The number is the smallest measured number of token rows in a microbatch for which the forward is fused.
-    ``measured``: measurements of this GPU type; None: no layer is fused.
+    The forward is fused from this number of token rows on. ``measured``: measurements of this GPU type, or None.
     """
     if measured is None:
         return ()

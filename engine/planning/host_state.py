@@ -20,10 +20,9 @@ from engine.zero.wire_formats import WireFormats
 
 
 def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
-    """Returns all values of ``offload_optimizer.ratio`` that differ in effect, ascending from 0 to 1. At each value one
-    more bucket (flat buffer of parameters) of some layout moves to the host than at the value before.
+    """Returns the values of ``offload_optimizer.ratio`` at which a further bucket (flat buffer) moves to the host.
 
-    A ratio between two of them has the effect of the upper one.
+    They ascend from 0 to 1. Any other ratio has the effect of the next higher value.
     """
     found = {0.0, 1.0}
     for layout in layouts:
@@ -40,8 +39,8 @@ def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
 
 
 def smallest_ratio(layouts: Iterable[FlatLayout], fits: Callable[[float], bool]) -> float | None:
-    """Returns the smallest ``offload_optimizer.ratio`` for which the function ``fits`` returns True; None if it returns
-    False even for ratio 1. ``fits`` must stay True as the ratio grows.
+    """Returns the smallest ``offload_optimizer.ratio`` for which ``fits`` returns True, or None. ``fits`` must be
+    monotonic.
     """
     ratios = possible_ratios(layouts)
     first = bisect_left(ratios, True, key=fits)
@@ -57,10 +56,10 @@ def with_ratio(config: Config, ratio: float) -> Config:
 
 
 def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError:
-    """Returns the error to raise if ``rank`` exceeds its device memory limit of ``limit`` GiB even with all optimizer
-    state on the host.
+    """Returns the error for a ``rank`` above its device memory limit of ``limit`` GiB, with all optimizer state on the
+    host.
 
-    ``state``: bytes that remain on the device of ``rank``, by kind.
+    ``state``: bytes on the device of ``rank``, by kind.
     """
     kinds = ", ".join(f"{kind} {count / 2**30:.3g}" for kind, count in state.items() if count)
     return PlanError(
@@ -71,9 +70,7 @@ def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError
 
 
 def refuse_unknown() -> PlanError:
-    """Returns the error to raise for ``offload_optimizer.ratio`` "auto" if the script passes its own optimizer, because
-    the size of that optimizer's state is unknown.
-    """
+    """Returns the error for ``offload_optimizer.ratio`` "auto" with the script's own optimizer, of unknown size."""
     return PlanError(
         'zero_optimization.offload_optimizer.ratio "auto" with an optimizer passed in code, whose state is not '
         "known before it is made; give a number from 0 to 1, or name the optimizer in the config."
@@ -81,9 +78,7 @@ def refuse_unknown() -> PlanError:
 
 
 def setting_notes(program: Program, config: Config, precision: Precision, formats: WireFormats) -> tuple[str, ...]:
-    """Returns notes about settings that have no effect or an unexpected one, one sentence each, for the text that a run
-    prints at its start.
-    """
+    """Returns notes for the startup banner about settings with no effect or an unexpected one, one sentence each."""
     notes, model = list(config.notes), program.model
     if program.loss_fn is None and hasattr(model, "generate") and hasattr(model, "config"):
         notes.append(
@@ -137,9 +132,7 @@ def unused_formats(config: Config, precision: Precision) -> list[str]:
 
 
 def exact_weights(model: nn.Module, formats: WireFormats, precision: Precision) -> list[str]:
-    """Returns a list with one note that names weights which are sent unquantized although weight quantization is
-    configured; [] if there are none.
-    """
+    """Returns a list with a note that names weights sent unquantized despite weight quantization; [] without any."""
     if formats.weights is None:
         return []
     left = [
@@ -183,9 +176,7 @@ def offload_notes(model: nn.Module, config: Config, precision: Precision) -> lis
 
 
 def rounding_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Returns notes about inputs, parameters and buffers that the run rounds to bf16 or fp16, and about casts in the
-    configuration that have no effect.
-    """
+    """Returns notes about values that the run rounds to bf16 or fp16, and about configured casts without effect."""
     keys = ["cast_forward_inputs"] * config.cast_forward_inputs + ["buffer_dtype"] * (config.buffer_dtype is not None)
     if precision.compute is None:
         words = f"precision: {' and '.join(keys)} cast nothing in a run without bf16.enabled or fp16.enabled"

@@ -53,11 +53,9 @@ class BlockBytes(NamedTuple):
 
 
 class IsolatedBlock:
-    """Copy of the module ``name`` of a model. It runs alone, with arguments recorded from the model's forward, to
-    measure its time and memory.
+    """Copy of the module ``name`` of a model, for measurements of its time and memory.
 
-    ``selective``: operators with results that selective recomputation stores; None if the module is not recomputed
-    selectively.
+    ``selective``: operators with results that selective recomputation stores; None: no selective recomputation.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.
@@ -87,11 +85,9 @@ class IsolatedBlock:
         return self._run(_Given(arguments, self._device), nullcontext())[0]
 
     def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:
-        """Runs the copy's forward and backward once; returns (their seconds, the activation bytes that the forward
-        stores for the backward).
+        """Runs the copy's forward and backward once; returns (their seconds, bytes of activations stored for backward).
 
-        Several tensors on one storage count once. Parameters, buffers and tensors that depend only on the batch do not
-        count, because all calls share them.
+        Parameters, buffers and tensors that depend only on the batch do not count.
         """
         given = _Given(arguments, self._device)
         shared = (*self._module.parameters(), *self._module.buffers(), *given.free)
@@ -177,37 +173,29 @@ class _Given:
 
 
 def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
-    """Returns True if the module call ``call`` uses parameters of other modules, or traced tensors that are not among
-    its recorded ``arguments``.
-    """
+    """Returns True if the call ``call`` uses other modules' parameters, or traced tensors outside of ``arguments``."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
     return not known.issuperset(call.parameters) or reads_other_values(call, arguments)
 
 
 def reads_other_values(call: Call, arguments: Arguments) -> bool:
-    """Returns True if the module call ``call`` uses traced tensors that are not among its recorded ``arguments``, for
-    example in a forward hook.
-    """
+    """Returns True if the call ``call`` uses traced tensors outside of its recorded ``arguments``."""
     leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
     return not {leaf.source for leaf in leaves if isinstance(leaf, Sample)}.issuperset(call.inputs)
 
 
 def holds_objects(arguments: Arguments) -> bool:
-    """Returns True if a recorded argument is neither a tensor nor a plain value, such as a key-value cache, which may
-    contain tensors.
-    """
+    """Returns True if a recorded argument is neither a tensor nor a plain value, such as a key-value cache."""
     plain = (Sample, Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
     return not all(isinstance(leaf, plain) for leaf in pytree.tree_leaves(arguments, is_leaf=is_sample))
 
 
 def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Arguments]) -> list[object]:
-    """Returns one signature per module call, in their order. Calls with equal signatures take equal time, so that one
-    of them is measured.
+    """Returns one signature per module call, in order; calls with equal signatures take equal time.
 
-    ``units``: module name of each call. ``arguments``: recorded arguments of each call. A signature consists of the
-    classes, tensor shapes and plain attributes of the module, and the shapes of its arguments. Layer numbers are left
-    out: attributes that differ from the last number in the module's name by a constant.
+    ``units``: module name of each call. ``arguments``: recorded arguments of each call. A signature has the module's
+    classes, tensor shapes and plain attributes without layer numbers, and the shapes of the arguments.
     """
     settings = {name: _settings(model.get_submodule(name)) for name in units}
     numbering = _numbering(model, settings)
@@ -264,10 +252,9 @@ def is_sample(node: object) -> bool:
 def copy_block(
     model: nn.Module, name: str, precision: Precision, device: torch.device, left_out: Collection[str] = ()
 ) -> nn.Module:
-    """Returns a copy of the module ``name`` of ``model`` on ``device``. Its parameters are random; buffers have their
-    values. It shares no memory with the model.
+    """Returns a copy of the module ``name`` of ``model`` on ``device``, with random parameters and equal buffers.
 
-    ``left_out``: names, within the module, of parameters that the copy has on the meta device, without values.
+    ``left_out``: names, within the module, of parameters that become meta tensors.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.

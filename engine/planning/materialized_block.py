@@ -35,10 +35,9 @@ class IsolatedRunError(Exception):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Opens a context in which an exception of user code becomes an :class:`IsolatedRunError`.
+    """Opens a context in which exceptions of user code become :class:`IsolatedRunError`.
 
-    Two kinds pass through unchanged: errors of the engine's own code, and the exception that asks for all entries of a
-    weight drawn as a product of two thin matrices.
+    Errors of the engine's own code, and requests for a full weight, pass through.
     """
     try:
         yield
@@ -52,7 +51,7 @@ def alone() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class MaterializedBlock:
-    """Float64 copy of a module with random weights, on which a tensor-parallel plan is searched or proven."""
+    """Float64 copy of a module with random weights, for the search or proof of a tensor-parallel plan."""
 
     block: nn.Module
     givens: list[Given]
@@ -66,16 +65,14 @@ class MaterializedBlock:
 
     @property
     def fits_whole(self) -> bool:
-        """True if the block has low-rank weights (products of two thin random matrices), and all entries of these
-        weights fit in 1 GiB.
-        """
+        """True if the block has low-rank random weights, and their full forms fit in 1 GiB."""
         sizes = [parameter.numel() for name, parameter in self.block.named_parameters() if name in self.low_rank]
         return 0 < sum(sizes) <= MOST_WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaterializedUnit:
-    """Module of the model with its recorded calls, from which float64 copies with random weights are made."""
+    """Module with its recorded calls, from which float64 copies with random weights are made."""
 
     model: nn.Module
     name: str
@@ -89,8 +86,8 @@ class MaterializedUnit:
     def run(self, body: Callable[[MaterializedBlock], Result]) -> Result:
         """Makes a float64 copy of the module with random weights, and returns ``body(copy)``.
 
-        Large weights are low-rank at first: products of two thin matrices. If ``body`` needs all entries of one, that
-        weight is drawn in full and ``body`` runs again. It must have no side effects.
+        Large weights are products of two thin matrices. If ``body`` needs a full weight, it runs again with it, so it
+        must have no side effects.
 
         Raises:
             IsolatedRunError: the module cannot be copied, or uses values of the model that are not among its arguments.
@@ -152,7 +149,7 @@ def _draw_low_rank(block: nn.Module, names: Collection[str], generator: torch.Ge
 
 
 def in_float64(arguments: Arguments) -> Arguments:
-    """Returns recorded call arguments in which every description of a floating-point tensor has the dtype float64."""
+    """Returns recorded call arguments with every floating-point tensor described as float64."""
 
     def widen(leaf: Any) -> Any:
         drawn = isinstance(leaf, Sample) and leaf.dtype.is_floating_point

@@ -81,7 +81,7 @@ from engine.zero.optim.rules.layerwise import LayerRoutes
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan of one run: grid, shard table, flat layouts (buckets), partition, schedule and budgets."""
+    """Plan of a run: grid, shard table, flat layouts (buckets), partition, schedule and budgets."""
 
     config: Config
     table: ShardTable
@@ -135,13 +135,12 @@ class Plan:
         return self.layouts[self.grid(0).holder(coord)]
 
     def hosted(self, coord: Coord) -> frozenset[int]:
-        """Returns the indices of the trained buckets (flat buffers) at grid position ``coord`` that the CPU updates."""
+        """Returns the indices of the buckets (flat buffers) at grid position ``coord`` that the CPU updates."""
         return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
-        """Returns the pipeline rank that has the current value of the module buffer ``name`` after a forward.
-
-        It is the rank of the last stage that writes the buffer or runs its module; 0 without a pipeline.
+        """Returns the pipeline rank with the current value of the module buffer ``name`` after a forward; 0 without a
+        pipeline.
         """
         if self.partition is None or self.trace is None:
             return 0
@@ -154,7 +153,7 @@ class Plan:
     def steps_of(self, microbatches: int) -> Schedule:
         """Returns a training schedule of this plan's kind (such as "1f1b") for ``microbatches`` microbatches.
 
-        If there is no schedule of this kind for the number, all forwards come first, then all backwards.
+        If the kind does not allow that number, all forwards come before all backwards.
         """
         if microbatches == self.schedule.microbatches:
             return self.schedule
@@ -176,12 +175,12 @@ class Plan:
 
     @property
     def places(self) -> str:
-        """Text of the stages of each pipeline rank; equal texts mean the same stages on the same ranks."""
+        """Text about the stages of each pipeline rank, to compare plans."""
         return "" if self.partition is None else f"{self.partition.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of pipeline ranks that have the same tied parameter; their order is the same on all ranks."""
+        """Groups of pipeline ranks that share a tied parameter, in the same order on all ranks."""
         return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
 
     @property
@@ -255,7 +254,7 @@ class Plan:
 
     @cached_property
     def matrix_owners(self) -> MatrixOwners | None:
-        """Owner ranks of matrices that optimizers like Muon update as a whole; None without such matrices."""
+        """Owner ranks of matrices that optimizers like Muon update as a whole; None if there are none."""
         if self.own_rule is not None:
             own: dict[int, MatrixRule] = dict.fromkeys(range(len(self.groups)), self.own_rule)
             refuse_experts(self.table, own)
@@ -330,7 +329,7 @@ class Plan:
 
 
 def stages_wanted(config: Config) -> int:
-    """Returns the number of pipeline stages for which the model is traced. For schedule "auto" that is one per rank."""
+    """Returns the number of pipeline stages to trace; for schedule "auto", one per rank."""
     return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
 
 

@@ -48,9 +48,7 @@ class _UnmeasuredError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of the module calls of one microbatch: measured seconds, or FLOPs if nothing was measured. All ranks use
-    the costs from rank 0.
-    """
+    """Measured seconds or counted FLOPs of the module calls of one microbatch."""
 
     units: tuple[str, ...]
     """Module name of each call."""
@@ -81,7 +79,7 @@ class Costs:
         """Checks that these costs belong to the module calls of ``trace``.
 
         Raises:
-            PlanError: the called modules of ``trace`` differ from the modules for which the costs were made.
+            PlanError: ``trace`` calls other modules.
         """
         if self.units != tuple(call.unit for call in trace.calls):
             raise PlanError(
@@ -91,9 +89,7 @@ class Costs:
 
 
 def needs_profiling(config: Config) -> bool:
-    """Returns True if the plan needs measured seconds of module calls: to balance stages by time, or for schedule
-    "auto".
-    """
+    """Returns True if the plan needs measured seconds, to balance stages by time or for schedule "auto"."""
     return config.pp > 1 and (config.parallel.balance == "time" or config.parallel.schedule == "auto")
 
 
@@ -104,10 +100,9 @@ def flop_costs_only(trace: ModelTrace) -> Costs:
 
 
 def profile_run(program: Program, example: Batch, config: Config, stages: int, device: torch.device) -> Costs:
-    """Measures time and memory of each module call of one training microbatch on ``device``, and returns them.
+    """Measures time and memory of each module call of one training microbatch on ``device``.
 
-    Communicates nothing, and leaves the model unchanged. ``stages``: number of pipeline stages for which the model is
-    traced.
+    Communicates nothing, and leaves the model unchanged. ``stages``: number of pipeline stages to trace.
 
     Raises:
         PlanError: the model cannot be traced.
@@ -133,11 +128,10 @@ def measure_calls(
     run: tuple[Precision, torch.device],
     ways: Mapping[str, Selective] = MappingProxyType({}),
 ) -> Costs:
-    """Runs copies of the called modules of ``trace`` to measure them, and returns the costs. ``material``: the
-    arguments of the calls, recorded when the model was traced.
+    """Measures copies of the modules that ``trace`` calls, and returns their costs; FLOPs if nothing could be measured.
 
-    ``run``: (precision, device). ``ways``: selective recomputation by name of the called module; other modules are not
-    recomputed. If no call could be measured, the costs are FLOPs instead of seconds.
+    ``material``: recorded arguments of the calls. ``run``: (precision, device). ``ways``: selective recomputation by
+    name of the module.
     """
     _, device = run
     units = tuple(call.unit for call in trace.calls)

@@ -35,16 +35,15 @@ _Styles = Mapping[str, Style]
 
 
 def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True) -> tuple[str, ...]:
-    """Proves the tensor-parallel plan that the configuration gives, for ``tp`` ranks: runs each kind of block sharded
-    and unsharded, with random weights, and compares the results.
+    """Proves a configured tensor-parallel plan for ``tp`` ranks: compares each kind of block sharded and unsharded.
 
-    ``low_rank``: True to draw large matrices as products of two thin random ones.
+    ``low_rank``: True to draw large random weights as products of two thin matrices.
 
     Returns:
         One sentence for each part of the plan that cannot be proven.
 
     Raises:
-        PlanError: a sharded block has other results than the unsharded one; names it, the difference, and its styles.
+        PlanError: a sharded block has other results than the unsharded one.
     """
     with search_conditions(program.model):  # the simulated ranks draw random numbers too, which are the user's
         try:
@@ -132,11 +131,10 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """Finds layers outside blocks with a wrong style, in a plan with a forward that fails. Returns the names of the
-    first such layers without which the plan's forward succeeds.
+    """Returns the names of layers outside blocks with a wrong style, for a plan with a failing forward.
 
-    ``failure``: function that runs the forward of a plan and returns its error, or None. Layers of one parallel region
-    are removed together. If no removal helps, returns all layers outside blocks.
+    Without these layers the forward succeeds; if there are no such layers, returns all layers outside blocks.
+    ``failure``: function that runs a plan's forward and returns its error, or None.
     """
     styles, blocks = match_styles(model, plan.patterns), find_units(model).blocks
     outside = [name for name in styles if not any(is_inside(name, block) for block in blocks)]

@@ -49,7 +49,7 @@ _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Module on which a tensor-parallel plan is searched or proven, for all modules equal to it (``alike``)."""
+    """Representative of several equal modules, for the search or proof of a tensor-parallel plan."""
 
     name: str
     arguments: tuple[Arguments, ...]
@@ -77,7 +77,7 @@ class CalledModules:
 
 
 class SearchedProgram:
-    """Program and example batch of searches for tensor-parallel plans, which share traces and a digest."""
+    """Program and example batch that searches for tensor-parallel plans share."""
 
     def __init__(self, program: Program, example: Batch) -> None:
         self.program, self.example = program, example
@@ -95,7 +95,7 @@ class SearchedProgram:
         ``low_rank``: draw large weights as products of two thin matrices. ``whole``: modules that may stay unsharded.
 
         Raises:
-            PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
+            PlanError: the model cannot be traced, or ``tp`` does not divide its widths.
         """
         model = self.program.model
         with search_conditions(model):
@@ -111,10 +111,7 @@ class SearchedProgram:
         return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 
     def trace(self, length: int) -> "tuple[_Followed, str]":
-        """Returns (trace of the example cut to ``length`` tokens, "").
-
-        If the model does not run with so few tokens, returns (trace of the uncut example, the reason).
-        """
+        """Returns (trace of the example cut to ``length`` tokens, ""), or (trace of the uncut example, the reason)."""
         few = self.program.rows.take_rows(self.example, 0, ROWS)
         found, refused = self._tried(few, length)
         if found is not None:
@@ -156,10 +153,7 @@ class SearchedProgram:
 
 
 def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
-    """Returns the names in ``blocks`` of blocks that cannot be sharded independently.
-
-    Such a block shares a layer with another block, or a parameter with a block that shares a layer.
-    """
+    """Returns the names of blocks that cannot be sharded independently, since they share layers or parameters."""
     modules = {name: model.get_submodule(name) for name in blocks}
     holders: dict[int, set[int]] = {}
     for block in modules.values():
@@ -186,9 +180,7 @@ class _InTheOpen:
 
 @contextmanager
 def search_conditions(model: nn.Module) -> Iterator[None]:
-    """Opens a context with a fixed random seed. Its end restores the random states, which must stay equal on all ranks,
-    and the weights of ``model``, which a forward may change (spectral norm).
-    """
+    """Opens a context with a fixed random seed; its end restores the random states and the weights of ``model``."""
     # a backward runs what it recomputes outside the arithmetic of a proof
     with (
         restoring_state(model, torch.device("cpu")),
@@ -218,7 +210,7 @@ class DistinctUnits:
 
 
 def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
-    """Returns one module for each group of equal modules that the example's forward calls, if it has submodules.
+    """Returns one module with submodules for each group of equal modules that the example's forward calls.
 
     Raises:
         PlanError: the model cannot be traced.

@@ -36,9 +36,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Widths(NamedTuple):
-    """Dtypes for a group of parameters: of the parameters in forward, of accumulated gradients, of masters (fp32 copies
-    that the optimizer updates) and of optimizer moments.
-    """
+    """Dtypes for a group of parameters: in forward, of accumulated gradients, master weights and optimizer moments."""
 
     compute: torch.dtype
     sums: torch.dtype
@@ -50,9 +48,7 @@ class Widths(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of a run: of parameters in forward, gradients, masters (fp32 copies that the optimizer updates), optimizer
-    moments, inputs and buffers.
-    """
+    """Dtypes of a run: of parameters, gradients, master weights, optimizer moments, inputs and buffers."""
 
     compute: torch.dtype | None
     """Dtype of parameters in forward; None leaves them unchanged."""
@@ -74,8 +70,7 @@ class Precision:
     """Casts of operands in the model's own code; None: no casts."""
 
     def forward(self, device: torch.device, whole: bool = True) -> AbstractContextManager[Any]:
-        """Returns a context manager for a forward on ``device``. In it, torch.autocast is on, or operands in the
-        model's own code are cast to one dtype, or neither, as configured.
+        """Returns the context manager for a forward on ``device``, such as torch.autocast, as configured.
 
         Args:
             whole: True for a forward of the full model; False for the forward of a pipeline stage.
@@ -85,8 +80,7 @@ class Precision:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     def parameter(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype that the trainable parameter ``name`` has in forward. ``given`` is its dtype in the user's
-        model.
+        """Returns the dtype of the trainable parameter ``name`` in forward; ``given`` is its dtype in the user's model.
 
         Raises:
             PlanError: this run cannot train a parameter of dtype ``given``.
@@ -111,24 +105,19 @@ class Precision:
         return given
 
     def frozen(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype that the frozen parameter ``name`` has in forward. ``given`` is its dtype in the user's
-        model; integer, bool and complex dtypes stay.
-        """
+        """Returns the dtype of the frozen parameter ``name`` in forward; ``given`` is its dtype in the user's model."""
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.compute
 
     def buffer(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype that the buffer ``name`` has in forward. ``given`` is its dtype in the user's model;
-        integer, bool and complex dtypes stay.
-        """
+        """Returns the dtype of the buffer ``name`` in forward; ``given`` is its dtype in the user's model."""
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.buffers or given
 
     def widths(self, dtype_name: str) -> Widths:
-        """Returns the dtypes of accumulated gradients, masters (fp32 copies that the optimizer updates) and optimizer
-        moments, for parameters of one dtype.
+        """Returns the dtypes of gradients, master weights and optimizer moments for parameters of one dtype.
 
         Args:
             dtype_name: dtype of the parameters in forward, such as "bfloat16".
@@ -143,8 +132,10 @@ class Precision:
 
 
 def half_note(model: nn.Module, precision: Precision) -> str | None:
-    """Returns a note for the log at the engine's start, if ``model`` has trainable bf16 or fp16 parameters although
-    neither ``bf16`` nor ``fp16`` is enabled. Returns None otherwise.
+    """Returns a note for the startup log if ``model`` trains bf16 or fp16 parameters without ``bf16`` or ``fp16``
+    enabled.
+
+    Returns None otherwise.
     """
     if precision.compute is not None:
         return None
@@ -161,8 +152,7 @@ def half_note(model: nn.Module, precision: Precision) -> str | None:
 
 
 def make_precision(config: Config, model: nn.Module) -> Precision:
-    """Returns the dtypes of a run. They follow from the configuration, and from modules and parameters of ``model``
-    that stay in fp32.
+    """Returns the dtypes of a run, from the configuration and the modules of ``model`` that stay in fp32.
 
     Raises:
         ConfigError: a pattern of ``keep_fp32`` matches no module, or matches only one of two modules that share a
@@ -196,8 +186,8 @@ def place_rest(
     absent: Collection[str] = (),
     placed: Collection[str] = (),
 ) -> None:
-    """Moves all buffers of ``model``, and frozen parameters that are not in flat buckets (1-D tensors of many
-    parameters), to ``device``. Casts them to the dtype that they have in forward.
+    """Moves buffers, and frozen parameters outside of flat buckets, to ``device`` and casts them to their forward
+    dtype.
 
     Args:
         absent: names of parameters of other pipeline stages, which become placeholders without memory.

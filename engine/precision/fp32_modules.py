@@ -28,9 +28,7 @@ from engine.parallel.tensor.deferred_linear import is_conv1d
 
 @dataclass(frozen=True, slots=True)
 class KeptFp32:
-    """Modules, parameters and buffers that compute in fp32 although the run is in bf16 or fp16, by their names in the
-    model.
-    """
+    """Names of modules, parameters and buffers that compute in fp32 in a bf16 or fp16 run."""
 
     modules: tuple[str, ...] = ()
     """Names of the outermost matching modules, each module once."""
@@ -40,7 +38,7 @@ class KeptFp32:
     """Names of the parameters and buffers that the model marks as fp32 itself."""
 
     def within(self, module: str) -> "KeptFp32":
-        """Returns the entries that are inside the module named ``module``, with names relative to it."""
+        """Returns the entries inside ``module``, with names relative to it."""
 
         def inside(names: Iterable[str]) -> Iterator[str]:
             return (name[len(module) + 1 :] for name in names if is_inside(name, module))
@@ -49,8 +47,7 @@ class KeptFp32:
 
 
 def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
-    """Returns the modules with names that match ``patterns`` (of the setting ``keep_fp32``), and the parameters and
-    buffers inside them.
+    """Returns the modules that match ``patterns`` (from ``keep_fp32``), with their parameters and buffers.
 
     Raises:
         ConfigError: a pattern matches no module, or a tensor is shared with a module that does not match.
@@ -67,11 +64,10 @@ def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
 
 
 def marked_tensors(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
-    """Returns the names of parameters and buffers that the model's class in transformers requires in fp32, for a run in
-    dtype ``compute`` (bf16 or fp16). A tied tensor has all of its names in the result.
+    """Returns the names of parameters and buffers that the model's transformers class requires in fp32.
 
-    A class lists name patterns: ``_keep_in_fp32_modules_strict`` applies to bf16 and fp16, ``_keep_in_fp32_modules``
-    only to fp16. A pattern is searched in the names below the module of this class; * matches anything.
+    The class lists them in ``_keep_in_fp32_modules_strict`` and, for fp16 only, in ``_keep_in_fp32_modules``. All names
+    of a tied tensor are included.
     """
     lists = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (compute == torch.float16)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -85,12 +81,7 @@ def marked_tensors(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
 
 
 def running_statistics(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the modules in ``model`` with running statistics (BatchNorm), which a bf16 or fp16 run
-    leaves in fp32.
-
-    The statistics are sums of many small steps, so they need fp32, and torch's kernels need the weights in the same
-    dtype as the statistics.
-    """
+    """Returns the names of modules with running statistics (BatchNorm), which a bf16 or fp16 run leaves in fp32."""
     named = [(name, module._buffers.get("running_mean")) for name, module in model.named_modules() if name]
     return tuple(name for name, mean in named if mean is not None)
 
@@ -108,8 +99,9 @@ def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) 
 
 
 def keep_in_fp32(model: nn.Module, names: Collection[str], compute: torch.dtype, patches: ForwardPatches) -> None:
-    """Makes the modules ``names`` compute in fp32 until ``patches`` are removed: their inputs of dtype ``compute`` are
-    cast to fp32, and their fp32 outputs back to ``compute``. A 0-dim output, such as a loss, stays fp32.
+    """Makes modules compute in fp32 until ``patches`` are removed.
+
+    Inputs are cast from ``compute`` to fp32, and outputs back, except 0-dim outputs.
     """
     note = f"runs in fp32: inputs are cast from {str(compute).removeprefix('torch.')}, and outputs back"
     for module in map(model.get_submodule, names):
@@ -140,9 +132,10 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def put_casts(model: nn.Module, kept: KeptFp32, compute: torch.dtype | None, patches: ForwardPatches) -> None:
-    """Makes the modules of ``model`` cast their inputs in a run in the 16-bit dtype ``compute``, until ``patches`` are
-    removed. Modules of ``kept`` compute in fp32. torch's own layers cast floating inputs to the dtype of their
-    parameters. Does nothing if ``compute`` is None.
+    """Makes modules of ``model`` cast their inputs in a 16-bit run, until ``patches`` are removed.
+
+    Modules of ``kept`` compute in fp32. torch's layers cast floating inputs to the dtype of their parameters. Does
+    nothing if ``compute`` is None.
     """
     if compute is None:
         return

@@ -25,8 +25,9 @@ _ADAPTERS = ("*.lora_*", "*.modules_to_save.*", "*.original_module.*")
 
 
 def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
-    """Returns the frozen weights that the setting ``quantize_frozen`` stores in few bits: their format (such as nf4) by
-    the first name of each weight. Returns {} if ``quantize_frozen`` is off.
+    """Returns name and format (such as nf4) of the frozen weights that ``quantize_frozen`` stores in few bits.
+
+    Returns {} if ``quantize_frozen`` is off.
 
     Raises:
         ConfigError: a pattern of its ``skip`` matches no frozen parameter, or ``checkpoint.frozen`` is on.
@@ -60,14 +61,13 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
 
 
 def refuse_outside_reads(table: ShardTable) -> None:
-    """Raises if code outside of a layer reads a weight of the layer that ``quantize_frozen`` stores in few bits. Only
-    the layer itself dequantizes it.
+    """Raises if code outside of a layer reads a weight that ``quantize_frozen`` stores in few bits.
 
     Args:
         table: one row for each parameter, with its format and use.
 
     Raises:
-        PlanError: there is such a weight; the message names the first.
+        PlanError: the message names the first weight.
     """
     for row in table:
         if row.quantized is not None and row.in_glue:
@@ -78,9 +78,7 @@ def refuse_outside_reads(table: ShardTable) -> None:
 
 
 def round_frozen(model: nn.Module, config: Config) -> None:
-    """Rounds, in place, the frozen weights of an unsharded ``model`` that ``quantize_frozen`` would store in few bits.
-    A weight gets the values that it has after quantization and dequantization, in its own dtype.
-    """
+    """Quantizes and dequantizes the weights that ``quantize_frozen`` selects in an unsharded ``model``, in place."""
     parameters = dict(model.named_parameters())
     for name, weight_format in find_quantized(model, config).items():
         values = parameters[name].data
@@ -89,8 +87,7 @@ def round_frozen(model: nn.Module, config: Config) -> None:
 
 
 def quantized_note(model: nn.Module, found: Mapping[str, WeightFormat], precision: Precision) -> list[str]:
-    """Returns a list with one line for the log at the engine's start, about weights that are stored quantized: their
-    number, format, and bytes before and after. Returns [] if ``found`` is empty.
+    """Returns one line for the startup log about quantized weights, as a list; [] if ``found`` is empty.
 
     Args:
         found: format of each quantized weight, by name.
@@ -150,12 +147,11 @@ class _Held(NamedTuple):
 
 
 def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
-    """Raises if ``model`` has weights that bitsandbytes has quantized, and the configuration shards or gathers them,
-    quantizes others, or stores frozen weights in checkpoints. Does nothing for a model without such weights.
+    """Refuses settings that do not work with weights quantized by bitsandbytes, if ``model`` has such weights.
 
     Raises:
-        ConfigError: a setting does not work with such weights.
-        PlanError: such weights have a floating dtype, so that codes look like values.
+        ConfigError: the configuration shards, gathers, quantizes or checkpoints them.
+        PlanError: the weights have a floating dtype, which hides that they are quantized.
     """
     weight = next(_found(model), None)
     if weight is None:

@@ -12,9 +12,7 @@ from engine.config.sections import Fp16Config
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Factor by which the loss is multiplied before backward in one training step of an fp16 run, with the counters by
-    which a dynamic scale changes. The object is immutable; ``after`` returns the loss scale of the next step.
-    """
+    """Immutable loss scale of one training step in an fp16 run, with the counters for dynamic scaling."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -30,12 +28,13 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """True if an overflow may lower the scale: it is dynamic and above its minimum."""
+        """True if an overflow may lower the scale."""
         return self.dynamic and self.value > self.smallest
 
     def after(self, overflow: bool) -> "LossScale":
-        """Returns the loss scale of the next step. A dynamic scale halves after ``hysteresis`` steps with overflow, and
-        doubles after ``window`` steps without; a fixed one stays.
+        """Returns the loss scale of the next step.
+
+        A dynamic scale halves after ``hysteresis`` steps with overflow, and doubles after ``window`` steps without.
 
         Args:
             overflow: True if this step had non-finite gradients.
@@ -53,7 +52,7 @@ class LossScale:
 
 
 def make_loss_scale(config: Fp16Config) -> LossScale:
-    """Returns the loss scale of the first step by the section ``fp16``; without fp16 it is 1 and never changes."""
+    """Returns the first step's loss scale; 1 if fp16 is off."""
     if not config.enabled:
         return LossScale()
     if config.loss_scale:

@@ -17,25 +17,22 @@ BatchPath = tuple[str | int, ...]
 
 
 def map_tensors(tree: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Returns a copy of ``tree``, a nested batch of tuples, lists and mappings, with every tensor replaced by
-    ``change(tensor)``. Mappings become plain dicts; values that are no tensors stay.
+    """Returns a copy of the nested batch ``tree`` with every tensor replaced by ``change(tensor)``.
+
+    Mappings become plain dicts; other values stay.
     """
     return change_tensors(tree, lambda _, tensor: change(tensor))
 
 
 def cast_floats(tree: Batch, dtype: torch.dtype | None) -> Batch:
-    """Returns a copy of ``tree``, a nested batch of tuples, lists and mappings, with its floating-point tensors cast to
-    ``dtype``. With ``dtype`` None, no tensor is cast.
-    """
+    """Returns a copy of the nested batch ``tree`` with floating-point tensors cast to ``dtype``; None: no cast."""
     return map_tensors(tree, lambda one: one if dtype is None or not one.is_floating_point() else one.to(dtype))
 
 
 def change_tensors(tree: Batch, change: Callable[[BatchPath, Tensor], Tensor], path: BatchPath = ()) -> Batch:
-    """Returns a copy of ``tree``, a nested batch of tuples, lists and mappings, with every tensor replaced by
-    ``change(path, tensor)``. Mappings become plain dicts; values that are no tensors stay.
+    """Returns a copy of the nested batch ``tree`` with every tensor replaced by ``change(path, tensor)``.
 
-    The path of a tensor is the tuple of keys and indices that lead to it, such as ("key", 0). ``path``: a prefix for
-    all paths.
+    The path is the tuple of keys and indices of the tensor, such as ("key", 0). ``path``: a prefix for all paths.
     """
     if isinstance(tree, Tensor):
         return change(path, tree)
@@ -53,10 +50,9 @@ def _like(tree: Any, parts: list[Any]) -> Any:
 
 
 def tensors_by_path(tree: Batch, path: BatchPath = ()) -> Iterator[tuple[BatchPath, Tensor]]:
-    """Yields (path, tensor) for every tensor of ``tree``, a nested batch of tuples, lists and mappings.
+    """Yields (path, tensor) for every tensor of the nested batch ``tree``.
 
-    The path is the tuple of keys and indices that lead to the tensor, such as ("key", 0). ``path``: a prefix for all
-    paths.
+    The path is the tuple of keys and indices of the tensor, such as ("key", 0). ``path``: a prefix for all paths.
     """
     if isinstance(tree, Tensor):
         yield path, tree
@@ -69,9 +65,7 @@ def tensors_by_path(tree: Batch, path: BatchPath = ()) -> Iterator[tuple[BatchPa
 
 
 def named_tensors(tree: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Yields (expression, tensor) for every tensor of ``tree``, a nested batch. The expression is Python code for the
-    tensor, such as ``batch['key'][0]``.
-    """
+    """Yields (Python expression, tensor) for every tensor of a nested batch, such as ``batch['key'][0]``."""
     return ((expression(path), tensor) for path, tensor in tensors_by_path(tree))
 
 
@@ -81,16 +75,14 @@ def expression(path: BatchPath) -> str:
 
 
 def count_tokens(microbatch: Batch) -> int:
-    """Returns the number of tokens in ``microbatch``: the elements of ``input_ids``. Without ``input_ids``, returns the
-    number of rows (leading dim of the first tensor); 1 if no tensor has a dim.
-    """
+    """Returns the number of tokens in ``microbatch``, the elements of ``input_ids``; else its number of rows."""
     if is_text(microbatch):
         return int(microbatch["input_ids"].numel())
     return next((tensor.shape[0] for _, tensor in named_tensors(microbatch) if tensor.ndim), 1)
 
 
 def is_text(microbatch: Batch) -> bool:
-    """Returns True if ``microbatch`` is a mapping with a tensor ``input_ids``, so that its tokens can be counted."""
+    """Returns True if ``microbatch`` is a mapping with a tensor ``input_ids``."""
     return isinstance(microbatch, Mapping) and isinstance(microbatch.get("input_ids"), Tensor)
 
 
@@ -106,10 +98,9 @@ def call_model(model: nn.Module, microbatch: Batch) -> Any:
 
 
 def join_outputs(outputs: list[Any]) -> Any:
-    """Joins the model outputs of several microbatches into one output of the same structure. Tensors are concatenated
-    along dim 0, 0-dim tensors are stacked, mappings and sequences are joined entry by entry.
+    """Joins the model outputs of several microbatches into one output of the same structure.
 
-    Sequences of different lengths, with an entry per row or image (SmolVLM's ``pooler_output``), are concatenated.
+    Tensors are concatenated along dim 0; 0-dim tensors are stacked. Sequences of different lengths are concatenated.
     """
     first = outputs[0]
     if isinstance(first, Tensor):

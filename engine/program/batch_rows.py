@@ -20,8 +20,9 @@ Name = str | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRows:
-    """Rule for splitting a batch into microbatches. Every tensor with at least one dim is split along dim 0 (rows),
-    except tensors that the user names (``whole``) and tensors that have no rows in an example batch (``learnt``).
+    """Rule for splitting the tensors of a batch into microbatches along dim 0 (rows).
+
+    Tensors in ``whole`` and ``learnt`` are not split.
     """
 
     whole: frozenset[Name] = frozenset()
@@ -30,10 +31,9 @@ class BatchRows:
 
     @staticmethod
     def of(whole: Name | Sequence[Name], example: Batch, micro: int) -> "BatchRows":
-        """Returns the rule for batches with the structure of ``example``, a microbatch of ``micro`` rows. Tensors named
-        in ``whole`` are not split, and neither are tensors that have a leading dim other than ``micro`` in the example.
+        """Returns the rule for batches like ``example``, a microbatch of ``micro`` rows.
 
-        If no tensor of the example has ``micro`` rows, only ``whole`` excludes tensors from the split.
+        Tensors in ``whole`` are not split, nor tensors without ``micro`` rows if others have them.
         """
         leading = {path: tensor.shape[0] for path, tensor in tensors_by_path(example) if tensor.ndim}
         others = {path for path, rows in leading.items() if rows != micro} if micro in leading.values() else ()
@@ -41,21 +41,19 @@ class BatchRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the startup banner: one sentence about the tensors that are not split; empty if all are split."""
+        """Startup banner's sentence about the tensors that are not split; empty if all are split."""
         whole = [f"batch[{name!r}]" for name in self.whole] + [expression(path) for path in self.learnt]
         return (f"batch: every microbatch gets the whole of {', '.join(sorted(set(whole)))}",) if whole else ()
 
     def is_whole(self, path: BatchPath) -> bool:
-        """Returns True if the tensor at ``path``, a tuple of keys and indices, is not split: every microbatch receives
-        all of it.
-        """
+        """Returns True if the tensor at ``path`` is not split; every microbatch receives all of it."""
         named = path[0] in self.whole if path else False
         return named or path in self.learnt or any(isinstance(key, str) and key in self.whole for key in path)
 
     def take_microbatches(self, batch: Batch | Iterator[Batch], micro: int, count: int | None) -> list[Batch]:
-        """Returns ``count`` microbatches of ``micro`` rows each. ``batch`` is one batch, which is split, or an iterator
-        of microbatches. With ``count`` None, ``batch`` is a list of microbatches of any sizes, which is checked and
-        returned.
+        """Returns ``count`` microbatches of ``micro`` rows each, from one batch or an iterator of microbatches.
+
+        With ``count`` None, checks and returns ``batch``, a list of microbatches of any sizes.
 
         Raises:
             EngineError: a tensor has a wrong number of rows, the batch has no tensors, an iterable is not an iterator,
@@ -75,7 +73,7 @@ class BatchRows:
         return [self.take_rows(batch, index * micro, micro) for index in range(count)]
 
     def split(self, batch: Batch, micro: int) -> list[Batch]:
-        """Splits a batch of any number of rows into microbatches of ``micro`` rows; the last one may have fewer.
+        """Splits a batch into microbatches of ``micro`` rows; the last one may have fewer.
 
         Raises:
             EngineError: the batch has no row, or its tensors have different numbers of rows.
@@ -89,9 +87,7 @@ class BatchRows:
         return [self.take_rows(batch, start, micro) for start in range(0, rows, micro)]
 
     def count(self, batch: Batch) -> int:
-        """Returns the batch's number of rows: the leading dim of the first tensor that is split; 0 without such a
-        tensor.
-        """
+        """Returns the batch's number of rows; 0 if no tensor is split."""
         cut = (tensor for path, tensor in tensors_by_path(batch) if tensor.ndim and not self.is_whole(path))
         return next((tensor.shape[0] for tensor in cut), 0)
 
@@ -100,9 +96,7 @@ class BatchRows:
         return [expression(path) for path, tensor in tensors_by_path(batch) if tensor.ndim and self.is_whole(path)]
 
     def take_rows(self, batch: Batch, start: int, count: int) -> Batch:
-        """Returns a copy of the batch with ``count`` rows, from row ``start``, of each tensor that is split. All other
-        tensors and values stay.
-        """
+        """Returns a copy of the batch with rows ``start`` to ``start + count`` of each tensor that is split."""
 
         def cut(path: BatchPath, tensor: Tensor) -> Tensor:
             return tensor[start : start + count] if tensor.ndim and not self.is_whole(path) else tensor

@@ -29,9 +29,7 @@ from engine.program.program import ForwardResult, Program
 
 @dataclass(frozen=True, slots=True)
 class ContextProgram(Program):
-    """Model and loss function as one function of a microbatch, under context parallelism: each rank of the axis "cp"
-    computes a part of the positions of every sequence.
-    """
+    """Model and loss function under context parallelism, in which each rank computes a part of every sequence."""
 
     sequences: ContextOfSequences | None = field(default=None, compare=False)
     staged: bool = False
@@ -41,8 +39,9 @@ class ContextProgram(Program):
     """Modules that a trace runs on this rank's positions as plain tensors; in a run they have been patched."""
 
     def forward(self, microbatch: Batch) -> ForwardResult:
-        """Returns output and loss of one microbatch. All context ranks get the same loss, but only the first rank's
-        loss starts a gradient.
+        """Returns output and loss of one microbatch.
+
+        All context ranks get the same loss; only the first rank's loss starts a gradient.
         """
         done = Program.forward(self, microbatch)
         total = _plain(done.loss.sum)
@@ -54,9 +53,7 @@ class ContextProgram(Program):
         )
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
-        """Returns the loss of an example microbatch for planning, as plain tensors. If the output has no loss, a
-        substitute is computed; see :meth:`Program.planned_loss`.
-        """
+        """Returns the loss of an example microbatch for planning, as :meth:`Program.planned_loss` does."""
         loss = Program.planned_loss(self, microbatch)
         return WeightedLoss(_plain(loss.sum), _plain(loss.weight))
 
@@ -65,9 +62,7 @@ class ContextProgram(Program):
         return gather_sequences(Program.output(self, microbatch))
 
     def local_modules(self) -> AbstractContextManager[None]:
-        """Returns a context for a trace, in which modules that compute each position independently run on this rank's
-        positions as plain tensors.
-        """
+        """Returns a context for a trace, in which position-wise modules compute only this rank's positions."""
         return running_rowwise(self.model, self.local)
 
     def on_shapes(self) -> AbstractContextManager[None]:
@@ -76,8 +71,8 @@ class ContextProgram(Program):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the startup banner: the attention methods, the balance of attention work between context ranks, and
-        the functions that gather whole sequences.
+        """Lines for the startup banner about attention methods, their balance, and functions that gather whole
+        sequences.
         """
         gathers = self._sequences.gathers
         attention = (*self._sequences.attention.notes, *self._on_balance())
@@ -88,8 +83,8 @@ class ContextProgram(Program):
 
     @property
     def balance(self) -> WorkBalance:
-        """Attention work of each context rank in the last forward, as the number of (query, key) pairs per head. It is
-        empty if the batch had no packed documents.
+        """Attention work of each context rank in the last forward, in (query, key) pairs per head; empty without packed
+        documents.
         """
         return self._sequences.balance
 
@@ -113,17 +108,14 @@ class ContextProgram(Program):
             )
 
     def keeps_positions(self, trace: ModelTrace) -> bool:
-        """Returns True if every sharded tensor that passes between modules in the traced forward ``trace`` has the
-        positions of the batch. Pipeline stages then know the position of each row that they receive.
-        """
+        """Returns True if all sharded tensors between modules of the traced forward have the batch's positions."""
         last = max((call.event for call in trace.calls), default=0)
         specs = [call.output.spec for call in trace.calls]
         specs += [glue.output.spec for glue in trace.glue if glue.event < last]
         return all(self._sequences.is_plain(sets) for spec in specs for sets in _sets_in(spec, self._sequences))
 
     def check_trace(self, trace: ModelTrace) -> None:
-        """Checks that pipeline stages know the positions of all tensors between modules of the traced forward
-        ``trace``. This matters only if packed documents are divided by their attention work.
+        """Checks that pipeline stages know the positions of all tensors in the traced forward ``trace``.
 
         Raises:
             EngineError: a tensor between modules has other positions than the batch.
@@ -141,8 +133,9 @@ class ContextProgram(Program):
         return self.sequences
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output, with sequences gathered over the axis "cp". A single positional argument is a
-        batch; otherwise the arguments are the ones of the model's forward. In backward, only the first context rank
+        """Returns the model's output with sequences gathered over the axis "cp".
+
+        A single positional argument is a batch; otherwise the arguments are the forward's. Only the first context rank
         passes the output's gradient on.
         """
         moved = self.move(args), self.move(kwargs)
@@ -197,11 +190,10 @@ def with_context(
     staged: bool = False,
     unit: int = 1,
 ) -> Program:
-    """Returns a copy of ``program`` with context parallelism over ``axis``. Returns ``program`` itself if ``axis`` has
-    one rank.
+    """Returns a copy of ``program`` with context parallelism over ``axis``, or ``program`` itself for one rank.
 
     Args:
-        asked: attention method from the configuration: the way in which queries get the keys of other ranks.
+        asked: configured attention method.
         plan: decisions from a trace of the model.
         staged: True if a forward runs one pipeline stage only.
         unit: each rank's number of positions is a multiple of this number.
@@ -214,7 +206,7 @@ def with_context(
 
 
 def gather_sequences(output: Any) -> Any:
-    """Returns ``output`` with every tensor that is sharded along positions replaced by the full, plain tensor."""
+    """Returns ``output`` with every tensor that is sharded along positions gathered."""
     return map_leaves(_plain, output)
 
 

@@ -47,9 +47,7 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 
 def chosen_experts(model: nn.Module, experts: int) -> int:
-    """Returns the number of experts that a router chooses per token, from the model's ``config``; 2 if the config does
-    not contain it. ``experts``, the number of experts in the layer, is the maximum.
-    """
+    """Returns the number of experts per token from the model's ``config``, or 2; at most ``experts``."""
     config = getattr(model, "config", None)
     given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
     return min(given, experts)
@@ -91,10 +89,9 @@ def _held_by(name: str, module: nn.Module) -> int:
 
 
 class ExpertCounter:
-    """Counter of the rows that routers send to each expert on this rank, for ``monitor.expert_load``.
+    """Counter of the rows that this rank's routers send to each expert, for ``monitor.expert_load``.
 
-    Several ranks along tp and cp may have the same row. Only the first of them counts it, so the sum over all ranks
-    contains each row once. A recomputed forward does not count again.
+    Rows that several ranks share along tp and cp count once. Recomputed forwards do not count.
 
     Args:
         ranks: this rank's index along tp and cp.
@@ -108,13 +105,11 @@ class ExpertCounter:
         self._told: set[str] = set()
 
     def zeros(self) -> Tensor:
-        """Returns an fp64 tensor of zeros for the row counts of a step, with one entry per expert of each layer."""
+        """Returns an fp64 tensor of zeros for a step's row counts, one for each expert of each layer."""
         return torch.zeros(sum(stack.experts for stack in self._stacks), dtype=torch.float64, device=self._device)
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Wraps the forwards of the experts of ``model``, so that they count rows. It must be called before patches
-        that may run a forward twice, such as recomputation.
-        """
+        """Wraps the experts' forwards to count rows; call it before patches that run a forward twice."""
         start = 0
         for stack in self._stacks:
             module = model.get_submodule(stack.name)
@@ -127,8 +122,8 @@ class ExpertCounter:
 
     @contextmanager
     def counting(self, into: Tensor | None) -> Iterator[None]:
-        """Returns a context in which forwards add their row counts to ``into``, a tensor from :meth:`zeros`; None: they
-        count nothing.
+        """Returns a context in which forwards add their row counts to ``into``, a tensor from :meth:`zeros`, unless it
+        is None.
         """
         before, self._into = self._into, into
         try:

@@ -42,9 +42,7 @@ class ForwardSignature:
 
     @staticmethod
     def of(model: nn.Module) -> "ForwardSignature":
-        """Returns the signature of the model's forward. If the forward cannot be inspected, the result accepts any
-        argument.
-        """
+        """Returns the signature of the model's forward, or a signature with any argument if it cannot be inspected."""
         try:
             parameters = list(inspect.signature(model.forward).parameters.values())
         except (TypeError, ValueError):
@@ -61,7 +59,7 @@ class ForwardSignature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInputs:
-    """Rule that selects the entries of a microbatch that the model's forward receives; by default all of them."""
+    """Rule that selects the part of a microbatch that the model's forward receives."""
 
     stated: Inputs | None = None
     signature: ForwardSignature = field(default_factory=ForwardSignature)
@@ -75,10 +73,10 @@ class ForwardInputs:
     def of(
         model: nn.Module, separate_loss: bool, stated: Inputs | None, without: Collection[str] = ()
     ) -> "ForwardInputs":
-        """Returns the rule that selects arguments of ``model.forward``.
+        """Returns the rule that selects arguments of ``model.forward`` from a microbatch.
 
-        ``separate_loss``: True if a loss function receives the microbatch too. ``stated``: the user's ``inputs``; None:
-        the signature of forward selects, if there is a loss function. ``without``: keys that forward never receives.
+        ``separate_loss``: True if there is a loss function. ``stated``: the user's ``inputs``; None: by forward's
+        signature. ``without``: keys that forward never receives.
         """
         follows = separate_loss and stated is None
         signature = ForwardSignature.of(model) if follows else ForwardSignature()
@@ -91,8 +89,7 @@ class ForwardInputs:
         return {key: value for key, value in microbatch.items() if key not in self.without}
 
     def take(self, microbatch: Batch) -> Batch:
-        """Returns the part of ``microbatch`` that the model's forward receives: a mapping of keyword arguments, a
-        sequence of positional arguments, or a single value.
+        """Returns the part of ``microbatch`` that the model's forward receives.
 
         Raises:
             EngineError: the signature of forward does not determine the arguments, or ``inputs`` names absent entries.
@@ -107,8 +104,9 @@ class ForwardInputs:
         return microbatch
 
     def rest(self, microbatch: Batch) -> list[Any]:
-        """Returns the values of ``microbatch`` that the model's forward does not receive, such as targets. Returns an
-        empty list if the user's ``inputs`` is a function, as the values are then unknown.
+        """Returns the values of ``microbatch`` that the model's forward does not receive, such as targets.
+
+        Returns [] if the user's ``inputs`` is a function.
         """
         microbatch = self.kept(microbatch)
         if callable(self.stated):
@@ -125,9 +123,7 @@ class ForwardInputs:
         return list(microbatch[len(given) if isinstance(given, tuple | list) else 1 :])
 
     def note(self, microbatch: Batch) -> str:
-        """Returns one sentence for the startup banner about entries of ``microbatch`` that the loss function receives
-        and forward does not; an empty string if forward receives all.
-        """
+        """Returns the startup banner's sentence about entries that only the loss function receives, or ""."""
         microbatch = self.kept(microbatch)
         given = self.take(microbatch)
         if not isinstance(microbatch, Mapping | tuple | list) or given is microbatch:
@@ -194,8 +190,9 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchLoss:
-    """Loss function with the engine's signature (output, batch) around a ``torch.nn`` loss. It calls that loss with the
-    output and the target tensor, the only tensor of the batch that the model's forward does not receive.
+    """Loss function of (output, batch) that calls a ``torch.nn`` loss with the output and the targets.
+
+    The targets are the only tensor of the batch that the model's forward does not receive.
     """
 
     loss: Callable[..., Any]
@@ -214,9 +211,7 @@ class TorchLoss:
 
 
 def with_targets(loss_fn: LossFunction | None, inputs: ForwardInputs) -> LossFunction | None:
-    """Returns ``loss_fn``, wrapped as :class:`TorchLoss` if it is a ``torch.nn`` or ``torch.nn.functional`` loss. The
-    wrapped loss receives the output and the targets, instead of the output and the batch.
-    """
+    """Returns ``loss_fn``, wrapped as :class:`TorchLoss` if it is a loss of ``torch.nn`` or ``torch.nn.functional``."""
     inner: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     of_torch = isinstance(inner, _Loss) or getattr(inner, "__module__", None) == nn.functional.__name__
     return TorchLoss(loss_fn, inputs) if of_torch and loss_fn is not None else loss_fn

@@ -23,7 +23,7 @@ LossFunction = Callable[[Any, Batch], Any]
 
 
 class WeightedLoss(NamedTuple):
-    """Loss of one microbatch as a sum and its weight. The global loss is the total sum divided by the total weight."""
+    """Sum and weight of a microbatch's loss; the global loss is the total sum divided by the total weight."""
 
     sum: Tensor
     """Sum of losses, a 0-dim floating tensor."""
@@ -38,12 +38,10 @@ def find_loss(
 ) -> WeightedLoss:
     """Returns the loss of one microbatch, from ``loss_fn`` or from the model's ``output``.
 
-    With ``loss_fn``: the function returns a 0-dim tensor or (sum, weight), optionally followed by a dict of metrics by
-    name. Each metric is a number, a 0-dim tensor or (sum, weight). Without ``loss_fn``, the loss is ``output.loss``,
-    ``output["loss"]``, a 0-dim output, or the only 0-dim floating tensor of a tuple.
+    ``loss_fn`` returns a 0-dim tensor or (sum, weight), optionally followed by a dict of metrics. Without ``loss_fn``,
+    the loss is ``output.loss``, ``output["loss"]``, or the only 0-dim floating tensor.
 
-    ``names``: names of metrics that the run averages; None: returned metrics are ignored. ``weight``: weight of a mean
-    loss (a single tensor); a pair (sum, weight) has its own weight.
+    ``names``: metrics that the run averages; None: none. ``weight``: weight of a loss that is one tensor.
 
     Raises:
         EngineError: there is no loss, or it is not a 0-dim floating tensor; a metric is missing, is not named, or is
@@ -69,8 +67,9 @@ def _without_metrics(found: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def with_metrics(loss: WeightedLoss, metrics: Mapping[str, Any], names: Sequence[str]) -> WeightedLoss:
-    """Returns ``loss`` with ``metrics``, a dict by name that a user's loop passes to ``backward``. ``names``: names of
-    all metrics in ``monitor.metrics``; one that is absent from ``metrics`` gets weight 0.
+    """Returns ``loss`` with ``metrics``, a dict by name that a user's loop passes to ``backward``.
+
+    ``names``: all metrics in ``monitor.metrics``; absent metrics get weight 0.
 
     Raises:
         EngineError: a metric is not named in ``monitor.metrics``, or is not a number.
@@ -119,10 +118,7 @@ def _number(value: Any, name: str, by: str) -> Tensor | float:
 
 
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
-    """Converts ``found``, a 0-dim loss or a pair (sum, weight), to a :class:`WeightedLoss`. A loss that is no pair gets
-    weight 1.
-
-    ``what``: subject of the error message, with {} for "loss", "sum" or "weight".
+    """Converts a 0-dim loss or a pair (sum, weight) to a :class:`WeightedLoss`. A single loss gets weight 1.
 
     Raises:
         EngineError: ``found`` is neither a loss nor a pair.
@@ -210,14 +206,13 @@ _ARGUMENT = "gather_rows"
 
 
 class RowGather:
-    """Differentiable all-gather of rows over dp, for contrastive losses that compare rows of all data ranks. Before
-    :meth:`open` it sends nothing, and the result has only the right shape, for planning.
+    """Differentiable all-gather of rows over dp, for contrastive losses that compare rows of all data ranks.
 
         forward     rows [b, ...] of each data rank -> [N*b, ...] on all N of them      all-gather over dp
         backward    gradients [N*b, ...] of each rank -> sum for its own rows [b, ...]  reduce-scatter over dp
 
-    The engine computes the gradient of the mean of all ranks' losses; for losses (sum, weight), of the total sum
-    divided by the total weight. Every term counts exactly once, even if each rank computes the loss of the whole batch.
+    Before :meth:`open` it communicates nothing, and the result has only the right shape, for planning. The gradient is
+    of the mean of all ranks' losses, so each rank may compute the loss of the whole batch.
     """
 
     def __init__(self, ranks: int = 1, uneven: bool = False) -> None:
@@ -226,7 +221,7 @@ class RowGather:
         self.comm: Comm | None = None
 
     def open(self, comm: Comm) -> None:
-        """Enables communication: later calls gather rows through ``comm``."""
+        """Enables communication through ``comm``."""
         self.comm = comm
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -241,8 +236,7 @@ class RowGather:
         return gathered
 
     def given_to(self, loss_fn: LossFunction | None) -> LossFunction | None:
-        """Returns ``loss_fn``. If it has a parameter ``gather_rows``, returns it with this object bound to that
-        parameter.
+        """Returns ``loss_fn``, with this object bound to its parameter ``gather_rows`` if it has one.
 
         Raises:
             EngineError: ``loss_fn`` has the parameter, but data ranks run different numbers of microbatches.

@@ -38,9 +38,7 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Model, loss function, dtypes and device as one function of a microbatch. Under pipeline parallelism a rank runs
-    only its own stages of the model.
-    """
+    """Model, loss function, dtypes and device as one function of a microbatch."""
 
     model: nn.Module
     loss_fn: LossFunction | None
@@ -63,9 +61,7 @@ class Program:
         return map_tensors(batch, lambda tensor: self.copies.bring(tensor, self.device))
 
     def cast(self, batch: Batch) -> Batch:
-        """Returns a copy of ``batch`` for the model, with floating-point tensors in the dtype of the model's inputs.
-        The loss function receives the batch without this cast.
-        """
+        """Returns a copy of ``batch`` for the model, with floating-point tensors in the dtype of the model's inputs."""
         return cast_floats(batch, self.precision.inputs)
 
     def forward(self, microbatch: Batch) -> ForwardResult:
@@ -79,10 +75,9 @@ class Program:
         return find_loss(output, moved, self.loss_fn, self.metrics, weight)
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
-        """Returns the loss of an example microbatch, for planning. If the model's output has no loss, returns a
-        substitute that depends on every floating-point tensor of the output.
+        """Returns the loss of an example microbatch, for planning.
 
-        With the substitute, the planner sends all of these tensors to the last pipeline stage.
+        Without a loss in the output, returns a substitute that depends on every floating-point tensor of the output.
         """
         with self.precision.forward(self.device):
             return self._planned_loss(self.move(microbatch))
@@ -117,8 +112,8 @@ class Program:
             raise _mixed_dtypes(error, self.precision.compute) from error
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output. A single positional argument is a batch; otherwise the arguments are the ones of
-        the model's forward.
+        """Returns the model's output. A single positional argument is a batch; otherwise the arguments are the
+        forward's.
         """
         given = self.move(args[0] if len(args) == 1 and not kwargs else kwargs)
         if self.replay is not None:
@@ -130,20 +125,14 @@ class Program:
             return self.model(*self.cast(self.move(args)), **kept)
 
     def local_modules(self) -> AbstractContextManager[None]:
-        """Returns a context for a trace. Under context parallelism, modules that compute each position independently
-        run in it on this rank's positions; here it has no effect. :class:`ContextProgram` overrides it.
-        """
+        """Returns a context without effect; :class:`ContextProgram` overrides it for traces."""
         return nullcontext()
 
     def check_trace(self, trace: ModelTrace) -> None:
-        """Checks that pipeline stages can run the traced forward ``trace``. Here it does nothing, because only context
-        parallelism has a condition; :class:`ContextProgram` overrides it.
-        """
+        """Does nothing; :class:`ContextProgram` overrides it to check a traced forward."""
 
     def on_shapes(self) -> AbstractContextManager[None]:
-        """Returns a context in which forwards trace shapes and communicate nothing over the axis "cp". Here it has no
-        effect; :class:`ContextProgram` overrides it.
-        """
+        """Returns a context without effect; in :class:`ContextProgram`, it traces shapes without communication."""
         return nullcontext()
 
     def on(self, device: torch.device) -> "Program":
@@ -182,9 +171,7 @@ def _mixed_dtypes(error: RuntimeError, compute: torch.dtype) -> EngineError:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Returns a context in which all modules of ``model`` are in eval mode. At the end of the context, each module's
-    previous mode is restored.
-    """
+    """Returns a context in which all modules of ``model`` are in eval mode; its end restores their modes."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -28,8 +28,7 @@ _NOTE = "takes the experts of each row from the batch, if it has them (router_re
 
 
 class RouterReplay:
-    """Replay and recording of expert choices. In a replay, routers use the expert indices in a batch's entry
-    ``routed_experts`` instead of their own choices.
+    """Replay and recording of routers' expert choices; a replay uses the batch's entry ``routed_experts``.
 
     Args:
         routers: routers of the model in order, each with the index of its layer.
@@ -53,7 +52,7 @@ class RouterReplay:
         """Choices in the running forward; a block that sends rows to experts runs twice in it."""
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Wraps the forwards of all routers of ``model``, so that they use or record expert choices."""
+        """Wraps the forwards of all routers of ``model``, to use or record expert choices."""
         for place, (choice, _) in enumerate(self._routers):
             module = model.get_submodule(choice.router)
             patches.wrap_forward(module, PatchLayer.EXPERTS, self._wrapped(place, module.forward), _NOTE)
@@ -100,9 +99,7 @@ class RouterReplay:
 
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
-        """Returns a context for the forward of the microbatch ``batch``. Routers in it use the batch's
-        ``routed_experts``, also when backward recomputes their blocks.
-        """
+        """Returns a context for the forward of ``batch``, in which routers use its ``routed_experts``."""
         if self._traces:
             yield
             return
@@ -130,18 +127,17 @@ class RouterReplay:
             self._traces = before
 
     def begin_backward(self, batch: Batch) -> None:
-        """Selects the ``routed_experts`` of the microbatch ``batch`` for its backward, which may recompute blocks."""
+        """Selects the ``routed_experts`` of ``batch`` for its backward, which may recompute blocks."""
         self._now, self._waiting = self._entry(batch), []
 
     def end_backward(self) -> None:
-        """Ends a backward. All forwards up to now have had their backward, so later recomputations belong to later
-        forwards.
-        """
+        """Ends a backward; later recomputations belong to later forwards."""
         self._waiting = []
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that makes a context for recomputing a block of the present forward. Routers in that
-        context use the ``routed_experts`` of this forward, and nothing is recorded.
+        """Returns a function that opens a context for recomputing a block of the present forward.
+
+        Routers in it use this forward's ``routed_experts``, and nothing is recorded.
         """
         now = self._now
 
@@ -162,8 +158,7 @@ class RouterReplay:
     # ------------------------------------------------------------------ checks
 
     def check(self, batch: Batch) -> None:
-        """Checks the entry ``routed_experts`` of ``batch``, if there is one. The host reads its values, and so waits
-        for the device.
+        """Checks the entry ``routed_experts`` of ``batch``, if there is one; synchronizes with the device.
 
         Raises:
             EngineError: the entry has a wrong shape or number of layers, an invalid expert index, or an expert twice at
@@ -213,8 +208,9 @@ class RouterReplay:
 
     @contextmanager
     def recording(self) -> Iterator[Mapping[str, list[Tensor]]]:
-        """Returns a context that records the routers' choices. Its value is a dict from each router's name to a list
-        with one int32 tensor [rows, positions, k] per forward, for the k experts of each position.
+        """Returns a context that records the routers' choices in its value, a dict by router name.
+
+        An entry has one int32 tensor [rows, positions, experts per token] for each forward.
         """
         self._recorded = {}
         try:
@@ -223,11 +219,10 @@ class RouterReplay:
             self._recorded = None
 
     def joined(self, recorded: Mapping[str, list[Tensor]], rows: int, comm: Comm, device: torch.device) -> Tensor:
-        """Joins the choices that :meth:`recording` has recorded on all pipeline stages. Returns an int32 tensor
-        [``rows``, positions, layers with routers, k] on every rank, for the k experts that a router chooses. Each
-        router must have been called once for each of the ``rows`` rows.
+        """Returns the choices that :meth:`recording` has recorded on all pipeline stages, on every rank.
 
-        ``recorded``: this rank's choices by router name. Sends two all-reduces over pp, label "routing".
+        The result is int32 [``rows``, positions, layers with routers, experts per token]. ``recorded``: this rank's
+        choices by router name. Makes two all-reduces over pp, label "routing".
         """
         positions = torch.tensor([each.shape[1] for found in recorded.values() for each in found[:1]][:1] or [0])
         positions = positions.to(device)

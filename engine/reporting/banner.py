@@ -37,15 +37,14 @@ from engine.precision.loss_scaler import make_loss_scale
 
 
 def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None) -> str:
-    """Returns the text that the engine logs when it starts: one line for each topic, such as grid of ranks, parameters,
-    batch, precision, and the options that are on. Bytes of state, and bytes sent in a step, are given for rank 0 only.
+    """Returns the startup banner, with one line for each topic, such as grid of ranks, batch and precision.
+
+    Bytes of state and traffic are of rank 0.
 
     Args:
-        plan: plan of the run: its configuration, grid, parameters and expected traffic. Its notes become the last
-            lines.
+        plan: plan of the run; its notes become the last lines.
         device: device of the parameters, such as "cuda:0".
-        measured: matrix products for which fused communication kernels were measured to be faster on ``device`` than
-            separate ones; None: nothing was measured.
+        measured: measurements of fused communication kernels on ``device``, or None.
     """
     config, rank = plan.config, plan.rank(0)
     clip, weight = config.gradient_clipping, "as its rows" if config.uneven_microbatches else "1"
@@ -109,12 +108,12 @@ def _copies_line(plan: Plan) -> dict[str, str]:
 
 
 def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
-    """Returns a text table that compares the traffic of ``rank`` per training step as planned and as measured: bytes
-    sent and number of calls. Each row is for one communication axis, such as "dp" (data parallel), and one label, such
-    as "gradients". Returns "" if nothing was planned and nothing sent, as for a job of one rank.
+    """Returns a text table of planned and measured bytes and calls that ``rank`` sends per training step.
+
+    Each row is for one axis, such as "dp", and one label, such as "gradients". Returns "" without traffic.
 
     Args:
-        plan: plan of the run, with the planned traffic of each rank per step.
+        plan: plan of the run.
         measured: traffic that ``rank`` has sent, summed over ``steps`` training steps.
         rank: global rank.
     """
@@ -306,9 +305,9 @@ def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> d
 
 
 def reasons_table(reasons: Sequence[Reason]) -> str:
-    """Returns a text table that explains a tensor-parallel plan. The first line has the number of layer groups for each
-    strategy (such as "local" or "replicate"). Each further line describes one group: name pattern and sharding style of
-    its layers, its strategy, the reason for it, and the MB of shardable weights that stay replicated.
+    """Returns a text table that explains a tensor-parallel plan, one line per group of layers.
+
+    A line has name pattern, sharding style, strategy (such as "local"), reason, and the MB that stay replicated.
     """
     hows = [reason.how for reason in reasons]
     counts = ", ".join(f"{hows.count(how)} {how}" for how in dict.fromkeys(hows))
@@ -431,9 +430,7 @@ logger = logging.getLogger("trine")
 
 @contextmanager
 def say_what_compiles(device: torch.device, rank: int) -> Iterator[None]:
-    """Returns a context manager that logs on rank 0 how many Triton kernels its block has compiled, with their names
-    and the total seconds, and how many it has found in Triton's cache. It logs nothing if no kernel was compiled.
-    """
+    """Returns a context manager that logs on rank 0 the Triton kernels compiled inside, and their total seconds."""
     knobs = _compilation_knobs() if rank == 0 and compiles_triton(device) else None
     if knobs is None:
         yield

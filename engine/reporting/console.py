@@ -20,11 +20,9 @@ SLOW_SECONDS = 2.0
 
 
 def open_console(rank: int) -> Callable[[], None]:
-    """Shows the log lines of the logger "trine" on stderr if ``rank`` is 0. Returns a function that stops this output;
-    to call it again does nothing.
+    """Shows the log lines of the logger "trine" on stderr on rank 0, and returns a function that stops it.
 
-    All engines of a process share one logging handler. It is removed once every engine has called its function. On
-    other ranks nothing is added, and the returned function does nothing.
+    All engines of a process share one logging handler, until each has called its function.
     """
     if rank:
         return lambda: None
@@ -60,9 +58,7 @@ class Console(logging.Handler):
             print(self.format(record), file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """Ends the use of this handler by one engine. If no other engine uses it, the handler is removed from the
-        logger "trine", and the logger gets back the level from before the handler was added.
-        """
+        """Ends the use of this handler by one engine; the last engine removes it and restores the logger's level."""
         self.engines -= 1
         if not self.engines:
             logger.removeFilter(self._is_wanted)
@@ -85,8 +81,9 @@ def _configured() -> bool:
 
 @contextmanager
 def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
-    """Returns a context manager that calls ``call`` once, in a separate thread, if its block takes longer than
-    ``seconds``. The block itself is not interrupted.
+    """Returns a context manager that calls ``call`` in a thread if its block takes longer than ``seconds``.
+
+    It does not interrupt the block.
     """
     timer = Timer(seconds, call)
     timer.daemon = True
@@ -98,18 +95,16 @@ def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns one line of text for each row of cells. Cells are padded so that columns align, with two spaces between
-    columns. All rows have the same number of cells.
-    """
+    """Returns one line of text for each row of cells, padded to aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 @contextmanager
 def say_if_slow(what: str, rank: int, seconds: float = SLOW_SECONDS) -> Iterator[None]:
-    """Returns a context manager around a phase of the engine's start, which ``what`` names. If the phase takes longer
-    than ``seconds``, rank 0 logs at that moment that it is under way, and logs its total seconds at its end. Other
-    ranks log nothing.
+    """Returns a context manager that logs on rank 0 if its block takes longer than ``seconds``.
+
+    It logs at that moment, and again with the total seconds at the end. ``what``: name of the phase.
     """
     if rank:
         yield

@@ -32,11 +32,9 @@ _DECORATOR = os.path.join("torch", "utils", "_contextlib.py")
 
 
 class FailureMessage:
-    """``sys.excepthook`` that prints an uncaught EngineError as one sentence instead of a traceback. The constructor
-    installs it, and ``close`` removes it.
+    """``sys.excepthook`` that prints an uncaught EngineError as one sentence instead of a traceback.
 
-    If ``close`` is called while an EngineError is being raised, the hook stays until that error is freed, because that
-    error may end the process.
+    The constructor installs it, and ``close`` removes it.
     """
 
     def __init__(self) -> None:
@@ -60,8 +58,8 @@ class FailureMessage:
         _tell_torchrun(sentence)
 
     def close(self) -> None:
-        """Restores the previous ``sys.excepthook``. If an EngineError is being raised, the hook stays until this error
-        is freed, so that it can still print the error. A second call does nothing.
+        """Restores the previous ``sys.excepthook``; while an EngineError is being raised, only after this error is
+        freed.
         """
         raised = sys.exc_info()[1]
         if isinstance(raised, EngineError):
@@ -107,16 +105,15 @@ def _is_first(sentence: str) -> bool:
 
 
 def is_consequence(words: str) -> bool:
-    """Returns True if the error message ``words`` states that its rank failed because another rank had failed first."""
+    """Returns True if the error message ``words`` says that another rank had failed first."""
     return any(part in words for part in CONSEQUENCES)
 
 
 def torchrun_error(sentence: str) -> str:
-    """Returns the JSON text of an error file, in which a rank reports its failure to torchrun. torchrun prints
-    ``sentence`` from it.
+    """Returns the JSON text of the error file that reports this rank's failure ``sentence`` to torchrun.
 
-    torchrun takes the file with the earliest time, in whole seconds, as root cause. The text has the current time, or a
-    time two seconds later if ``sentence`` states that another rank had failed first.
+    torchrun takes the earliest file as root cause. Errors that follow from another rank's failure are dated 2 seconds
+    later.
     """
     late = _AFTER_SECONDS if is_consequence(sentence) else 0
     told = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}

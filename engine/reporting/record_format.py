@@ -11,19 +11,17 @@ STEPS: Final = "steps.jsonl"
 
 
 def rank_file(rank: int) -> str:
-    """Returns the name of the JSON file with plan and measurements of the global rank ``rank``: "rank-00001.json"."""
+    """Returns the name of rank ``rank``'s file with plan and measurements, such as "rank-00001.json"."""
     return f"rank-{rank:05}.json"
 
 
 def trace_file(rank: int) -> str:
-    """Returns the name of the JSON file with the profiled events of the global rank ``rank``: "trace-00001.json"."""
+    """Returns the name of rank ``rank``'s file with profiled events, such as "trace-00001.json"."""
     return f"trace-{rank:05}.json"
 
 
 def schedule_facts(schedule: Schedule) -> dict[str, Any]:
-    """Returns a pipeline schedule as a dict that JSON can express: its name, the numbers of stages and microbatches,
-    and the actions and stages of each pipeline rank. ``schedule_of`` reverses it.
-    """
+    """Returns a pipeline schedule as a JSON dict; ``schedule_of`` reverses it."""
     return {
         "name": schedule.name,
         "stages": schedule.stages,
@@ -34,7 +32,7 @@ def schedule_facts(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(facts: Mapping[str, Any]) -> Schedule:
-    """Returns the pipeline schedule that the dict ``facts`` describes; the reverse of ``schedule_facts``.
+    """Returns the pipeline schedule of a dict from ``schedule_facts``.
 
     Raises:
         ScheduleError, KeyError, TypeError, ValueError: ``facts`` describes no valid schedule.

@@ -38,12 +38,11 @@ logger = logging.getLogger("trine")
 
 
 class RunRecord:
-    """Writer of the files that the command ``trine report`` reads: ``rank-N.json`` with plan and measurements of this
-    global rank N, and on rank 0 also ``steps.jsonl`` with a line for each logged step.
+    """Writer of the files for ``trine report``: ``rank-N.json`` on each rank N, and ``steps.jsonl`` on rank 0.
 
     Args:
         folder: folder of the files, created if it is missing; each host may have its own.
-        runtime: objects that run steps on this rank, with the plan of the run and the communication.
+        runtime: objects that run steps on this rank.
         device: device of the parameters.
     """
 
@@ -58,9 +57,9 @@ class RunRecord:
         self._in_steps, self._attempts, self._stopped = 0.0, 0, False
 
     def take(self, report: StepReport, sent: Tally, due: bool) -> None:
-        """Adds a training step and its seconds to the totals of the run. If ``due``, also replaces this rank's file
-        ``rank-N.json``, and on rank 0 appends a line to ``steps.jsonl``. If a file cannot be written, warns and writes
-        no further files.
+        """Counts a training step, and if ``due``, updates this rank's ``rank-N.json`` and rank 0's ``steps.jsonl``.
+
+        After a failed write, it warns and writes no further files.
 
         Args:
             report: the report of the step.
@@ -182,23 +181,20 @@ LABEL = "profile clock"
 
 
 def profiled_steps(text: str) -> tuple[int, int]:
-    """Returns the first and the last step to profile from ``text``, the setting ``monitor.profile`` in the valid form
-    ``A:B``.
-    """
+    """Returns first and last step to profile from the setting ``monitor.profile``, ``A:B``."""
     first, _, last = text.partition(":")
     return int(first), int(last)
 
 
 class StepProfile:
-    """Writer of ``trace-N.json``, the trace file of rank N: its pipeline actions, collectives and messages in the
-    training steps A to B. The collectives and messages are read from the rank's flight recorder, a log in a file, which
-    has only the 512 newest events.
+    """Writer of ``trace-N.json``: rank N's pipeline actions, collectives and messages in training steps A to B.
+
+    Collectives and messages come from the flight recorder, which has only the 512 newest events; others are counted as
+    lost.
 
     step A - 1   stores the position in the flight recorder
     step A       aligns clocks by an all-reduce of 4 bytes over the world, label "profile clock"; its end is time 0
     A .. B       after each step: reads the flight recorder, and writes the whole trace file again
-
-    If a step has more than 512 events, the overwritten ones are counted as lost.
 
     Args:
         folder: the folder of ``monitor.report``.
@@ -218,10 +214,9 @@ class StepProfile:
         self._clock = time.monotonic_ns() - time.perf_counter_ns()
 
     def take(self, step: int) -> None:
-        """Adds the events of training step ``step`` to this rank's trace file, if ``step`` is one of the profiled
-        steps. Warns if the file cannot be written.
+        """Adds the events of training step ``step`` to this rank's trace file, if the step is profiled.
 
-        All ranks call it after every training step, because the first profiled step all-reduces 4 bytes over the world.
+        All ranks call it after every training step; the first profiled step all-reduces 4 bytes over the world.
         """
         now = time.monotonic_ns()
         if self._first <= step <= self._last:
@@ -239,7 +234,7 @@ class StepProfile:
         self._entered = time.monotonic_ns()
 
     def close(self) -> None:
-        """Closes the flight recorder's file, from which this profile reads; the written trace stays."""
+        """Closes the flight recorder's file; the written trace stays."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -57,9 +57,7 @@ class JsonLines(AppendedFile):
 
 
 class CommaSeparated(AppendedFile):
-    """Sink that appends each step report to a CSV file as one line. The first line of the file names the columns. A
-    column is a number or text of the report, a metric (``metrics/NAME``) or the expert imbalance; nested values are
-    left out.
+    """Sink that appends each step report to a CSV file as one line; the first line names the columns.
 
     Raises:
         ConfigError: the file exists with other columns.
@@ -89,7 +87,7 @@ class CommaSeparated(AppendedFile):
 
 
 class TensorBoard:
-    """Sink that writes step reports as TensorBoard scalars; needs the package's optional dependencies ``ui``."""
+    """Sink that writes step reports as TensorBoard scalars; needs the optional dependencies ``ui``."""
 
     def __init__(self, folder: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -97,9 +95,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(folder)
 
     def write(self, report: StepReport) -> None:
-        """Writes every finite number of ``report`` as a TensorBoard scalar, with the step number of ``report`` as x
-        coordinate.
-        """
+        """Writes every finite number of ``report`` as a TensorBoard scalar at the report's step."""
         for name, value in report.numbers().items():
             self._writer.add_scalar(name, value, report.step)
 
@@ -109,9 +105,9 @@ class TensorBoard:
 
 
 def make_sinks(config: Config) -> Sequence[Sink]:
-    """Returns the destinations of step reports that the ``monitor`` section of the configuration enables: JSON lines,
-    CSV, TensorBoard, Weights & Biases, MLflow and the progress line on stdout. The result is empty if none is enabled.
-    Optional packages are imported and files are opened here.
+    """Returns the destinations of step reports that ``monitor`` enables, such as CSV or TensorBoard.
+
+    Imports optional packages and opens files.
     """
     asked, sinks = config.monitor, list[Sink]()
     if asked.jsonl:
@@ -134,7 +130,7 @@ def _by_layer(stacks: Sequence[ExpertStack], counts: Sequence[float]) -> dict[st
 
 
 class StepReporter:
-    """Reporter of training steps: makes a report of each step on every rank, and writes it to the sinks on rank 0."""
+    """Reporter of training steps on every rank; rank 0 also writes the reports to its sinks."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._every, self._comm, self._device = config.monitor.every, comm, device
@@ -154,10 +150,9 @@ class StepReporter:
         """Returns this rank's report of a training or evaluation step, without writing it.
 
         Args:
-            step: state of the step on this rank: its seconds, figures, and the count of sent bytes at its begin.
-            outcome: result of the step, equal on every rank: sums of losses and tokens over the data ranks, gradient
-                norm, learning rate and loss scale; for a skipped step also the cause.
-            plan: plan of the run; it names the layers with experts.
+            step: state of the step on this rank.
+            outcome: result of the step, equal on every rank.
+            plan: plan of the run.
             made: number of optimizer updates so far, the report's ``step``.
         """
         totals, world = outcome.totals, self._comm.grid.world_size
@@ -187,12 +182,12 @@ class StepReporter:
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
-        """Returns this rank's report of a training step, after passing it to the run record, the step profile and the
-        registered callbacks. It also writes the report to the sinks if ``made`` is a multiple of ``monitor.every``, if
-        the step was skipped, or if it is this reporter's first step.
+        """Reports a training step to the run record, the step profile and the callbacks, and returns the report.
+
+        Sinks receive every ``monitor.every``-th step, this reporter's first step, and skipped steps.
 
         Args:
-            step: state of the step on this rank: its seconds, figures, and the count of sent bytes at its begin.
+            step: state of the step on this rank.
             outcome: result of the step, equal on every rank.
             plan: plan of the run.
             made: number of optimizer updates so far; a resumed run continues this count.
@@ -214,11 +209,10 @@ class StepReporter:
         return report
 
     def built(self, runtime: RankRuntime) -> None:
-        """Starts the recorders that need a built engine: if ``monitor.report`` is set, the record for the command
-        ``trine report``; if ``monitor.profile`` is set too, the profile of the steps that it names.
+        """Starts the recorders of ``monitor.report`` and ``monitor.profile``, which need a built engine.
 
         Args:
-            runtime: objects that run steps on this rank, with the plan of the run and the communication.
+            runtime: objects that run steps on this rank.
         """
         if self._monitor.report is None:
             return
@@ -229,7 +223,7 @@ class StepReporter:
             self._profile = StepProfile(folder, steps, runtime, self._device)
 
     def tell(self, callback: Callable[[StepReport], object]) -> None:
-        """Registers ``callback``, which receives this rank's report of every later training step."""
+        """Registers ``callback`` for this rank's reports of later training steps."""
         self._callbacks.append(callback)
 
     def close(self) -> None:
@@ -250,7 +244,7 @@ class WeightsAndBiases:
         self._run: Any = wandb.init(project=project, config=config, resume="allow")
 
     def write(self, report: StepReport) -> None:
-        """Logs every finite number of ``report`` to the run, with the step number of ``report`` as its step."""
+        """Logs every finite number of ``report`` to the run at the report's step."""
         self._run.log(report.numbers(), step=report.step)
 
     def close(self) -> None:

@@ -76,8 +76,9 @@ class StepReport:
 
     @property
     def expert_imbalance(self) -> float | None:
-        """Tokens of a layer's busiest expert divided by the mean over all experts of that layer; the maximum over all
-        layers. None if ``expert_load``, the token counts of the experts, is empty.
+        """Largest ratio, over all layers, of the busiest expert's tokens to the mean of the layer's experts.
+
+        None without expert token counts.
         """
         return max(_imbalances(self.expert_load).values(), default=None)
 
@@ -87,9 +88,9 @@ class StepReport:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns a dict for JSON with all fields, ``tokens_per_second`` and, if expert tokens are counted,
-        ``expert_imbalance``. ``figures`` are its direct entries; ``metrics`` and ``expert_load`` are nested dicts, left
-        out if empty. NaN and infinity become None, because JSON cannot express them.
+        """Returns the report as a dict for JSON, with ``tokens_per_second`` and, if counted, ``expert_imbalance``.
+
+        Entries of ``figures`` are merged in. Non-finite numbers become None.
         """
         values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
         metrics = {name: _finite(value) for name, value in values.pop("metrics").items()}
@@ -101,9 +102,8 @@ class StepReport:
         return {name: _finite(value) for name, value in values.items()} | further
 
     def numbers(self) -> dict[str, float]:
-        """Returns the finite numbers of the report except ``step``, by their names in charts: ``train/NAME`` for a
-        field such as the loss, ``metrics/NAME`` for a metric of ``loss_fn``, and ``experts/LAYER`` for the expert
-        imbalance of a layer.
+        """Returns the report's finite numbers by chart name, such as ``train/loss``, ``metrics/NAME`` or
+        ``experts/LAYER``.
         """
         found = {
             name: value for name, value in self.flat().items() if isinstance(value, int | float) and name != "step"
@@ -111,9 +111,10 @@ class StepReport:
         return {name if "/" in name else f"train/{name}": value for name, value in found.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Returns the report as a dict without nested dicts. A metric of ``loss_fn`` is under ``metrics/NAME``. Token
-        counts of experts are replaced by the imbalance of each layer, under ``experts/LAYER``: tokens of its busiest
-        expert over the mean. NaN and infinity become None.
+        """Returns the report as a dict without nested dicts.
+
+        Metrics are under ``metrics/NAME``, and each layer's expert imbalance under ``experts/LAYER``. Non-finite
+        numbers become None.
         """
         values = self.as_dict()
         metrics = {metric_key(name): value for name, value in values.pop("metrics", {}).items()}
@@ -136,15 +137,13 @@ def _finite(value: Any) -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory of this process so far, in bytes: allocated by torch if ``device`` is a GPU, else
-    resident.
-    """
+    """Returns this process's peak memory in bytes: allocated by torch on a GPU, else resident."""
     allocated = peak_allocated(device)
     return allocated if allocated is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Returns the dense bf16 peak of a GPU in TFLOP/s, by its model name; None for a CPU and for an unknown GPU."""
+    """Returns the dense bf16 peak of a GPU in TFLOP/s by its model name; None if it is unknown or a CPU."""
     if is_host(device):
         return None
     name = device_name(device)
@@ -154,15 +153,12 @@ def peak_tflops(device: torch.device) -> float | None:
 def utilisation(
     parameter_tokens: float | None, seconds: float, device: torch.device
 ) -> tuple[float | None, float | None]:
-    """Returns a tuple: the TFLOP/s of this rank, and its model FLOPs utilization, the TFLOP/s divided by the dense bf16
-    peak of ``device``.
+    """Returns (TFLOP/s of this rank, model FLOPs utilization relative to the dense bf16 peak of ``device``).
 
-    Both are None if ``parameter_tokens`` is None. The utilization is None if the peak of ``device`` is unknown, as for
-    a CPU.
+    Unknown values are None.
 
     Args:
-        parameter_tokens: product of the number of parameters and the number of tokens computed in ``seconds``; it is
-            multiplied by six to get floating-point operations.
+        parameter_tokens: number of parameters times the number of tokens computed in ``seconds``.
     """
     if parameter_tokens is None:
         return None, None
@@ -171,10 +167,7 @@ def utilisation(
 
 
 def line_parts(report: StepReport) -> list[str]:
-    """Returns the texts of a step's progress line after step number and loss, such as "lr 1.9e-03": learning rate,
-    gradient norm, metrics, busiest expert, tokens/s, model FLOPs utilization, peak memory and loss scale. Values that
-    are unknown or not in use are left out.
-    """
+    """Returns the parts of a step's progress line after step and loss, such as "lr 1.9e-03", without unused values."""
     parts = [
         f"lr {report.lr:.1e}",
         f"norm {report.grad_norm:.2f}",
@@ -188,9 +181,7 @@ def line_parts(report: StepReport) -> list[str]:
 
 
 def trouble(report: StepReport) -> str:
-    """Returns a text for the progress line of a skipped step: "SKIPPED", the value that was not finite and, if they are
-    known, the ranks with this value. Returns "" for any other step.
-    """
+    """Returns the progress line's text about a skipped step and its non-finite value; "" for other steps."""
     where = f" on rank {', '.join(map(str, report.nonfinite_ranks))}" if report.nonfinite_ranks else ""
     return f"SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else ""
 
@@ -202,14 +193,16 @@ def _thousands(number: float) -> str:
 
 class ProgressSink:
     """Sink that prints a line for each report: ``step 40  loss 2.413  lr 1.9e-03  norm 0.81  24.1k tok/s  mem 0.4
-    GiB``. The line is in color on a terminal if rich is installed.
+    GiB``.
+
+    The line is in color on a terminal if rich is installed.
     """
 
     def __init__(self) -> None:
         self._console = _console()
 
     def write(self, report: StepReport) -> None:
-        """Prints a step report as one line on stdout; in red if the step was skipped and the terminal shows color."""
+        """Prints a step report as one line on stdout; a skipped step is red on a color terminal."""
         parts = [f"step {report.step}", f"loss {report.loss:.4f}", *line_parts(report), trouble(report)]
         line = "  ".join(filter(None, parts))
         if self._console is None:
@@ -218,7 +211,7 @@ class ProgressSink:
             self._console.print(line, markup=False, style="red" if report.skipped else None)
 
     def close(self) -> None:
-        """Does nothing, because nothing is buffered."""
+        """Does nothing."""
 
 
 def _console() -> Any:

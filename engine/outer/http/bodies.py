@@ -31,7 +31,7 @@ _IDLE_SECONDS = 600.0
 
 
 class DamagedBodyError(StoreRefusedError):
-    """Refusal (HTTP status 422) of bytes that the network has damaged. The sender sends these bytes again."""
+    """Refusal (HTTP status 422) of bytes that the network has damaged; the sender sends them again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 422)
@@ -39,12 +39,7 @@ class DamagedBodyError(StoreRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class BodyKey:
-    """Identity of one body: the payload of a push or of initial weights, which one rank sends for one group of tensors.
-
-    ``life`` is the number of a run of a training site, ``fragment`` of the group of tensors, and ``seq`` of the push;
-    ``seq`` is -1 for initial weights. A body with another ``seq`` replaces an unfinished body of the same life, rank
-    and fragment.
-    """
+    """Identity of a body: the payload of a push or of initial weights, from one rank and for one group of tensors."""
 
     life: int
     rank: int
@@ -54,17 +49,13 @@ class BodyKey:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The triple of life (run of a site), rank and fragment. The store receives at most one body at a time for each
-        triple.
-        """
+        """Run of the site, rank and fragment; the store receives one body at a time for each such triple."""
         return self.life, self.rank, self.fragment
 
 
 @dataclass(frozen=True, slots=True)
 class BodyRange:
-    """Position of a range of bytes in a body (payload of a push or of initial weights); one request carries one
-    range.
-    """
+    """Position of one request's range of bytes in a body."""
 
     offset: int
     total: int
@@ -77,10 +68,7 @@ class BodyRange:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Reply of the store to a range: the number of bytes that have arrived without a gap, and the state of the push.
-
-    The state is None until the body is complete.
-    """
+    """Reply to a range of bytes: how many bytes have arrived, and the push's state, None until all have."""
 
     arrived: int
     state: PushState | None
@@ -102,17 +90,15 @@ def tensor_from(data: bytearray) -> Tensor:
 
 
 def frame(head: object, data: bytes | memoryview = b"") -> bytes:
-    """Returns the content of one request: 4 bytes with the length of the JSON, ``head`` as JSON, then the bytes
-    ``data``.
-    """
+    """Returns the content of a request: 4 bytes with the JSON's length, ``head`` as JSON, then ``data``."""
     text = dump_json(head)
     return b"".join((_LENGTH.pack(len(text)), text, data))
 
 
 class FrameReader:
-    """Reader of the content of one request, as ``frame`` makes it, while the content arrives in pieces.
+    """Reader of a request made by ``frame``, while its content arrives in pieces.
 
-    It refuses a request as soon as its JSON is longer than 1 MiB or its range longer than 4 MiB.
+    It refuses JSON above 1 MiB, and data above 4 MiB.
     """
 
     def __init__(self) -> None:
@@ -123,7 +109,7 @@ class FrameReader:
         """Appends the next bytes of the request.
 
         Raises:
-            StoreRefusedError: the JSON or the range is longer than its maximum.
+            StoreRefusedError: the JSON or the data is longer than its maximum.
         """
         self._data += data
         if self._head < 0 and len(self._data) >= _LENGTH.size:
@@ -153,7 +139,7 @@ class FrameReader:
 
     @property
     def data(self) -> memoryview:
-        """View of the bytes of the range that have arrived."""
+        """View of the data that has arrived so far."""
         return memoryview(self._data)[_LENGTH.size + max(self._head, 0) :]
 
 
@@ -168,20 +154,19 @@ class _Upload:
 
 @dataclass(slots=True)
 class Uploads:
-    """Bodies, the payloads of pushes and initial weights, that a store receives in ranges of bytes.
+    """Payloads of pushes and of initial weights (bodies) that a store receives in ranges of bytes.
 
-    For each life (run of a site), rank and fragment (group of tensors), it has the body that is under way, and the
-    reply to the last complete body.
+    Each rank of a site sends one body at a time for each fragment (group of tensors).
     """
 
     under_way: dict[tuple[int, int, int], _Upload] = field(default_factory=dict)
     finished: dict[tuple[int, int, int], tuple[BodyKey, str, Arrived]] = field(default_factory=dict)
 
     def arrived(self, key: BodyKey, whole: str) -> Arrived:
-        """Returns the number of arrived bytes of the body ``key`` and, if the body is complete, the state of its push.
+        """Returns how many bytes of the body ``key`` have arrived, and the state of its push once the body is complete.
 
         Args:
-            whole: hash of the whole body; if the store has begun a body with another hash, the number is 0.
+            whole: hash of the whole body; 0 bytes have arrived if the hash differs from the first range's.
         """
         last, upload = self.finished.get(key.place), self.under_way.get(key.place)
         if last is not None and last[:2] == (key, whole):
@@ -190,11 +175,9 @@ class Uploads:
         return Arrived(upload.arrived if upload is not None and is_known else 0, None)
 
     def add(self, key: BodyKey, part: BodyRange, data: memoryview, now: float) -> bytearray | None:
-        """Adds the range ``part`` with bytes ``data`` to the body ``key``.
+        """Adds the range ``part`` with bytes ``data`` to the body ``key``; returns the body if complete, else None.
 
-        Returns the whole body if it is now complete, else None. Ignores a range that does not begin where the arrived
-        bytes end. A complete body stays here until ``finish`` or ``drop``, so that a store with a full disk can store
-        it later.
+        Ignores a range that does not begin at the end of the arrived bytes.
 
         Args:
             now: time in seconds, from which ``expire`` counts.
@@ -232,9 +215,7 @@ class Uploads:
         return upload.data
 
     def finish(self, key: BodyKey, whole: str, result: Arrived) -> None:
-        """Removes the complete body ``key`` with hash ``whole``, and stores ``result`` as the reply to repeated
-        requests for this body.
-        """
+        """Replaces the complete body ``key`` by ``result``, the reply to repeated requests for this body."""
         self.drop(key)
         self.finished[key.place] = key, whole, result
 
@@ -243,7 +224,7 @@ class Uploads:
         self.under_way.pop(key.place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Removes all bodies and replies, except for the lives (runs of training sites) in ``lives``."""
+        """Removes bodies and replies of all runs of training sites, except the ones numbered in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
         self.finished = {place: one for place, one in self.finished.items() if place[0] in lives}
 
@@ -263,16 +244,12 @@ class _Download:
 
 @dataclass(slots=True)
 class Downloads:
-    """Bodies with merged weights that a store sends in ranges of bytes.
-
-    For each life (run of a site), rank and fragment (group of tensors), it has the body that is under way.
-    """
+    """Merged weights (bodies) that a store sends in ranges of bytes, one body at a time for each rank and fragment."""
 
     under_way: dict[tuple[int, int, int], _Download] = field(default_factory=dict)
 
     def find(self, place: tuple[int, int, int], version: int, now: float) -> tuple[memoryview, str] | None:
-        """Returns the bytes of the body under way at ``place`` and their hash; None if there is no body of this
-        ``version``.
+        """Returns bytes and hash of the body stored at ``place``; None if there is none of this ``version``.
 
         Args:
             place: (life, rank, fragment) of the body.
@@ -285,21 +262,21 @@ class Downloads:
         return found.data, found.hash
 
     def keep(self, place: tuple[int, int, int], version: int, body: tuple[memoryview, str], now: float) -> None:
-        """Stores ``body``, bytes and their hash, so that requests for its further ranges need not read the store.
+        """Stores ``body``, its bytes and hash, for requests of its further ranges.
 
         Args:
             place: (life, rank, fragment) of the body.
-            version: version of the fragment that the body contains.
+            version: version of the fragment in the body.
             now: time in seconds, from which ``expire`` counts.
         """
         self.under_way[place] = _Download(version, *body, now)
 
     def drop(self, place: tuple[int, int, int]) -> None:
-        """Removes the body under way at ``place`` (life, rank, fragment); a later request makes the body again."""
+        """Removes the body stored at ``place`` (life, rank, fragment)."""
         self.under_way.pop(place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Removes all bodies, except for the lives (runs of training sites) in ``lives``."""
+        """Removes bodies of all runs of training sites, except the ones numbered in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:

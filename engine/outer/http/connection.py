@@ -43,10 +43,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class BodyTraffic:
-    """Bytes of bodies (pushes, initial and merged weights) that a connection has sent and received.
-
-    A body counts once, even if some of its ranges are sent again.
-    """
+    """Bytes of weights and pushes that a connection has sent and received; repeated bytes are counted separately."""
 
     sent: int = 0
     received: int = 0
@@ -86,7 +83,7 @@ class StoreConnection:
         self._client.close()
 
     def limit(self, seconds: float) -> None:
-        """Sets a deadline ``seconds`` from now, after which no request is repeated."""
+        """Sets a deadline ``seconds`` from now, after which requests are not repeated."""
         self._until = monotonic() + seconds
 
     def ask(self, path: str, call: object, kind: type[T], patience: float = FOREVER) -> T:
@@ -104,7 +101,7 @@ class StoreConnection:
     def get(self, path: str, kind: type[T], patience: float = FOREVER) -> T:
         """Sends a GET request to ``path`` and returns the reply as an instance of ``kind``.
 
-        Repeats it for at most ``patience`` seconds while the store does not answer.
+        Repeats it for at most ``patience`` seconds.
 
         Raises:
             StoreRefusedError: the store refuses the request.
@@ -113,9 +110,9 @@ class StoreConnection:
         return self.repeat(lambda: _message(kind, self._reply("GET", path)), patience)
 
     def repeat(self, request: Callable[[], T], patience: float = FOREVER) -> T:
-        """Calls the callback ``request`` until it succeeds, and returns its result.
+        """Calls ``request`` until it succeeds, and returns its result.
 
-        Repeats it after connection errors and after HTTP statuses that mean trouble of the server, such as 503.
+        Repeats it after connection errors and after server errors such as HTTP status 503.
 
         Raises:
             StoreRefusedError: the store refuses the request.
@@ -186,13 +183,13 @@ class StoreConnection:
     def send(
         self, path: str, head: Callable[[BodyRange], object], where: Callable[[str], ArrivedCall], body: Tensor
     ) -> PushState:
-        """Sends ``body`` to ``path`` range by range, and returns the state of the push once the store has all of it.
+        """Sends ``body`` to ``path`` range by range, and returns the state of the push.
 
-        After an interruption, asks the store how many bytes have arrived, and continues there.
+        Continues after interruptions.
 
         Args:
-            head: callback from the position of a range to the JSON object that precedes its bytes in the request.
-            where: callback from the hash of the body to the request that asks for the number of arrived bytes.
+            head: function that returns the JSON before the bytes of a range, from the position of the range.
+            where: function that returns the request for the number of arrived bytes, from the hash of the body.
 
         Raises:
             StoreRefusedError: the store refuses the body, or the body has arrived damaged 4 times.
@@ -227,7 +224,7 @@ class StoreConnection:
         return arrived.state
 
     def receive(self, where: Mapping[str, int]) -> Tensor:
-        """Downloads merged weights range by range, and returns them, fp32 [elements]. Continues after interruptions.
+        """Downloads merged weights range by range, fp32 [elements]. Continues after interruptions.
 
         Args:
             where: query of the request: "life", "rank", "fragment" and "version", each with its number.
@@ -258,9 +255,7 @@ class StoreConnection:
         return _source(response), part
 
     def read(self, path: str, call: object) -> bytearray:
-        """Posts ``call`` as JSON to ``path`` and returns the bytes of the reply.
-
-        If the connection breaks during the reply, returns the bytes that have arrived.
+        """Posts ``call`` as JSON to ``path`` and returns the bytes of the reply, incomplete if the connection breaks.
 
         Raises:
             StoreRefusedError: the store refuses the request.
@@ -318,15 +313,12 @@ LONGEST_SECONDS = 60.0
 
 
 class BoundedConnection(StoreConnection):
-    """Connection to a peer that may accept a request and never reply.
-
-    Its method ``limit`` sets a timeout for each attempt too; in ``StoreConnection``, only a deadline for repeats.
-    """
+    """Store connection with a timeout for each attempt, for a peer that may never reply."""
 
     def limit(self, seconds: float) -> None:
-        """Sets a deadline ``seconds`` from now, after which no request is repeated, and a timeout for each attempt.
+        """Sets a deadline for repeats ``seconds`` from now, and the timeout of each attempt.
 
-        The timeout is ``seconds`` too, but at least 0.1 and at most 60 seconds.
+        The timeout is ``seconds`` within 0.1 to 60.
         """
         super().limit(seconds)
         self._client.timeout = httpx.Timeout(min(LONGEST_SECONDS, max(0.1, seconds)))

@@ -42,11 +42,11 @@ _GONE, _OTHER_SEEDS = (404, 410), 409
 class HttpLink:
     """HTTP connection of one rank of a site to all stores; implements ``StoreLink``.
 
-    ``push``, ``pull`` and ``seed`` wait until the store answers, however long that takes. While a store does not
-    answer, ``offer`` returns None, ``renew`` raises an error at once, and ``outage`` describes the store.
+    ``push``, ``pull`` and ``seed`` wait until the store answers. Without an answer, ``offer`` returns None and
+    ``renew`` raises an error.
 
-    A life, one run of the site's processes, has a number of its own on each store. With several stores, the argument
-    ``life`` packs these numbers into one integer, 20 bits for each store.
+    Each store numbers the runs of a site (lives) itself. With several stores, ``life`` packs their numbers into one
+    integer.
 
     Args:
         urls: addresses of the stores, in the order of their numbers.
@@ -87,18 +87,15 @@ class HttpLink:
             store.close()
 
     def limit(self, seconds: float) -> None:
-        """Sets a deadline ``seconds`` from now, after which calls that wait for a store raise a GridError.
-
-        The end of a run sets it, so that a store that does not answer cannot block the end.
-        """
+        """Sets a deadline ``seconds`` from now, after which calls that wait for a store raise a GridError."""
         for store in self._stores:
             store.limit(seconds)
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life (run) of the site on every store, and combines the replies into one.
+        """Starts a new run (life) of the site on every store, and returns one combined reply.
 
-        The result has the stores' lives as one packed number and their lowest ``rows`` and ``clock``. Its ``seeds`` is
-        True if any store asks this site for initial weights.
+        It has the runs' packed numbers, and the lowest ``rows`` and ``clock`` of all stores. ``seeds`` is True if any
+        store asks this site for initial weights.
 
         Raises:
             GridError: a store does not answer within ``join_seconds``.
@@ -114,17 +111,15 @@ class HttpLink:
         )
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers ``layout``, the elements that this rank pushes and pulls, for the run ``life`` of the site on every
-        store.
-        """
+        """Registers ``layout``, the elements that this rank pushes and pulls, on every store."""
         for number, store in enumerate(self._stores):
             call = wire.RegisterCall(self._life(life, number), rank, layout)
             store.ask(wire.REGISTER, call, wire.Done, self._join_seconds)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the store of the fragment.
+        """Sends this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the fragment's store.
 
-        With several stores, does nothing if the fragment's store has asked another site for its initial weights.
+        With several stores, does nothing if the store takes initial weights from another site.
         """
         number = self._number(fragment)
         own = self._life(life, number)
@@ -139,13 +134,13 @@ class HttpLink:
                 raise
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Sends ``body``, this rank's encoded values of a push, to the store of the pushed fragment.
+        """Sends ``body``, this rank's encoded values of a push, to the fragment's store.
 
-        Returns the state of the push, once the store has ``body`` on its disk.
+        Returns the state of the push once ``body`` is on the store's disk.
 
         Args:
             meta: description of the push, equal on all ranks of the site.
-            share: loss and loss weight that this rank adds to the push.
+            share: loss and loss weight of this rank.
         """
         number = self._number(meta.key.fragment)
         key = replace(meta.key, life=self._life(meta.key.life, number))
@@ -158,9 +153,9 @@ class HttpLink:
         return self._stores[number].send(wire.PUSH, head, where, body)
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version of ``fragment`` that its store offers to this life.
+        """Returns the newest version of ``fragment`` that its store offers to this site.
 
-        Returns None if the store offers no version, and while the store does not answer.
+        Returns None if there is no offer, or if the store does not answer.
         """
         with self._lock:
             self._asked += 1
@@ -173,7 +168,7 @@ class HttpLink:
             return None  # ``outage`` has the sentence; the site asks again
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Downloads the elements of ``fragment`` that this rank updates, and returns them, fp32 [elements].
+        """Downloads this rank's elements of ``fragment``, fp32 [elements].
 
         Args:
             version: version of the fragment, from the last offer.
@@ -183,11 +178,10 @@ class HttpLink:
         return self._stores[number].receive(where)
 
     def renew(self, life: int) -> None:
-        """Renews the lease of ``life``, the site's run, on every store that answers; when a lease ends, the store
-        counts the site as lost.
+        """Renews the site's lease on every store that answers. When a lease ends, the store counts the site as lost.
 
         Raises:
-            GridError: a store does not answer this request, or does not answer another request under way.
+            GridError: a store does not answer this request, or an earlier one.
         """
         silent: GridError | None = None
         for number, store in enumerate(self._stores):
@@ -201,9 +195,8 @@ class HttpLink:
             raise silent
 
     def leave(self, life: int) -> None:
-        """Ends the site's life on every store, so that merges do not wait for the site.
-
-        A store that does not answer in 2 seconds ends the life itself, when the lease has ended.
+        """Ends the site's run ``life`` on every store that answers within 2 seconds; merges no longer wait for the
+        site.
         """
         for number, store in enumerate(self._stores):
             try:
@@ -215,7 +208,7 @@ class HttpLink:
                     raise
 
     def status(self) -> StoreStatus:
-        """Returns the state of the first store: its versions, its live sites and its traffic."""
+        """Returns versions, live sites and traffic of the first store."""
         return self._stores[0].get(wire.STATUS, StoreStatus, _STATUS_SECONDS)
 
     def _number(self, fragment: int) -> int:
@@ -227,9 +220,7 @@ class HttpLink:
 
 
 def joined_lives(lives: Sequence[int]) -> int:
-    """Packs the numbers that the stores gave to one run of a site (its lives) into one integer, 20 bits for each store.
-
-    A single number is unchanged.
+    """Packs one site's run numbers on all stores (lives) into one integer, 20 bits for each store.
 
     Raises:
         StoreRefusedError: one of several stores has started 2^20 lives or more.
@@ -243,10 +234,5 @@ def joined_lives(lives: Sequence[int]) -> int:
 
 
 def life_on(number: int, life: int, stores: int) -> int:
-    """Returns the number that store ``number`` gave to a site's run.
-
-    Args:
-        life: packed numbers of all stores, a result of ``joined_lives``.
-        stores: number of stores.
-    """
+    """Returns a site's run number on store ``number`` from the packed numbers ``life`` of all stores."""
     return life if stores == 1 else (life >> LIFE_BITS * number) & ((1 << LIFE_BITS) - 1)

@@ -23,7 +23,7 @@ def read_token(outer: OuterConfig) -> str:
 
 
 def read_secret(file: str | None, variable: str, key: str) -> str:
-    """Returns the stripped text of ``file``; without a file, the value of the environment variable ``variable``, or "".
+    """Returns the stripped text of ``file``, or of the environment variable ``variable`` without a file.
 
     Args:
         key: configuration key of ``file``, for the error.
@@ -42,10 +42,9 @@ def read_secret(file: str | None, variable: str, key: str) -> str:
 
 
 def open_link(outer: OuterConfig, fragments: Sequence[Fragment]) -> StoreLink:
-    """Returns this rank's connection to the configured stores, which merge the weights of several training sites.
+    """Returns this rank's connection to the configured stores, without sending anything.
 
-    With rule "hogwild", which needs no store, returns an object that updates weights in shared memory of this host.
-    Sends nothing yet.
+    With rule "hogwild", returns an object that updates weights in shared memory of this host.
 
     Args:
         fragments: groups of tensors that are merged together, as ``divide`` returns them.

@@ -32,7 +32,7 @@ def authorization(token: str) -> str:
 class JoinCall:
     """Request of a training site to join a store.
 
-    ``attempt`` is a random text; repeats with the same text get the same reply and start no second run.
+    ``attempt`` is a random text; the store answers a repeated text without starting a second run.
     """
 
     request: JoinRequest
@@ -41,7 +41,7 @@ class JoinCall:
 
 @dataclass(frozen=True, slots=True)
 class RegisterCall:
-    """Request that registers the elements that one rank of a training site pushes and pulls."""
+    """Request to register the elements that one rank of a training site pushes and pulls."""
 
     life: int
     rank: int
@@ -50,9 +50,7 @@ class RegisterCall:
 
 @dataclass(frozen=True, slots=True)
 class PushHead:
-    """JSON before one range of a pushed body: the description of the push, the rank with its loss, and the range's
-    position.
-    """
+    """JSON that precedes one range of bytes of a push in a request."""
 
     meta: PushMeta
     rank: int
@@ -61,17 +59,13 @@ class PushHead:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body to which the range belongs: life (run of the site), rank, fragment, and number of the
-        push.
-        """
+        """Identity of the body that the range belongs to."""
         return BodyKey(self.meta.key.life, self.rank, self.meta.key.fragment, self.meta.key.seq)
 
 
 @dataclass(frozen=True, slots=True)
 class SeedHead:
-    """JSON before one range of a rank's initial weights: the life (run of the site), rank, fragment, and range's
-    position.
-    """
+    """JSON that precedes one range of bytes of a rank's initial weights in a request."""
 
     life: int
     rank: int
@@ -80,17 +74,15 @@ class SeedHead:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body to which the range belongs: life (run of the site), rank, fragment, and -1 for initial
-        weights.
-        """
+        """Identity of the body that the range belongs to; its ``seq`` is -1."""
         return BodyKey(self.life, self.rank, self.fragment, SEED_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivedCall:
-    """Request for the number of bytes of a body (push or initial weights) that have arrived.
+    """Request for the number of bytes of a push, or of initial weights, that have arrived.
 
-    ``seq`` is the number of the push; None: initial weights.
+    ``seq`` is the number of the push; None for initial weights.
     """
 
     life: int
@@ -102,25 +94,22 @@ class ArrivedCall:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body: life (run of the site), rank, fragment, and number of the push, or -1 for initial
-        weights.
-        """
+        """Identity of the body; its ``seq`` is -1 for initial weights."""
         return BodyKey(self.life, self.rank, self.fragment, SEED_NUMBER if self.seq is None else self.seq)
 
 
 @dataclass(frozen=True, slots=True)
 class LifeCall:
-    """Request to renew the lease of a life (run of a site) at path /v1/renew, or to end the life at /v1/leave."""
+    """Request to renew the lease of a site's run at path /v1/renew, or to end the run at /v1/leave."""
 
     life: int
 
 
 @dataclass(frozen=True, slots=True)
 class OfferCall:
-    """Request for the newest version of ``fragment`` that ``life``, one run of a training site, may take over.
+    """Request for the newest version of ``fragment`` that a training site may download.
 
-    ``asked`` is the number of the request within the life. A repeat with the same number receives the same offer. The
-    store retains the offered version for the downloads that follow.
+    ``asked`` counts the requests of the run ``life``; a repeat with the same number receives the same offer.
     """
 
     life: int
@@ -131,7 +120,7 @@ class OfferCall:
 
 @dataclass(frozen=True, slots=True)
 class OfferReply:
-    """Reply to a request for an offer. Its field ``offer`` is None if the life may not take over a version now."""
+    """Reply to a request for a version; ``offer`` is None if the site may not download any now."""
 
     offer: Offer | None
 

@@ -56,7 +56,7 @@ class StoreServer:
     """ASGI application that serves a store over HTTP.
 
     Args:
-        store: the store; the application closes it when the server shuts down.
+        store: the store; the application closes it at shutdown.
         token: secret that every request must carry, except for ``/v1/healthz``; empty: requests need none.
     """
 

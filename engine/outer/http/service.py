@@ -43,9 +43,7 @@ def check_host(host: str, token: str) -> None:
 
 
 class StoreService(HostedApplication):
-    """HTTP server that serves one store on the socket ``listening``, and calls the store's periodic work
-    (``Store.tick``).
-    """
+    """HTTP server for one store on the socket ``listening``; it also calls ``Store.tick`` periodically."""
 
     def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
         self._application = StoreServer(store, token)
@@ -69,7 +67,7 @@ def serve_store(store: Store, token: str, listening: socket.socket, ready: Calla
 
 
 def serving(store: Store, token: str, listening: socket.socket) -> AbstractContextManager[None]:
-    """Returns a context; until its end, a thread of this process serves ``store`` on the socket ``listening``.
+    """Returns a context in which a thread of this process serves ``store`` on the socket ``listening``.
 
     Raises:
         Exception: an error has stopped the store's periodic work; it is raised at the end of the context.
@@ -78,9 +76,7 @@ def serving(store: Store, token: str, listening: socket.socket) -> AbstractConte
 
 
 class HostedLink(HttpLink):
-    """Connection of a site to its only store, which this object starts in the site's own process.
-
-    The store ends when the site leaves.
+    """Connection of a site to its only store, which runs in the site's own process until the site leaves.
 
     Raises:
         LaunchError: the address cannot be served, or a store without a token would serve other hosts.
@@ -99,8 +95,6 @@ class HostedLink(HttpLink):
         super().__init__(outer.urls, fragments, token)
 
     def leave(self, life: int) -> None:
-        """Ends the life (run of the site) on the store. Then ends the store, after it has answered the requests under
-        way.
-        """
+        """Ends the site's run on the store, and stops the store after its current requests."""
         super().leave(life)
         self._served.close()

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def from_json(kind: type[T], value: Any, at: str, least: int = 0) -> T:
-    """Returns the JSON value ``value`` as an instance of the message class ``kind``; checks each field's type strictly.
+    """Returns the JSON value ``value`` as an instance of the message class ``kind``, with strict type checks.
 
     Args:
         at: name of ``value`` in errors, such as "reply".

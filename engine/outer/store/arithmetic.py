@@ -31,7 +31,7 @@ from engine.zero.optim.master_weights import clip_factor, gradient_norm
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Push of one training site (gradients or weight differences) in a merge, with its weight and learning rates."""
+    """One site's push (gradients or weight differences) in a merge, with its weight and learning rates."""
 
     finite: bool
     """True if every value is finite; other contributions have no effect, except on SUMS."""
@@ -46,17 +46,14 @@ class Contribution:
 
 
 class FragmentUpdate(Protocol):
-    """Interface of an optimizer that the store runs for one fragment (group of tensors).
-
-    Every update changes the optimizer's state, such as momentum.
-    """
+    """Interface of an optimizer that the store runs for one fragment (group of tensors)."""
 
     def update(self, weights: Flats, gradient: Flats, rates: Sequence[float]) -> Flats:
-        """Returns new weights, fp32, as one flat tensor for each parameter group; does not change ``weights``.
+        """Returns new weights, fp32, one flat tensor for each parameter group; ``weights`` do not change.
 
         Args:
             gradient: gradient of each element, in the same flat tensors as ``weights``.
-            rates: learning rate of each parameter group; if empty, the rates with which the optimizer was made.
+            rates: learning rate of each parameter group; empty: the initial rates.
         """
 
     def state(self) -> dict[str, Tensor]:
@@ -67,11 +64,7 @@ class FragmentUpdate(Protocol):
 
 
 class MergeArithmetic:
-    """Computation of merges for one fragment (group of tensors) on the store.
-
-    A merge makes new weights from the pushes (gradients or weight differences) of training sites, by the store's
-    optimizer.
-    """
+    """Computation of new weights from pushes (gradients or weight differences) for one fragment (group of tensors)."""
 
     def __init__(
         self, content: Content, settings: Mapping[str, Any], tensors: FlatTensors, groups: Sequence[Mapping[str, Any]]
@@ -80,14 +73,12 @@ class MergeArithmetic:
         self._updates = None if content is Content.SUMS else _make_update(content, settings, tensors, groups)
 
     def merge(self, weights: Flats, contributions: Sequence[Contribution]) -> Flats:
-        """Returns the next version of the fragment's weights, from ``weights`` and the pushes; does not change
-        ``weights``.
+        """Returns the new weights that follow from ``weights`` and the pushes; ``weights`` do not change.
 
-        If sites push gradients to update their weights themselves (``Content.SUMS``), returns the sum of the gradients.
+        If the sites run the optimizer (``Content.SUMS``), returns the sum of their gradients instead.
 
         Args:
-            contributions: pushes ordered by number of the site, so that their order of arrival changes no bit of the
-                result.
+            contributions: pushes, ordered by number of the site for a reproducible result.
         """
         if self._updates is None:
             return _sum(contributions)

@@ -23,9 +23,7 @@ _LONGEST_BODY = 1 << 46
 
 
 def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, Event]]:
-    """Yields the events of the journal in ``folder`` from byte ``start`` on, as (offset of the event's end, event).
-
-    Ignores a half-written last line.
+    """Yields (offset of the event's end, event) for the journal's events in ``folder``, from byte ``start`` on.
 
     Raises:
         CheckpointError: a line is damaged.
@@ -50,20 +48,17 @@ def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, Event]]:
 
 
 def read_body(folder: Path, name: str) -> Tensor:
-    """Returns the stored body called ``name``, the bytes that one rank has sent, uint8 [bytes].
+    """Returns the bytes of the stored push or initial weights called ``name``, uint8 [bytes].
 
     Raises:
-        CheckpointError: the body cannot be read.
+        CheckpointError: the file cannot be read.
     """
     data = read_all(Files(), folder / BODIES, name, _LONGEST_BODY)
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 class Journal:
-    """Journal of a store in a folder: one file of events, the trace, and one file for each body, the bytes that a rank
-    sends.
-
-    One process at a time may open it.
+    """Journal of a store in a folder: a file of events, and a file for each push or initial weights of a rank.
 
     Raises:
         CheckpointError: another process has the journal open.
@@ -84,16 +79,13 @@ class Journal:
         self._files.sync_folder(folder)
 
     def cut(self, position: int) -> None:
-        """Shortens the trace, the file of events, to ``position`` bytes; does nothing if it is shorter."""
+        """Shortens the file of events to at most ``position`` bytes."""
         if position < self.position:
             os.ftruncate(self._trace, position)
             self.position = position
 
     def write(self, event: Event, synced: bool = True) -> None:
-        """Appends an event to the trace; with ``synced``, it is on disk on return.
-
-        Without ``synced``, it reaches the disk with the next synced event at the latest.
-        """
+        """Appends an event to the file of events; with ``synced``, waits until it is on disk."""
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         with named(self.folder / TRACE):
             self._files.write(self._trace, memoryview(line))
@@ -102,7 +94,7 @@ class Journal:
         self.position += len(line)
 
     def write_body(self, name: str, body: Tensor) -> None:
-        """Writes ``body``, the payload of a push or of initial weights, into a file; on return it is on disk."""
+        """Writes ``body``, a push or initial weights of one rank, into a file, and waits until it is on disk."""
         path = self.folder / BODIES / name
         new = path.with_name(name + NEW)
         write_new(self._files, new, [body.numpy().data] if len(body) else [])
@@ -110,11 +102,11 @@ class Journal:
         self._files.sync_folder(path.parent)
 
     def body_names(self) -> list[str]:
-        """Returns the file names of all stored bodies, the payloads of pushes and of initial weights."""
+        """Returns the file names of all stored pushes and initial weights."""
         return self._files.names(self.folder / BODIES)
 
     def remove_bodies(self, names: Iterable[str]) -> None:
-        """Deletes the stored bodies (payloads of pushes and of initial weights) with the file names ``names``."""
+        """Deletes the stored pushes and initial weights with the file names ``names``."""
         for name in names:
             self._files.unlink(self.folder / BODIES / name)
 

@@ -14,10 +14,7 @@ from engine.outer.messages import RankLayout, StoreRefusedError
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of one life (run of a training site) in one fragment (group of tensors).
-
-    They are about the life's pushes, the merges of these pushes, and the versions that the life has taken over.
-    """
+    """Counters of one run of a training site (life) in one fragment (group of tensors)."""
 
     clock: int = 0
     """Merged pushes, plus those that the life has been credited with when it joined or came back."""
@@ -59,18 +56,18 @@ class Life:
 
     @property
     def live(self) -> bool:
-        """True if this life (run of a site) is neither lost nor ended, so that merges wait for its pushes."""
+        """True if merges wait for pushes of this run: it is neither lost nor ended."""
         return not self.lost and not self.ended
 
     @property
     def registered(self) -> bool:
-        """True once all ranks of the site have registered the elements that they push and pull."""
+        """True once all ranks of the site have registered their elements."""
         return len(self.layouts) == self.ranks
 
 
 @dataclass(slots=True)
 class Members:
-    """All lives (runs of training sites) by number, and the number of data rows in the merged pushes of each site."""
+    """All runs of training sites (lives) by number, and each site's count of data rows in merged pushes."""
 
     lives: dict[int, Life] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
@@ -84,30 +81,27 @@ class Members:
         return len({life.site for life in self.lives.values()})
 
     def minimum_clock(self, fragment: int, apart: Life | None = None) -> int | None:
-        """Returns the lowest number of merged pushes (clock) that a live site has in ``fragment``; the life ``apart``
-        is left out.
-
-        Returns None if there is no such site.
+        """Returns the fewest merged pushes (clock) of all live sites in ``fragment``, without the run ``apart``; None
+        if there is no site.
         """
         clocks = (life.progress[fragment].clock for life in self.live() if life is not apart)
         return min(clocks, default=None)
 
     def credit(self, life: Life) -> None:
-        """Raises the clocks (numbers of merged pushes, one for each fragment) of ``life``, which starts or comes back.
+        """Raises the clocks (merged pushes) of ``life`` to the lowest clock of the other live sites in each fragment.
 
-        Each becomes at least the lowest clock of the other live sites, so that no site waits for pushes that ``life``
-        has missed.
+        Other sites then do not wait for pushes that this run has missed.
         """
         for fragment, own in enumerate(life.progress):
             slowest = self.minimum_clock(fragment, apart=life)
             own.clock = max(own.clock, own.clock if slowest is None else slowest)
 
     def of_site(self, site: int) -> Iterator[Life]:
-        """Yields all lives (runs) of site number ``site``, also ended ones."""
+        """Yields all runs (lives) of site number ``site``, also ended ones."""
         return (life for life in self.lives.values() if life.site == site)
 
     def find(self, number: int) -> Life:
-        """Returns the life (run of a site) with this number, which has not ended.
+        """Returns the run of a site (life) with this number.
 
         Raises:
             StoreRefusedError: there is no such life (status 404), or it has ended (410).

@@ -34,11 +34,7 @@ class FlatPlace:
 
 @dataclass(frozen=True, slots=True)
 class FlatTensors:
-    """Positions of a fragment's tensors in flat tensors.
-
-    There is one flat tensor for each parameter group; it has the group's tensors one after the other, in the order of
-    the model.
-    """
+    """Positions of a fragment's tensors in flat tensors, one for each parameter group, in the order of the model."""
 
     places: Mapping[str, FlatPlace]
     sizes: tuple[int, ...]
@@ -46,7 +42,7 @@ class FlatTensors:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], int]], groups: int) -> "FlatTensors":
-        """Returns positions for ``tensors``, which follow one another in ``groups`` flat tensors.
+        """Returns positions for ``tensors``, in their order.
 
         Args:
             tensors: (name, shape, number of the parameter group) of each tensor.
@@ -71,11 +67,11 @@ class FlatTensors:
         return flats[place.group][place.start : place.stop].view(place.shape)
 
     def own(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
-        """Yields the entries of ``pieces`` (ranges of elements of tensors) that belong to tensors of this fragment."""
+        """Yields the entries of ``pieces`` (ranges of elements) that belong to tensors of this fragment."""
         return (each for each in pieces if each.name in self.places)
 
     def message_bytes(self, layout: RankLayout, codec: DeltaCodec) -> int:
-        """Returns the size in bytes of the body that one rank pushes for this fragment.
+        """Returns the size in bytes of one rank's push of this fragment.
 
         Args:
             layout: elements that the rank pushes and pulls.
@@ -84,15 +80,15 @@ class FlatTensors:
         return sum(codec.message_bytes(each.piece.elements) for each in self.own(layout.pushed))
 
     def seed_bytes(self, layout: RankLayout) -> int:
-        """Returns the size in bytes of the initial weights, fp32, that one rank sends for this fragment.
+        """Returns the size in bytes of one rank's initial weights for this fragment, fp32.
 
         Args:
-            layout: elements that the rank pushes and pulls; it sends initial weights for the pushed ones.
+            layout: elements that the rank pushes and pulls.
         """
         return 4 * sum(each.piece.elements for each in self.own(layout.pushed))
 
     def is_finite(self, layout: RankLayout, body: Tensor, codec: DeltaCodec) -> bool:
-        """Returns True if every value of ``body``, which one rank has pushed, is finite in fp32.
+        """Returns True if all values of ``body``, one rank's push, are finite in fp32.
 
         Args:
             layout: elements that the rank pushes and pulls.
@@ -107,25 +103,25 @@ class FlatTensors:
     def assemble(
         self, layouts: Mapping[int, RankLayout], bodies: Mapping[int, Tensor], codec: DeltaCodec, dtype: torch.dtype
     ) -> Flats:
-        """Decodes the bodies that all ranks of a training site have pushed, and joins their pieces to whole tensors.
+        """Decodes the pushes of all ranks of a training site into whole tensors.
 
         Returns flat tensors of ``dtype``, one for each parameter group.
 
         Args:
             layouts: elements that each rank pushes and pulls, by rank.
-            bodies: body that each rank has pushed, uint8 [bytes], by rank.
+            bodies: encoded values of each rank, uint8 [bytes], by rank.
         """
         decoded = (entry for rank in sorted(bodies) for entry in self._decoded(layouts[rank], bodies[rank], codec))
         return self._placed(decoded, dtype)
 
     def assemble_seeds(self, layouts: Mapping[int, RankLayout], bodies: Mapping[int, Tensor]) -> Flats:
-        """Joins the initial weights from all ranks of a training site to whole tensors.
+        """Joins the initial weights of all ranks of a training site to whole tensors.
 
         Returns flat tensors, fp32, one for each parameter group.
 
         Args:
             layouts: elements that each rank pushes and pulls, by rank.
-            bodies: initial weights of the elements that each rank pushes, fp32 as uint8 [bytes], by rank.
+            bodies: initial weights of each rank, fp32 as uint8 [bytes], by rank.
         """
         found: list[tuple[NamedPiece, Tensor]] = []
         for rank in sorted(bodies):
@@ -135,7 +131,7 @@ class FlatTensors:
         return self._placed(found, torch.float32)
 
     def cut(self, flats: Flats, layout: RankLayout) -> Tensor:
-        """Returns the elements of this fragment that one rank pulls, concatenated, [elements].
+        """Returns the elements of this fragment that one rank pulls, concatenated.
 
         Args:
             flats: values of the fragment, one flat tensor for each parameter group.
@@ -173,10 +169,10 @@ class FlatTensors:
 
 
 def check_layout(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses a layout with a piece of an unknown tensor, or with a piece that ends outside its tensor.
+    """Refuses a layout with an unknown tensor, or with a piece that ends outside its tensor.
 
     Raises:
-        StoreRefusedError: there is such a piece; the message names its tensor.
+        StoreRefusedError: the message names the tensor.
     """
     for each in (*layout.pushed, *layout.pulled):
         if each.name not in shapes:
@@ -192,7 +188,7 @@ def check_layout(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> N
 
 
 def check_body(body: Tensor, expected: int, subject: str) -> None:
-    """Refuses a body that is not one-dimensional uint8 with ``expected`` bytes.
+    """Raises unless ``body`` is a 1-D uint8 tensor with ``expected`` bytes.
 
     Raises:
         StoreRefusedError: size or dtype differ; the message begins with ``subject``.
@@ -205,7 +201,7 @@ def check_body(body: Tensor, expected: int, subject: str) -> None:
 
 
 def check_coverage(layouts: Mapping[int, RankLayout], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses the layouts of a training site's ranks unless they push each element of every tensor exactly once.
+    """Raises unless a site's ranks together push each element of every tensor exactly once.
 
     Args:
         layouts: elements that each rank pushes and pulls, by rank.

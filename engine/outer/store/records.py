@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def hash_of(flats: Flats) -> str:
-    """Returns a text with the hash of each tensor in ``flats``, 16 hexadecimal digits each, one after the other."""
+    """Returns the hashes of all tensors in ``flats`` as one text, 16 hexadecimal digits each."""
     function = hash_function(DEFAULT_ALGORITHM)
     arrays = (values.detach().flatten().view(torch.uint8).numpy() for values in flats)
     return "".join(f"{function(array.data):016x}" for array in arrays)
@@ -51,8 +51,7 @@ def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
 def check_model(site: int, model: Event, known: Event) -> None:
     """Refuses training site number ``site`` if its model differs from the first site's.
 
-    Compares tensors, parameter groups and frozen values. Frozen values of different dtypes are not compared, since each
-    site chooses its precision.
+    Compares tensors, parameter groups, and frozen values with equal dtypes.
 
     Args:
         model: model of this site, a result of ``model_record``.
@@ -98,9 +97,7 @@ def _first_difference(theirs: Sequence[Any], ours: Sequence[Any]) -> str:
 
 
 def model_record(request: JoinRequest) -> dict[str, Any]:
-    """Returns the tensors, parameter groups, and digests of frozen values that ``request`` names, as JSON values by
-    name.
-    """
+    """Returns the request's tensors, parameter groups and digests of frozen values, as JSON values by name."""
     groups, untrained = [dict(group) for group in request.groups], dict(request.untrained)
     return json_values(
         {"tensors": request.tensors, "groups": groups, "group_of": request.group_of, "untrained": untrained}
@@ -108,13 +105,13 @@ def model_record(request: JoinRequest) -> dict[str, Any]:
 
 
 def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, finite: bool) -> dict[str, Any]:
-    """Returns the "push" event of the store's journal, a JSON object, which records the body that one rank has sent.
+    """Returns the journal's "push" event for the part of a push that one rank has sent.
 
     Args:
         meta: description of the push.
-        share: loss and loss weight that the rank adds to the push.
-        body_hash: hash of the body.
-        finite: True if all values of the body are finite.
+        share: loss and loss weight of the rank.
+        body_hash: hash of the rank's encoded values.
+        finite: True if all values are finite.
     """
     return {
         "kind": "push", "life": meta.key.life, "fragment": meta.key.fragment, "seq": meta.key.seq, "base": meta.base,
@@ -125,7 +122,7 @@ def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, fin
 
 
 def read_meta(event: Event) -> PushMeta:
-    """Returns the description of a push from ``event``, the "push" event of the store's journal."""
+    """Returns the description of a push from the journal's "push" event."""
     return PushMeta(
         key=read_key(event), base=event["base"], steps=event["steps"], tokens=event["tokens"], rows=event["rows"],
         step=event["step"], rates=tuple(event["rates"]), taken=tuple((at, version) for at, version in event["taken"]),
@@ -133,20 +130,18 @@ def read_meta(event: Event) -> PushMeta:
 
 
 def read_key(event: Event) -> PushKey:
-    """Returns the identity of a push from ``event``, the "push" event of the store's journal."""
+    """Returns the identity of a push from the journal's "push" event."""
     return PushKey(event["life"], event["fragment"], event["seq"])
 
 
 def layout_record(life: int, rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Returns the "layout" event of the store's journal, a JSON object with the elements that one rank pushes and
-    pulls.
-    """
+    """Returns the journal's "layout" event with the elements that one rank pushes and pulls."""
     pushed, pulled = _pieces(layout.pushed), _pieces(layout.pulled)
     return {"kind": "layout", "life": life, "rank": rank, "pushed": pushed, "pulled": pulled}
 
 
 def read_layout(event: Event, shapes: Shapes) -> RankLayout:
-    """Returns the elements that one rank pushes and pulls from ``event``, a "layout" event of the store's journal.
+    """Returns the elements that one rank pushes and pulls, from the journal's "layout" event.
 
     Args:
         shapes: shape of each trainable tensor by name.

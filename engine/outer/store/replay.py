@@ -18,7 +18,7 @@ _MAY_CHANGE = ("lease", "grace", "sites", "least", "staleness")
 
 
 def body_name(event: Event) -> str | None:
-    """Returns the file name of the body that a "seed" or "push" event records; None for other events."""
+    """Returns the file name of the bytes for a "seed" or "push" event; None for other events."""
     match event["kind"]:
         case "seed":
             return seed_name(event["life"], event["fragment"], event["rank"])
@@ -28,12 +28,11 @@ def body_name(event: Event) -> str | None:
 
 
 def apply_stored(state: StoreState, folder: Path, event: Event) -> None:
-    """Applies one event of the journal in ``folder`` to ``state``; reads the stored body that the event refers to, if
-    any.
+    """Applies one event of the journal in ``folder`` to ``state``, and reads the event's stored file, if any.
 
     Raises:
-        CheckpointError: the body is missing, or its hash differs.
-        DifferentMergeError: the event is a merge, and its new weights have another hash than the journal records.
+        CheckpointError: the file is missing, or its hash differs.
+        DifferentMergeError: a merge gives weights with another hash than the journal has.
     """
 
     def stored(name: str) -> Tensor:
@@ -47,10 +46,7 @@ def apply_stored(state: StoreState, folder: Path, event: Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Result of the replay of a store's journal.
-
-    It has the number of merges with the same bits as in the journal, and the first merge with other bits.
-    """
+    """Result of the replay of a store's journal."""
 
     merges: int
     """Merges with the bits that the journal says."""
@@ -61,14 +57,13 @@ class Replayed:
 
 
 def replay(folder: str | Path) -> Replayed:
-    """Recomputes every merge of the store's journal in ``folder``, and compares the hash of the new weights with the
-    journal.
+    """Recomputes every merge of the store's journal in ``folder``, and compares the new weights with the journal's
+    hashes.
 
-    Stops at the first difference. Needs all stored pushes since the first event, so the store must have run with
-    ``keep``. Changes nothing in the folder.
+    Stops at the first difference. The store must have run with ``keep``. Changes nothing in the folder.
 
     Raises:
-        CheckpointError: there is no journal, it is damaged, or a body is missing.
+        CheckpointError: there is no journal, it is damaged, or a push is missing.
     """
     path = Path(folder)
     state: StoreState | None = None
@@ -98,9 +93,9 @@ def _versions(state: StoreState) -> tuple[int, ...]:
 
 
 def recover(journal: Journal, state: StoreState, settings: Mapping[str, Any]) -> None:
-    """Restores ``state`` from the journal: from the newest snapshot, then from all events after it.
+    """Restores ``state`` from the journal's newest snapshot and all events after it.
 
-    Cuts a half-written last line of the journal, and removes bodies that nothing refers to.
+    Removes a half-written last line of the journal, and stored pushes that nothing refers to.
 
     Args:
         settings: settings that all sites and the store share, as JSON values.

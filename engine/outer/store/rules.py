@@ -37,7 +37,7 @@ class WaitingPush:
 
 @dataclass(frozen=True, slots=True)
 class FragmentView:
-    """Read-only state of one fragment (group of tensors), from which a merge rule decides on merges and take-overs."""
+    """Read-only state of one fragment (group of tensors) for the decisions of a merge rule."""
 
     index: int
     version: int
@@ -57,22 +57,20 @@ class FragmentView:
 
 
 class MergeRule(Protocol):
-    """Interface of a merge rule: it decides when the store merges pushes, and when a training site may take the result
-    over.
-    """
+    """Rule that decides when the store merges pushes, and when a site may download the result."""
 
     def due(self, fragment: FragmentView, members: Members, now: float) -> tuple[PushKey, ...]:
         """Returns the keys of the pushes of ``fragment`` to merge at time ``now`` (seconds); empty if no merge is due.
 
         Args:
-            members: lives (runs) of the training sites, with their progress.
+            members: runs of the training sites, with their progress.
         """
 
     def answerable(self, fragment: FragmentView, members: Members, life: Life) -> bool:
-        """Returns True if ``life``, one run of a training site, may take over the newest version of ``fragment`` now.
+        """Returns True if ``life``, one run of a training site, may download the newest version of ``fragment`` now.
 
         Args:
-            members: lives of all training sites, with their progress.
+            members: runs of all training sites, with their progress.
         """
 
 

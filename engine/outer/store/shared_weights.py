@@ -35,7 +35,7 @@ from engine.outer.store.placement import FlatTensors
 
 
 class SharedWeights:
-    """Weights that all sites of one host update in a shared memory-mapped file, without locks (Hogwild).
+    """Weights that all sites of one host update in a memory-mapped file without locks (Hogwild).
 
     Implements :class:`StoreLink` for one rank.
 
@@ -59,10 +59,10 @@ class SharedWeights:
         self._moved = [0, 0]
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life (run) of a site. The reply has its number, and ``seeds`` = True for the first site.
-
-        The first site writes the names and shapes of the tensors to the folder, and is the only site that sends initial
+        """Registers a new run of a site. The reply has ``seeds`` = True for the first site, which sends initial
         weights.
+
+        The first site also writes the names and shapes of the tensors to the folder.
         """
         told = json.dumps({"tensors": request.tensors, "ranks": request.ranks})
         path, life = self._folder / "tensors", 0
@@ -78,8 +78,7 @@ class SharedWeights:
         return JoinReply(life=life, rows=0, clock=0, seeds=mine)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Maps the file of shared weights into memory, and stores ``layout``, the elements that this rank pushes and
-        pulls.
+        """Maps the shared weights into memory, and registers the elements that this rank pushes and pulls.
 
         Waits until the first site has described the model in the folder.
 
@@ -102,9 +101,7 @@ class SharedWeights:
         self._values = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Writes ``body``, this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the shared
-        weights.
-        """
+        """Writes this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the shared weights."""
         for shared, own in self._pushed(body.view(torch.float32)):
             shared.copy_(own)
         (self._folder / f"seeded-{rank}").touch()
@@ -112,7 +109,7 @@ class SharedWeights:
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
         """Subtracts ``body``, weight differences in fp32 as uint8 [bytes], from the shared weights in place.
 
-        Other sites may write at the same time. Returns ``PushState.MERGED``, since there is no merge to wait for.
+        Returns ``PushState.MERGED``.
         """
         values = self._codec.decode(body, body.numel() // 4).float()
         for shared, own in self._pushed(values):
@@ -121,9 +118,7 @@ class SharedWeights:
         return PushState.MERGED
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns an offer of the current weights; None before all ranks of the first site have written their initial
-        weights.
-        """
+        """Returns an offer of the current weights; None before the first site has written its initial weights."""
         if not all((self._folder / f"seeded-{rank}").exists() for rank in range(self._seeders)):
             return None
         return Offer(version=self._merged + 1, merged=self._merged, members=1)
@@ -136,14 +131,14 @@ class SharedWeights:
         return found
 
     def renew(self, life: int) -> None:
-        """Does nothing: there are no leases, since no site waits for another."""
+        """Does nothing, since there are no leases."""
 
     def leave(self, life: int) -> None:
         """Unmaps the shared weights from this process's memory; the files remain for other sites."""
         self._values = None
 
     def status(self) -> StoreStatus:
-        """Returns a status with the bytes that this rank has pushed and pulled; no other site is visible."""
+        """Returns a status with only the bytes that this rank has pushed and pulled."""
         return StoreStatus((self._merged + 1,), received_bytes=self._moved[0], sent_bytes=self._moved[1])
 
     def _pushed(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

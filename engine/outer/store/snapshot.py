@@ -29,10 +29,7 @@ _LARGEST = 1 << 46
 
 
 def write_snapshot(folder: Path, state: StoreState, position: int) -> None:
-    """Writes ``state``, which contains the first ``position`` bytes of the journal, as a snapshot in ``folder``.
-
-    Then removes the earlier snapshots.
-    """
+    """Writes ``state``, with the first ``position`` bytes of the journal, as a snapshot; removes earlier snapshots."""
     files, tensors = Files(), _tensors(state)
     path = folder / f"{_PREFIX}{position:012d}"
     new = path.with_name(path.name + NEW)
@@ -63,7 +60,7 @@ def snapshot_names(folder: Path) -> list[str]:
 def read_snapshot(folder: Path, state: StoreState) -> int:
     """Restores the newest snapshot in ``folder`` into ``state``, which is empty before.
 
-    Returns the offset in the journal from which later events are to be applied; 0 if there is no snapshot.
+    Returns the offset of the first later event in the journal; 0 without a snapshot.
 
     Raises:
         CheckpointError: the snapshot is damaged.

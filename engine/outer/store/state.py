@@ -21,14 +21,12 @@ Bodies = Callable[[str], Tensor]
 
 
 def seed_name(life: int, fragment: int, rank: int) -> str:
-    """Returns the name of the file with the initial weights that ``rank`` has sent for ``fragment`` in the run
-    ``life``.
-    """
+    """Returns the file name of ``rank``'s initial weights for ``fragment`` in the run ``life``."""
     return f"seed-{life}-{fragment}-{rank}"
 
 
 def push_name(key: PushKey, rank: int) -> str:
-    """Returns the name of the file with the values that ``rank`` has sent in the push ``key``."""
+    """Returns the file name of ``rank``'s part of the push ``key``."""
     return f"push-{key}-{rank}"
 
 
@@ -38,7 +36,7 @@ class DifferentMergeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MergedVersion:
-    """One version of a fragment's weights, with loss weight, loss and number of pushes of the merge that made it."""
+    """One version of a fragment's weights, with facts about the merge that made it."""
 
     number: int
     flats: Flats
@@ -49,9 +47,7 @@ class MergedVersion:
 
 @dataclass(slots=True)
 class StoredPush:
-    """Push that is in no merge yet, with bodies, losses and hashes from the ranks of the site that have sent their
-    part.
-    """
+    """Push that is not merged yet, with the parts that ranks of the site have sent."""
 
     meta: PushMeta
     life: Life
@@ -63,7 +59,7 @@ class StoredPush:
 
     @property
     def complete(self) -> bool:
-        """True once all ranks of the site have sent their bodies."""
+        """True once all ranks of the site have sent their parts."""
         return len(self.bodies) == self.life.ranks
 
 
@@ -90,22 +86,20 @@ class FragmentState:
         self.versions[version.number] = version
 
     def view(self) -> FragmentView:
-        """Returns the part of this fragment's state that merge rules read, such as its version and its waiting
-        pushes.
-        """
+        """Returns the part of this fragment's state that merge rules read."""
         waiting = [WaitingPush(key, push.life.site, push.arrived) for key, push in self.pushes.items() if push.complete]
         lives = frozenset(push.life.number for push in self.pushes.values())
         return FragmentView(self.index, self.version, waiting, lives, self.spreads)
 
 
 class StoreState:
-    """All state of one store: lives (runs) of training sites, and versions and pushes of its fragments.
+    """All state of one store: runs of training sites, and versions and pushes of its fragments.
 
-    Events of the journal change it through ``apply``, so that a replay of the journal makes the same state.
+    The journal's events change it through ``apply``.
 
     Args:
         settings: settings that all sites and the store share, as JSON values.
-        number: number of this store among all stores of the training.
+        number: number of this store among all stores.
     """
 
     def __init__(self, settings: Mapping[str, Any], number: int = 0) -> None:
@@ -136,15 +130,12 @@ class StoreState:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Newest version of each fragment of the training.
-
-        It is -1 for a fragment of another store, and before the fragment has its initial weights.
-        """
+        """Newest version of each fragment; -1 without initial weights, and for a fragment of another store."""
         found = dict.fromkeys(range(self.count), -1)
         return tuple((found | {each.index: each.version for each in self.fragments.values()}).values())
 
     def apply(self, event: Event, bodies: Bodies) -> None:
-        """Applies one event of the journal; ``bodies`` is a callback that returns a stored body by its file name."""
+        """Applies one event of the journal; ``bodies`` returns a stored file's bytes by name."""
         match event["kind"]:
             case "join":
                 self._join(event)
@@ -166,8 +157,6 @@ class StoreState:
     def set_model(self, model: Event) -> None:
         """Divides the tensors of ``model``, a result of ``model_record``, into fragments (groups that are merged
         together).
-
-        The first join of a site calls it.
 
         Raises:
             ValueError: the tensors cannot be divided into the configured fragments.
@@ -208,10 +197,7 @@ class StoreState:
         return self.now + float(self.settings["lease"])
 
     def renew(self, life: Life) -> None:
-        """Renews the lease of ``life``, a run of a training site.
-
-        The lease then ends the configured number of seconds after the time of the current event.
-        """
+        """Renews the lease of ``life``, a run of a training site, from the time of the current event."""
         life.expires = self._lease()
 
     def _change(self, life: Life, kind: str) -> None:
@@ -237,11 +223,7 @@ class StoreState:
         fragment.spent_bodies += [push_name(key, rank) for rank in fragment.pushes.pop(key).bodies]
 
     def rows_of(self, site: int) -> int:
-        """Returns the number of data rows that training site ``site`` has processed up to its last merged or complete
-        push.
-
-        A new life (run) of the site continues after these rows.
-        """
+        """Returns the number of data rows of training site ``site`` up to its last complete push, merged or not."""
         waiting = [
             push.meta.rows
             for fragment in self.fragments.values()
@@ -251,10 +233,7 @@ class StoreState:
         return max([self.members.rows.get(site, 0), *waiting])
 
     def restart(self, now: float) -> None:
-        """Continues at time ``now`` (seconds) after a start of the store.
-
-        Renews the leases of all lives, and counts waiting pushes as arrived at ``now``.
-        """
+        """Resets all leases, and the arrival times of waiting pushes, to ``now`` (seconds) after a restart."""
         self.now = now
         for life in self.members.lives.values():
             self.renew(life)
@@ -289,10 +268,9 @@ class StoreState:
     # ------------------------------------------------------------------ versions
 
     def merge(self, event: Event) -> Event:
-        """Merges the pushes that ``event``, a "merge" event, names into the next version of their fragment.
+        """Merges the pushes in the "merge" event ``event`` into the next version of their fragment.
 
-        Returns ``event`` with three more fields: the number of the version, the hash of its weights, and a flag for
-        each push that is True if one of its values is not finite.
+        Returns the event with the fields "version", "hash" and "not_finite" added.
 
         Raises:
             DifferentMergeError: the event already has a hash, and the new weights have a different hash.
@@ -356,10 +334,10 @@ class StoreState:
                 del fragment.versions[number]
 
     def offer_of(self, life: Life, fragment: FragmentState, version: int) -> Offer:
-        """Returns the offer of ``version``, a retained version of ``fragment``, to ``life``, a training site's run."""
+        """Returns the offer of the retained ``version`` of ``fragment`` to ``life``, a run of a training site."""
         own, made = life.progress[fragment.index], fragment.versions[version]
         return Offer(version, own.merged, made.weight, made.loss, made.members, own.staleness)
 
     def pullers(self, life: Life, fragment: FragmentState) -> Sequence[int]:
-        """Returns the ranks of ``life``, a training site's run, that pull elements of ``fragment``."""
+        """Returns the ranks of ``life``, a run of a training site, that pull elements of ``fragment``."""
         return [rank for rank, layout in life.layouts.items() if any(True for _ in fragment.tensors.own(layout.pulled))]

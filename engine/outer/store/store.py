@@ -56,15 +56,15 @@ Listener = Callable[[Event], None]
 
 
 class Store:
-    """Outer store: merges the pushes of training sites into new weights; implements ``StoreLink`` in this process.
+    """Store that merges the pushes of training sites into new weights; implements ``StoreLink`` in this process.
 
-    Threads may share it. No method waits for a merge: the request that makes a merge due computes it.
+    It is thread-safe. No method waits for a merge.
 
     Args:
         settings: settings that all sites share, see ``shared_settings``.
         folder: folder of the journal, from which a restarted store recovers; None: the store is in memory only.
         clock: function that returns seconds, for leases and the grace periods of merges.
-        keep: True to retain all bodies, which ``replay`` needs.
+        keep: True to retain all pushes, which ``replay`` needs.
         number: number of this store among several that divide the tensors.
         snapshot_every: merges between two snapshots.
 
@@ -100,7 +100,7 @@ class Store:
                 raise
 
     def close(self) -> None:
-        """Closes the journal, so that another store may use the folder; all acknowledged requests are on disk."""
+        """Closes the journal, so that another store may use the folder."""
         with self._lock:
             self._closed = True
             if self._journal is not None:
@@ -109,7 +109,7 @@ class Store:
     # ------------------------------------------------------------------ members
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life (run) of a training site, and ends its earlier life; complete earlier pushes remain.
+        """Starts a new run (life) of a training site, and ends its earlier one; complete earlier pushes remain.
 
         Raises:
             StoreRefusedError: the site has other settings or another model than this training.
@@ -128,7 +128,7 @@ class Store:
             return JoinReply(number, state.rows_of(request.site), clock, seeds)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers the elements that ``rank`` pushes and pulls; precedes every push and pull of this life.
+        """Registers the elements that ``rank`` pushes and pulls, before every push and pull of this run.
 
         Raises:
             StoreRefusedError: ``layout`` does not fit the model or the site's other layouts.
@@ -156,16 +156,14 @@ class Store:
             self._find(life)
 
     def leave(self, life: int) -> None:
-        """Ends the life, one run of a training site, so that merges no longer wait for this site."""
+        """Ends the run ``life`` of a training site; merges no longer wait for this site."""
         with self._request():
             self._find(life)
             self._record({"kind": "leave", "life": life})
             self._advance()
 
     def tick(self) -> None:
-        """Marks lives (runs of sites) as lost if their leases have ended, and makes merges that are due after a time
-        limit; call it several times within the seconds of a lease.
-        """
+        """Marks runs with expired leases as lost, and makes merges that are due; call it several times per lease."""
         with self._request():
             now = self._clock()
             for life in [life for life in self._state.members.live() if life.expires < now]:
@@ -173,7 +171,7 @@ class Store:
             self._advance()
 
     def status(self) -> StoreStatus:
-        """Returns the state of the store; version -1 marks a fragment without initial weights, or of another store."""
+        """Returns the state of the store; version -1 marks a fragment without initial weights here."""
         with self._request():
             state, live = self._state, list(self._state.members.live())
             clocks = {life.site: min((life.progress[i].clock for i in state.fragments), default=0) for life in live}
@@ -194,7 +192,7 @@ class Store:
         """Stores ``rank``'s initial weights of ``fragment``, fp32 as uint8 [bytes], unless the store has them already.
 
         Raises:
-            StoreRefusedError: another life is to send them, their size is wrong, or a value is not finite.
+            StoreRefusedError: another run is to send them, their size is wrong, or a value is not finite.
         """
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
@@ -220,7 +218,7 @@ class Store:
         """Stores ``rank``'s encoded values of the push ``meta``, uint8 [bytes], on disk; returns the state of the push.
 
         Raises:
-            StoreRefusedError: the body cannot be decoded, has a wrong size, or is out of sequence.
+            StoreRefusedError: the values cannot be decoded, have a wrong size, or are out of sequence.
         """
         with self._request():
             life, fragment = self._find(meta.key.life), self._fragment(meta.key.fragment)
@@ -243,9 +241,7 @@ class Store:
             return PushState.COMPLETE if complete else PushState.PARTIAL
 
     def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
-        """Returns the size in bytes of the body that ``rank`` sends for ``fragment``: a push, or with ``initial`` its
-        initial weights. Renews the lease of ``life``.
-        """
+        """Returns the size of ``rank``'s push of ``fragment`` in bytes, or with ``initial`` of its initial weights."""
         with self._request():
             layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors
             return tensors.seed_bytes(layout) if initial else tensors.message_bytes(layout, self._state.codec)
@@ -253,9 +249,8 @@ class Store:
     # ------------------------------------------------------------------ versions
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version of ``fragment`` that this life may take over; the store retains it for ``pull``.
-
-        Returns None before the initial weights have come, and while the merge rule forbids this life a new version.
+        """Returns the newest version of ``fragment`` that this site may download with ``pull``; None if there is none
+        now.
         """
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
@@ -267,9 +262,7 @@ class Store:
             return self._state.offer_of(found, part, part.version)
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns the elements of ``fragment`` that ``rank`` updates, fp32 [elements]; ``offer`` has named the
-        version.
-        """
+        """Returns ``rank``'s elements of ``fragment``, fp32 [elements], in the ``version`` of the last offer."""
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
             layout, own = self._layout(found, rank), found.progress[fragment]

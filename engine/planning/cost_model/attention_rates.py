@@ -11,7 +11,7 @@ _OTHER_LINKS = frozenset(("pcie", "nvl"))
 
 
 def asked_method(config: Config, card: str | None) -> AskedMethod:
-    """Returns the configured method of context-parallel attention, with the rates by which "auto" chooses one.
+    """Returns the configured method of context-parallel attention, with the rates that "auto" compares.
 
     ``card``: the vendor's name of the GPU; None: unknown.
     """
@@ -19,10 +19,9 @@ def asked_method(config: Config, card: str | None) -> AskedMethod:
 
 
 def attention_rates(config: Config, card: str | None) -> AttentionRates:
-    """Returns the attention and link rates of the GPU type ``card`` (the vendor's device name). For an unknown type or
-    None, returns assumed rates.
+    """Returns attention and link rates of the GPU type ``card`` (vendor's device name); assumed rates if it is unknown.
 
-    The link rate is the one inside a node if every group of context ranks is on one node, else the one between nodes.
+    The link rate is the one within a node if every cp group is on one node.
     """
     words = set(re.split(r"[^a-z0-9]+", (card or "").lower()))
     names = words.intersection(known_gpus())

@@ -51,9 +51,7 @@ SLACK = 0.1
 
 
 class BlockSample(NamedTuple):
-    """Activation bytes per row of one transformer block on one tensor rank. They are counted in a run of a few blocks
-    on shapes, without values.
-    """
+    """Activation bytes per row of one transformer block on one tensor rank, counted in a run without values."""
 
     kept: float
     """Bytes of activations that a block stores until its backward."""
@@ -96,9 +94,7 @@ class StageParameters(NamedTuple):
 
 
 def stage_parameters(work: Workload, layout: TrainingLayout, stage: StageShare) -> StageParameters:
-    """Returns the number of parameters on a rank of the pipeline stage ``stage``, before ZeRO shards them. Tensor ranks
-    shard all parameters except the experts that are divided among data ranks.
-    """
+    """Returns the number of parameters on a rank of the pipeline stage ``stage``, before ZeRO shards them."""
     whole = stage.blocks * work.block_parameters + stage.outer_parameters
     if work.experts is None or layout.ep == 1:
         return StageParameters(whole / layout.tp, 0.0)
@@ -107,8 +103,8 @@ def stage_parameters(work: Workload, layout: TrainingLayout, stage: StageShare) 
 
 
 def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) -> tuple[float, float, float]:
-    """Returns three numbers of bytes on a rank for one microbatch: (activations that a block stores until its backward,
-    logits, activations of a block while it is recomputed).
+    """Returns (stored activations of a block, logits, activations of a recomputed block), in bytes per rank and
+    microbatch.
 
     The last number is 0 without recomputation.
     """
@@ -125,16 +121,14 @@ def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) 
 
 
 def blocks_held(layout: TrainingLayout, blocks: float, microbatches: float) -> float:
-    """Returns the number of (block, microbatch) pairs with activations on the GPU at the same time: ``blocks`` x
-    ``microbatches``. It is at most 2 if recomputed blocks store their inputs on the host.
+    """Returns the number of (block, microbatch) pairs with activations on the GPU; at most 2 with block inputs on the
+    host.
     """
     return min(2.0, blocks * microbatches) if layout.inputs == "host" else blocks * microbatches
 
 
 def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | None:
-    """Returns the sizes of the exchange of token rows, in 16 bits, between the ranks among which a block's experts are
-    divided; None if experts are not divided.
-    """
+    """Returns the sizes of one block's exchange of expert rows; None if experts are not divided."""
     if layout.ep == 1 or work.experts is None:
         return None
     _, experts, chosen, _ = work.experts
@@ -143,9 +137,7 @@ def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | N
 
 
 def message_buffers(work: Workload, layout: TrainingLayout, stage: StageShare) -> float:
-    """Returns the bytes of a rank's communication buffers: two blocks with gathered parameters (ZeRO 3), and one round
-    of exchanged token rows if experts are divided among ranks.
-    """
+    """Returns the bytes of a rank's buffers for gathered parameters (ZeRO 3) and exchanged expert rows."""
     block = stage_parameters(work, layout, replace(stage, blocks=1, outer_parameters=0.0)).over(layout, sharded=False)
     gathered = 2 * 2 * block if layout.stage == 3 and layout.dp * layout.cp > 1 else 0.0
     exchange = block_exchange(work, layout)
@@ -153,9 +145,7 @@ def message_buffers(work: Workload, layout: TrainingLayout, stage: StageShare) -
 
 
 def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, stage: StageShare) -> RankMemory:
-    """Returns the estimated GPU memory, by kind, of a rank with the share ``stage`` of the model. The estimate follows
-    from formulas in the sizes of ``work`` and ``layout``; nothing is run.
-    """
+    """Returns the estimated GPU memory, by kind, of a rank with the share ``stage`` of the model, from formulas."""
     held = stage_parameters(work, layout, stage)
     kept, logits, again = working_bytes(work, layout, traits)
     last = logits if layout.pp == 1 else logits * (stage.outer_parameters > 0)
@@ -174,10 +164,9 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
 
 
 def exchange_seconds(work: Workload, layout: TrainingLayout, links: Links) -> tuple[float, float]:
-    """Returns (seconds of the forward, seconds of the backward) that one microbatch waits for exchanged expert rows,
-    over all blocks.
+    """Returns (forward seconds, backward seconds) for exchanged expert rows of one microbatch, over all blocks.
 
-    Routing is taken as even. A recomputed forward sends its rows again, which counts in the backward.
+    Assumes even routing. Backward includes the repeated exchange of a recomputed forward.
     """
     exchange = block_exchange(work, layout)
     if exchange is None or work.experts is None:
@@ -244,9 +233,7 @@ class StepModel:
         self._work, self._gpu, self._node, self._traits = work, gpu, node, traits or EngineTraits()
 
     def estimate(self, layout: TrainingLayout) -> LayoutEstimate:
-        """Returns the estimated step time and memory of ``layout``. The estimate follows from formulas; nothing is run
-        or traced.
-        """
+        """Returns the estimated step time and memory of ``layout``, from formulas alone."""
         work, traits = self._work, self._traits
         roofline, links = Roofline(work, layout, self._gpu, traits), Links(layout, self._gpu, self._node)
         block, head, m = roofline.block(), roofline.head(), layout.microbatches

@@ -34,9 +34,7 @@ class ExchangedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertExchange:
-    """Sizes of one call of an MoE layer with experts divided among ranks. From them follow the numbers of token rows
-    and bytes that ranks exchange.
-    """
+    """Sizes of one call of an MoE layer with experts divided among ranks."""
 
     experts: int
     chosen: int
@@ -52,76 +50,65 @@ class ExpertExchange:
     ``list``: the same, and rows are sent without weights and numbers, all at once."""
 
     def held(self, rank: int) -> int:
-        """Returns the number of experts on expert rank ``rank``. If the ranks do not divide the experts evenly, each of
-        the first ranks has one more than each of the last.
-        """
+        """Returns the number of experts on expert rank ``rank``; the first ranks have the remainder."""
         least, more = divmod(self.experts, self.ranks)
         return least + (rank < more)
 
     def even(self, rank: int) -> ExchangedRows:
-        """Returns the expected numbers of rows that expert rank ``rank`` sends to and receives from other ranks in a
-        call, if all experts are chosen equally often.
+        """Returns the expected numbers of rows that expert rank ``rank`` sends and receives in a call with even
+        routing.
         """
         own = self._rows_to(rank)
         return ExchangedRows(self.tokens * (self._rows_to_all() - own), self.tokens * (self.ranks - 1) * own)
 
     def mean(self) -> ExchangedRows:
-        """Returns the expected numbers of rows that a rank sends and receives in a call, averaged over the ranks, if
-        all experts are chosen equally often.
+        """Returns the expected numbers of rows that a rank sends and receives in a call with even routing, as a mean
+        over ranks.
         """
         gives = self.tokens * self._rows_to_all() * (self.ranks - 1) / self.ranks
         return ExchangedRows(gives, gives)
 
     def most(self) -> ExchangedRows:
-        """Returns an upper bound of the numbers of rows that a rank exchanges, for any routing.
-
-        All tokens of the rank then go to other ranks, and all tokens of other ranks come to it.
-        """
+        """Returns an upper bound of the numbers of rows that a rank sends and receives, for any routing."""
         gives = min(self.chosen, self.ranks - 1) if self.form == "token" else self.chosen
         return ExchangedRows(self.tokens * gives, (self.ranks - 1) * self._most_of_one)
 
     @property
     def limit(self) -> float:
-        """Largest number of rows that a rank receives from each other rank in one round of the exchange. If there are
-        more rows, further rounds follow.
+        """Largest number of rows from one rank to another in one round of the exchange; further rows take further
+        rounds.
         """
         share = max(1, 2 * self.tokens * self.chosen // self.ranks)
         return self._most_of_one if self.form == "list" else min(self._most_of_one, share)
 
     @property
     def rounds_repeat(self) -> bool:
-        """True if some choices of experts need several rounds of the exchange; the backward then runs the forward's
-        rounds again.
-        """
+        """True if the exchange may need several rounds; the backward then repeats the forward's rounds."""
         return self.limit < self._most_of_one
 
     @property
     def round_bytes(self) -> float:
-        """Largest number of bytes on a rank in one round of the exchange: sent and received token rows, and the
-        experts' results for them.
-        """
+        """Largest number of bytes on a rank in one round of the exchange."""
         received = self.ranks * self.limit
         given = min(received, self.tokens * (min(self.chosen, self.ranks) if self.form == "token" else self.chosen))
         return (received + given) * (self._row_bytes + self._result_bytes)
 
     def forward_bytes(self, rows: ExchangedRows) -> float:
-        """Returns the bytes that a rank sends in the forward of one call: token rows, results of its experts, and
-        routing. ``rows``: numbers of rows that the rank sends and receives.
+        """Returns the bytes that a rank sends in the forward of one call. ``rows``: numbers of rows that it sends and
+        receives.
         """
         return rows.gives * self._row_bytes + rows.gets * self._result_bytes + self._routing_bytes
 
     def backward_bytes(self, rows: ExchangedRows) -> float:
-        """Returns the bytes that a rank sends in the backward of one call, without a recomputed forward. ``rows``:
-        numbers of rows that the rank sends and receives in the forward.
-
-        Expert numbers, which the forward sends with the rows, have no gradients.
+        """Returns the bytes that a rank sends in one backward without recomputation. ``rows``: exchanged rows of the
+        forward.
         """
         row = self._row_bytes - self._slots * NUMBER_BYTES
         return rows.gives * self._result_bytes + rows.gets * row
 
     def sent_bytes(self, rows: ExchangedRows, forwards: int = 1) -> float:
-        """Returns the bytes that a rank sends in ``forwards`` forwards and one backward of one call. ``rows``: numbers
-        of rows that the rank sends and receives in each forward.
+        """Returns the bytes that a rank sends in ``forwards`` forwards and one backward. ``rows``: exchanged rows of a
+        forward.
         """
         return forwards * self.forward_bytes(rows) + self.backward_bytes(rows)
 

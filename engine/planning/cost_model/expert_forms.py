@@ -33,9 +33,7 @@ LARGEST_STATE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FormCost:
-    """Cost per step and rank of one way to store MoE experts on tensor ranks: either sharded along their width, or in
-    full on each tensor rank.
-    """
+    """Cost per step and rank of MoE experts that tensor ranks either shard along their width or store in full."""
 
     expert_bytes: float
     """Bytes a step over ep."""
@@ -53,9 +51,7 @@ class FormCost:
         return round(self.expert_bytes + self.tensor_bytes + self.gradient_bytes)
 
     def seconds(self, links: Links, gpu: GpuSpec) -> float:
-        """Returns the seconds per step of the experts' matrix products on ``gpu``, plus the seconds to send their bytes
-        over ``links``. The two are not taken to overlap.
-        """
+        """Returns the seconds per step of the experts' matrix products plus their communication, without overlap."""
         over_data = self.gradient_bytes / links.ring("dp+cp").rate
         sent = self.expert_bytes / links.experts().rate + self.tensor_bytes / links.ring("tp").rate + over_data
         return sent + self.flops / (gpu.bf16_rate * gpu.reached.product)
@@ -78,10 +74,8 @@ class SharedExpertWork:
     """Experts are modules of a list; False: they are stacked in the parameters of one module."""
 
     def cost(self, layout: TrainingLayout, cut: bool) -> FormCost:
-        """Returns the cost of a rank's experts per step.
-
-        ``cut``: True if tensor ranks shard the experts along their width, False if each tensor rank stores them in
-        full.
+        """Returns the cost of a rank's experts per step. ``cut``: True if tensor ranks shard the experts along their
+        width.
         """
         t, e, chosen = layout.tp, layout.ep, self.work.chosen
         tokens = layout.microbatches * self.tokens * self.layers / layout.cp
@@ -111,8 +105,8 @@ class SharedExpertWork:
         return exchange.mean().gives
 
     def choose(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> tuple[bool, str]:
-        """Returns (cut, reason): True if tensor ranks should shard the experts along their width, and a text with the
-        compared costs.
+        """Returns (cut, reason): True if tensor ranks should shard the experts along their width, and the compared
+        costs.
 
         ``node``: number of GPUs per node.
         """

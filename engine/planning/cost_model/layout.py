@@ -55,9 +55,7 @@ class TrainingLayout:
 
     @property
     def keeps_gradient_shards(self) -> bool:
-        """True if a rank accumulates only its shard of the gradients: ZeRO 2 or 3 with a reduction after every
-        microbatch.
-        """
+        """True if a rank accumulates only its shard of the gradients (ZeRO 2 or 3 with ``reduce: "microbatch"``)."""
         return self.stage >= 2 and self.reduction == "microbatch"
 
     @property
@@ -126,8 +124,8 @@ class StageShare:
 def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool = True) -> StageShare:
     """Returns the share of the model on the slowest of ``pp`` pipeline ranks.
 
-    ``block``, ``head``: seconds of one block and of the head. ``balanced``: True if stages have about equal seconds;
-    False: all ranks have equally many blocks, and the last rank the head as well.
+    ``block``, ``head``: seconds of a block and of the head. ``balanced``: True for stages of equal time, False for
+    stages of equally many blocks.
     """
     outer = work.outer_parameters
     if pp == 1:
@@ -163,9 +161,7 @@ def idle_over_useful(layout: TrainingLayout) -> float:
 
 
 def microbatches_held(layout: TrainingLayout) -> float:
-    """Returns the largest number of microbatches for which a pipeline rank stores activations at the same time, on the
-    rank that stores the most.
-    """
+    """Returns the largest number of microbatches with stored activations on one pipeline rank at the same time."""
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if layout.schedule in ("gpipe", "looped-bfs"):
         return float(m)

@@ -30,11 +30,7 @@ def tensor_groups_cross(tp: int, node: int) -> bool:
 
 
 def placement_picture(grid: Grid, node: int) -> str:
-    """Returns a table as text, with one line for each node of ``node`` GPUs: the node's ranks, and their coordinates on
-    the axes pp, dp, cp and tp.
-
-    The column of cp is left out if there is one context rank.
-    """
+    """Returns a text table of nodes with ``node`` GPUs: their ranks, and the coordinates on pp, dp, cp and tp."""
     lines = list(_lines(grid, node))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
@@ -81,8 +77,8 @@ class Links:
         self._out = gpu.network_rate * gpu.reached.network
 
     def ring(self, axis: Literal["dp+cp", "cp", "tp"]) -> LinkSpeed:
-        """Returns the link speed of each rank in a ring collective over ``axis``: the speed inside a node if every ring
-        stays in one node, else that of the network between nodes.
+        """Returns the link speed of a rank in a ring collective over ``axis``; the network's if some ring leaves its
+        node.
         """
         parts = self._parts(axis)
         stride = min(stride for stride, _ in parts)
@@ -93,11 +89,7 @@ class Links:
         return LinkSpeed(self._gpu.network_latency, rate)
 
     def experts(self) -> LinkSpeed:
-        """Returns the speed at which a rank exchanges token rows with the ranks that share its experts, which are
-        adjacent context and data ranks.
-
-        Only rows to ranks of other nodes use the network between nodes.
-        """
+        """Returns the speed at which a rank exchanges token rows with the ranks that share its experts."""
         near, ranks = max(1, self._node // min(stride for stride, _ in self._parts("dp+cp"))), self._layout.ep
         if ranks <= near:
             return self._inside
@@ -110,9 +102,7 @@ class Links:
         return [part for part in parts if part[1] > 1] or parts[:1]
 
     def hop(self) -> LinkSpeed:
-        """Returns the speed of the link from a pipeline stage to the next stage: inside a node, or of the network
-        between nodes.
-        """
+        """Returns the speed of the link from a pipeline stage to the next one."""
         layout = self._layout
         if layout.order == "tp-pp-dp":
             if self._grid.stride("dp") <= self._node:
@@ -172,8 +162,8 @@ class Roofline:
         )
 
     def product(self, product: Product, fp8: bool = False) -> float:
-        """Returns the forward seconds of a matrix product for one microbatch on one rank; ``fp8``: True for fp8
-        operands, else bf16.
+        """Returns the forward seconds of a matrix product for one microbatch on one rank; ``fp8``: True for fp8, else
+        bf16.
         """
         gpu, tp = self._gpu, self._layout.tp if product.cut != "none" else 1
         width = product.narrow(tp)

@@ -73,10 +73,9 @@ class LongestRun:
 
 
 def longest_length(memory_of: Callable[[int], float], limit: float, step: int) -> int:
-    """Returns the largest multiple of ``step``, in tokens, for which ``memory_of`` returns at most ``limit`` bytes; 0
-    if there is none. The search ends at 2^34 tokens.
+    """Returns the longest multiple of ``step`` tokens for which ``memory_of`` returns at most ``limit`` bytes, or 0.
 
-    ``memory_of``: function that returns the bytes for rows of a length; it must not fall as the length grows.
+    ``memory_of``: function from a length to bytes; it must not decrease. The search ends at 2^34 tokens.
     """
     low, high = 0, 1
     while high * step <= LONGEST and memory_of(high * step) <= limit:
@@ -88,8 +87,7 @@ def longest_length(memory_of: Callable[[int], float], limit: float, step: int) -
 
 
 def long_layouts(work: Workload, world: int, node: int) -> Iterator[TrainingLayout]:
-    """Yields the layouts of ``world`` ranks that train on one long row per data rank: all grids, ZeRO stages and kinds
-    of recomputation.
+    """Yields layouts of ``world`` ranks that train on one long row per data rank.
 
     ``node``: number of GPUs per node, inside which tensor ranks stay.
     """
@@ -108,13 +106,10 @@ def long_layouts(work: Workload, world: int, node: int) -> Iterator[TrainingLayo
 def longest_runs(
     work: Workload, layouts: Iterator[TrainingLayout], memory_bytes: float, sample: LengthSample | None = None
 ) -> list[LongestRun]:
-    """Returns the longest row that fits in memory for each layout. Layouts with bytes counted by ``sample`` come before
-    others; among each kind, the longest row is first.
+    """Returns the longest row that fits in memory for each layout, the longest first.
 
-    ``memory_bytes``: memory of a GPU. ``sample``: function that counts the bytes of a block in a run on shapes; None:
-    formulas only. With ``sample``, blocks of the first layout are counted, all layouts with the same settings of a
-    block use these counts, and the list is sorted again. This repeats for at most four kinds of blocks, until the first
-    layout is a counted one or cannot be counted.
+    ``memory_bytes``: memory of a GPU. ``sample``: function that counts a block's bytes in a run on shapes; None:
+    formulas only. With ``sample``, counted layouts come before the others. It runs for at most four kinds of blocks.
     """
     limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
     runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)
@@ -143,9 +138,7 @@ def _blocks_of(layout: TrainingLayout) -> Hashable:
 
 
 def bytes_at(length: int, lengths: Sequence[int], counted: Sequence[float]) -> float:
-    """Returns the bytes for rows of ``length`` tokens, at least 0, by Lagrange interpolation. ``counted``: bytes that
-    were counted for rows of ``lengths`` tokens.
-    """
+    """Returns the bytes for rows of ``length`` tokens, interpolated between the ``counted`` bytes for ``lengths``."""
     weights = (prod((length - other) / (own - other) for other in lengths if other != own) for own in lengths)
     return max(0.0, sum(weight * one for weight, one in zip(weights, counted, strict=True)))
 

@@ -37,10 +37,7 @@ class Wish:
 
 
 def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
-    """Yields every valid layout for ``work`` under the conditions ``wish``.
-
-    Tensor ranks stay inside a node, and each pipeline stage has at least one block.
-    """
+    """Yields every valid layout for ``work`` under the conditions ``wish``, with tensor ranks inside a node."""
     sizes = [size for size in range(1, wish.world + 1) if wish.world % size == 0]
     for tp, pp, cp in product(sizes, sizes, (size for size in sizes if size in _context_sizes(work))):
         if wish.world % (tp * pp * cp) or pp > work.blocks or tp > wish.node or work.heads % tp or wish.node % tp:
@@ -76,10 +73,9 @@ def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[Traini
 
 
 def zero_stages(shards: int) -> tuple[tuple[int, Reduction], ...]:
-    """Returns the pairs (ZeRO stage, "step" or "microbatch") to try for ``shards`` data and context ranks. The second
-    value is the time at which gradients are reduced.
+    """Returns the pairs (ZeRO stage, time of gradient reduction) to try for ``shards`` data and context ranks.
 
-    ZeRO 2 with one reduction per step is left out, because its costs equal the costs of ZeRO 1.
+    The time is "step" or "microbatch".
     """
     several: tuple[tuple[int, Reduction], ...] = ((1, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch"))
     return ((0, "step"), *several) if shards > 1 else ((0, "step"),)
@@ -93,9 +89,7 @@ def _runs(pp: int, microbatches: int, kind: str, virtual: int, blocks: int) -> b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Result of a layout search: the estimates of all layouts that fit in memory, the fastest first, and the numbers of
-    layouts and grids that were tried.
-    """
+    """Result of a layout search: estimates of the layouts that fit in memory, and the numbers of tries."""
 
     tried: int
     grids: int
@@ -106,8 +100,7 @@ class SearchResult:
 
 
 def search_layouts(work: Workload, model: StepModel, wish: Wish) -> SearchResult:
-    """Estimates every valid layout by formulas, and returns the result: the layouts that fit in memory, the fastest
-    first, and the layout that needs the least memory.
+    """Estimates every valid layout by formulas, and ranks the layouts that fit in memory by speed.
 
     Raises:
         PlanError: no grid with this number of ranks can run the model with this batch size.
@@ -131,9 +124,7 @@ def _rank(one: LayoutEstimate) -> tuple[float, float]:
 
 
 def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
-    """Returns the estimate of the layout in ``result`` that differs from ``layout`` in the fewest settings. Of several
-    such layouts it is the fastest. None: no layout of the search fits in memory.
-    """
+    """Returns the fastest estimate in ``result`` with the fewest settings different from ``layout``, or None."""
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
 
@@ -152,10 +143,9 @@ SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
-    """Returns the settings that differ between two layouts, such as "grid" or "zero": name -> (value in ``before``,
-    value in ``after``).
+    """Returns the settings that differ between two layouts: name -> (value in ``before``, value in ``after``).
 
-    A number of microbatches is not listed if it differs only because the number of data ranks does.
+    Leaves out a number of microbatches that follows from the number of data ranks.
     """
     found: dict[str, tuple[object, object]] = {}
     for name, members in SETTINGS.items():
@@ -176,18 +166,16 @@ sample. None: no sample.
 
 
 class LayoutChoice:
-    """Iterator over the estimates of layouts that probably fit in memory, the fastest first. Its caller makes a whole
-    plan for each layout, counts the plan's bytes, and passes them to :meth:`learn`.
+    """Iterator over estimates of layouts that probably fit in memory, the fastest first.
 
-    Later estimates of similar layouts are multiplied by the ratio of counted to estimated bytes. Two layouts are
-    similar in three conditions: their recomputation is equal, both or neither have schedules with split backwards, and
-    both or neither have several context ranks.
+    The caller makes a whole plan for each layout and passes the plan's bytes to :meth:`learn`, which corrects later
+    estimates.
 
     Args:
         ranked: estimates that fit by formulas, the fastest first.
         limit: bytes of a rank that a layout may use.
-        working: function that returns the bytes of activations and buffers from sampled blocks, or None. Its result
-            replaces that of the formulas.
+        working: function that returns the bytes of activations and buffers from sampled blocks, or None to use
+            formulas.
     """
 
     def __init__(self, ranked: Sequence[LayoutEstimate], limit: float, working: Working = lambda *_: None) -> None:
@@ -206,29 +194,25 @@ class LayoutChoice:
         return self
 
     def learn(self, estimate: LayoutEstimate, counted: RankMemory) -> None:
-        """Records ``counted``, the bytes of a whole plan for the layout of ``estimate``. Later estimates of similar
-        layouts are multiplied by the ratio of counted to estimated bytes.
-        """
+        """Records ``counted``, the bytes of a whole plan, and scales later estimates of similar layouts accordingly."""
         self._tried.add(estimate.layout)
         before = self._known(estimate, False)
         if before > 0:
             self._factors[_held_alike(estimate.layout)] = (counted.activations + counted.buffers) / before
 
     def pass_over(self, layout: TrainingLayout) -> None:
-        """Excludes ``layout`` from this iterator, because the caller has already made a plan for it."""
+        """Excludes ``layout`` from this iterator."""
         self._tried.add(layout)
 
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
-        """Returns the estimated bytes of a rank for the layout of ``one``, corrected by the counts that :meth:`learn`
-        received. ``fresh``: True if the callback ``working`` may sample blocks anew.
+        """Returns the bytes of a rank for the layout of ``one``, corrected by :meth:`learn`; ``fresh``: True to sample
+        blocks.
         """
         working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)
 
     def likely(self) -> tuple[LayoutEstimate, ...]:
-        """Returns the estimates of layouts that probably fit, the fastest first. Layouts that the iterator has yielded,
-        or that :meth:`learn` or :meth:`pass_over` received, are left out.
-        """
+        """Returns the remaining estimates of layouts that probably fit, the fastest first."""
         return tuple(one for one in self._ranked if one.layout not in self._tried and self.need(one) <= self._limit)
 
     def _known(self, one: LayoutEstimate, fresh: bool) -> float:

@@ -16,9 +16,7 @@ Side = Literal["inner", "outer", "none"]
 
 
 class Product(NamedTuple):
-    """Matrix products of one token with ``times`` weights, each of shape [``inner``, ``outer``]. ``cut`` names the dim
-    that tensor ranks shard, or is "none".
-    """
+    """Matrix products of one token with ``times`` weights [``inner``, ``outer``]; ``cut``: sharded dim or "none"."""
 
     inner: int
     outer: int
@@ -38,17 +36,15 @@ class Product(NamedTuple):
 
 
 class CutAmount(NamedTuple):
-    """Amount per tensor-parallel group, such as bytes, in two parts. Tensor ranks always divide ``cut`` among them, and
-    ``whole`` only under sequence parallelism.
+    """Amount per tensor-parallel group, such as bytes. ``whole`` is divided only under sequence parallelism, ``cut``
+    always.
     """
 
     cut: float
     whole: float
 
     def on(self, tp: int, sequence: bool) -> float:
-        """Returns the amount on one of ``tp`` tensor ranks. ``sequence``: True with sequence parallelism, so that
-        ``whole`` is divided too.
-        """
+        """Returns the amount on one of ``tp`` tensor ranks. ``sequence``: True with sequence parallelism."""
         return self.cut / tp + self.whole / (tp if sequence else 1)
 
 
@@ -103,9 +99,7 @@ class Workload:
         return self.blocks * self.block_parameters + self.outer_parameters
 
     def flops_of_token(self) -> float:
-        """Returns the model FLOPs to train one token: three times the FLOPs of its forward. Attention counts all token
-        pairs of a row, also pairs that a causal mask removes.
-        """
+        """Returns the model FLOPs to train one token, with attention to all token pairs of a row, masked or not."""
         block = sum(2 * product.weights for product in self.products) + 4 * self.attention * self.context
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
 
@@ -184,16 +178,12 @@ class DecoderShape:
 
 
 def is_model_config(raw: object) -> bool:
-    """Returns True if a parsed JSON value is a Hugging Face model configuration, rather than a configuration of the
-    engine.
-    """
+    """Returns True if a parsed JSON value is a Hugging Face model configuration."""
     return isinstance(raw, Mapping) and any(key in raw for key in ("model_type", "architectures", *SIZES["width"]))
 
 
 def decoder_shape_of(raw: Mapping[str, Any]) -> DecoderShape | None:
-    """Returns the decoder's sizes from ``raw``, a Hugging Face model configuration. None if its model type is unknown
-    here, has blocks of another kind, or lacks a size.
-    """
+    """Returns the decoder's sizes from ``raw``, a Hugging Face model configuration; None if it cannot be described."""
     family = raw.get("model_type")
     found = {name: next((raw[key] for key in keys if raw.get(key)), None) for name, keys in SIZES.items()}
     found["context"] = found["context"] or 2048

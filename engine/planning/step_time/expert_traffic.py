@@ -14,9 +14,7 @@ from engine.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTraffic:
-    """Bytes that a rank exchanges in a step with the ranks that share its experts (axis "ep"), and the placement of
-    experts on these ranks.
-    """
+    """Bytes that a rank exchanges in a step with the ranks that share its experts (axis "ep")."""
 
     expected: float
     """Bytes that it sends in a step, on average, if routing is even."""
@@ -29,9 +27,7 @@ class ExpertTraffic:
 
 
 def expert_traffic(plan: Plan, work: Workload, coord: Coord) -> ExpertTraffic | None:
-    """Returns the traffic of token rows at the grid position ``coord``, if experts are divided among data ranks; else
-    None. ``work``: sizes of the model and its rows.
-    """
+    """Returns the traffic of token rows at the grid position ``coord``; None if experts are not divided."""
     if plan.shared_experts is None or work.experts is None:
         return None
     config, shared = plan.config, plan.shared_experts

@@ -54,7 +54,7 @@ class PlanCosts:
 
     @property
     def experts(self) -> ExpertTraffic | None:
-        """Traffic of token rows on the first rank, if experts are divided among data ranks; else None."""
+        """Traffic of token rows on the first rank; None if experts are not divided."""
         return self.exchanges[0] if self.exchanges else None
 
     @property
@@ -99,8 +99,7 @@ def planned_layout(plan: Plan) -> TrainingLayout:
 def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: BlockSample | None = None) -> PlanCosts:
     """Returns the estimated memory and time of ``plan`` on GPUs of type ``gpu``, with ``node`` GPUs per node.
 
-    ``work``: sizes and costs of the model. ``sample``: activation bytes of the plan's blocks, counted in a run on
-    shapes; None: they are estimated by formulas.
+    ``work``: sizes and costs of the model. ``sample``: counted activation bytes of blocks; None: formulas.
     """
     layout, traits = planned_layout(plan), EngineTraits()
     time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))

@@ -62,7 +62,7 @@ Pattern = Literal["all_reduce", "all_gather"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLinks:
-    """Link speeds inside and between the hosts of a cluster. They do not depend on the grid of ranks."""
+    """Link speeds inside and between the hosts of a cluster."""
 
     within: LinkSpeed
     """Link between two ranks of a host; the rate per rank while all of them send."""
@@ -81,10 +81,10 @@ class AxisLinks:
 
 
 def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
-    """Returns the link speeds of ``grid`` if rank r runs on ``hosts[r]``; ranks with equal host names share a host.
+    """Returns the link speeds of ``grid`` with rank r on ``hosts[r]``; equal names are one host.
 
     Raises:
-        GridError: there are more or fewer hosts than ranks.
+        GridError: the number of hosts is not the number of ranks.
     """
     if len(hosts) != grid.world_size:
         raise GridError(f"{len(hosts)} ranks have a host, and the grid has {grid.world_size}; give one host for each.")
@@ -143,9 +143,7 @@ _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """Compute seconds that one rank would need for the whole model, if neither its layers nor its stages were divided
-    among ranks.
-    """
+    """Compute seconds of one rank with the whole, undivided model."""
 
     forward: float
     """Forward seconds of a microbatch."""
@@ -177,7 +175,7 @@ class StepTime:
 
 
 def predict_step(plan: Plan, computation: Computation, links: AxisLinks) -> StepTime:
-    """Returns the predicted time of a training step of ``plan``, as it is from the third step on.
+    """Returns the predicted time of a training step of ``plan`` after warm-up.
 
     ``computation``: compute seconds of a rank that has the whole model. ``links``: link speeds of the plan's grid.
     """
@@ -187,10 +185,10 @@ def predict_step(plan: Plan, computation: Computation, links: AxisLinks) -> Step
 def play_schedule(
     schedule: Schedule, seconds: Mapping[tuple[Op, int], float], hop: Hop = lambda action, target: (0.0, 0.0)
 ) -> StepTimeline:
-    """Simulates ``schedule`` and returns its timeline. An action starts when its rank has ended the action before it
-    and all its inputs have arrived.
+    """Simulates ``schedule`` and returns its timeline.
 
-    A rank sends its messages one after the other. Without ``hop``, messages take no time.
+    An action starts once its rank is free and all its inputs have arrived. A rank sends one message at a time. Without
+    ``hop``, messages take no time.
 
     Args:
         seconds: duration by (operation, stage).

@@ -28,9 +28,7 @@ MANY_HEADS = 1 << 20
 
 
 class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch dispatch mode that counts FLOPs and memory bytes of the operators that run inside it, separately for matrix
-    products, attention and all other operators.
-    """
+    """Torch dispatch mode that counts FLOPs and memory bytes of matrix products, attention and other operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,8 +42,8 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of the results of products and attention."""
 
     def usual_width(self) -> int:
-        """Returns the most frequent inner width of the counted matrix products, as an estimate of the hidden size; 1 if
-        there are none.
+        """Returns the most frequent inner width of the counted matrix products, as the hidden size; 1 if there are
+        none.
         """
         widths: dict[int, float] = {}
         for (inner, _), count in self.products.items():
@@ -95,8 +93,7 @@ class _AttentionByBlocks(TorchFunctionMode):
 
 
 def traced_workload(program: Program, row: Batch) -> Workload:
-    """Returns the sizes and costs of training the model on rows with the shapes of ``row``. They are counted in a run
-    of the model on shapes, without values.
+    """Returns the sizes and costs of training the model on rows like ``row``, from a run on shapes.
 
     Raises:
         PlanError: the model cannot be traced.

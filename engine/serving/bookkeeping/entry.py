@@ -48,11 +48,7 @@ class EntryState(Enum):
 
 @dataclass(eq=False, slots=True)
 class FutureEntry:
-    """Accepted command and, once the command has ended, its result. ``key`` is the id by which clients ask for the
-    result.
-
-    A repeated request finds this entry.
-    """
+    """Accepted command of a client and, once the command has ended, its result. ``key`` identifies both."""
 
     key: str
     session: str
@@ -81,7 +77,7 @@ class FutureEntry:
 
     @property
     def is_sample(self) -> bool:
-        """True for sampling commands, which yield to training commands in the queue and which a client may cancel."""
+        """True for sampling commands, which clients may cancel and training commands may overtake."""
         return isinstance(self.command, SampleTokens)
 
     @property
@@ -91,10 +87,8 @@ class FutureEntry:
 
 
 def cost_of(command: Command) -> int:
-    """Returns the cost of ``command`` in the fair queue, at least 1.
-
-    It is roughly the number of tokens, times 1 for a forward or a sample, 2 for a backward alone, and 3 for a forward
-    with backward. Other commands cost 1.
+    """Returns the cost of ``command`` in the fair queue: its tokens, times 2 for a backward, or 3 with forward; at
+    least 1.
     """
     match command:
         case ForwardBackward():

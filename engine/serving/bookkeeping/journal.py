@@ -36,7 +36,7 @@ DEAD_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """Record in the journal of a service; it replaces all earlier records with the same ``identity``."""
+    """Record in the journal of a service; it replaces earlier records with the same ``identity``."""
 
     identity: str
     values: Mapping[str, Any]
@@ -51,14 +51,13 @@ class _Place:
 
 
 class CommandJournal:
-    """Journal on disk of the commands that a service has accepted. One process at a time may open it.
+    """Journal on disk of the commands that a service has accepted.
 
-    Any thread may call its methods; a thread that the journal starts writes the file.
+    It is thread-safe, and one process at a time may open it.
 
     Args:
         folder: existing or new folder of the journal.
-        dead_bytes: limit in bytes; the file is rewritten without its replaced records once they take more bytes than
-            this and more than half of the file.
+        dead_bytes: the file is rewritten once replaced records take more bytes than this and more than half of it.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.
@@ -86,26 +85,23 @@ class CommandJournal:
         self._thread.start()
 
     def take_records(self) -> list[JournalRecord]:
-        """Returns the records that earlier processes have written, in the order of writing, without replaced records.
-
-        A second call returns an empty list.
+        """Returns the records of earlier processes in the order of writing, without replaced ones; empty on a second
+        call.
         """
         found, self.records = self.records or [], None
         return found
 
     def append(self, *records: JournalRecord) -> Future[None]:
-        """Queues records for writing; either all of them are written or none. Returns a future.
+        """Queues records for writing, all or none.
 
-        The future is done when the records are on disk, or has an OSError if they cannot be written.
+        Returns a future that is done when they are on disk, or has an OSError.
         """
         stored = pending()
         self._waiting.put((list(records), stored))
         return stored
 
     def forget(self, identities: Iterable[str]) -> None:
-        """Marks the records with the given ``identities`` as removable: the next rewrite of the file leaves
-        them out.
-        """
+        """Marks records as removable at the next rewrite of the file."""
         self._waiting.put(([JournalRecord(one, _FORGET) for one in identities], pending()))
 
     def close(self) -> None:
@@ -252,7 +248,7 @@ _FORGET: Mapping[str, Any] = {}
 
 
 def pending() -> "Future[None]":
-    """Returns a future that cannot be cancelled: a client that disconnects must not stop the journal's thread."""
+    """Returns a future that clients cannot cancel."""
     found: Future[None] = Future()
     found.set_running_or_notify_cancel()
     return found
@@ -265,8 +261,7 @@ def journal_numbers(folder: Path) -> list[int]:
 
 
 def read_journal(folder: Path) -> list[JournalRecord]:
-    """Returns the records of the journal in ``folder`` in order, without replaced ones. Neither changes nor locks the
-    journal.
+    """Returns the records of the journal in ``folder`` in order, without replaced ones; does not lock it.
 
     Raises:
         CheckpointError: there is no journal, or it is damaged.

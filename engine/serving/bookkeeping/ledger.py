@@ -48,7 +48,7 @@ logger = logging.getLogger("trine")
 
 
 class Ledger:
-    """Record of all commands that a service has accepted, with their results, client sessions and models.
+    """Record of a service's accepted commands, their results, client sessions and models.
 
     Args:
         queue: queue that receives each command once it may run.
@@ -88,7 +88,7 @@ class Ledger:
             self.sessions[name] = ClientSession(name, self.clock())
 
     def session(self, name: str) -> ClientSession:
-        """Returns the session called ``name``, and notes that its client is alive now.
+        """Returns the session called ``name``, and notes that its client is alive.
 
         Raises:
             RequestRefusedError: 404, there is no such session, or it has ended.
@@ -102,8 +102,9 @@ class Ledger:
             return found
 
     def submit(self, *entries: FutureEntry) -> FutureEntry:
-        """Accepts all commands of one request, or none; returns the entry of the last one. A repeated request gets the
-        entry that exists. The caller waits for ``stored`` of the entry before it sends the entry's id to the client.
+        """Accepts all commands of one request, or none; returns the last command's entry.
+
+        A repeated request gets its existing entry. Wait for the entry's ``stored`` before replying to the client.
 
         Raises:
             RequestRefusedError: 400 (the key belongs to another request), 404 (no such session or model), 410 (answered
@@ -131,7 +132,7 @@ class Ledger:
         return entries[-1]
 
     def enter(self, session: ClientSession, entry: FutureEntry) -> None:
-        """Adds ``entry`` to ``session`` and, if the command has a number, to the command sequence of its model."""
+        """Adds ``entry`` to ``session``, and a numbered command to its model's sequence."""
         session.entries[entry.key] = entry
         if entry.command is not None:
             session.open[entry.key] = entry
@@ -193,7 +194,7 @@ class Ledger:
             )
 
     def append(self, *records: JournalRecord) -> "Future[None]":
-        """Writes records to the journal, if there is one, and returns a future that is done once they are on disk."""
+        """Writes records to the journal, if any, and returns a future that is done once they are on disk."""
         if self.journal is None:
             stored: Future[None] = Future()
             stored.set_result(None)
@@ -263,7 +264,7 @@ class Ledger:
                 entry.listeners.remove(listener)
 
     def mark_fetched(self, entry: FutureEntry) -> None:
-        """Notes that a client has received the result of ``entry``: this result may be removed when memory is short."""
+        """Notes that a client has received the result of ``entry``, which may then be removed to free memory."""
         with self._lock:
             session = self.sessions.get(entry.session)
             if entry.is_fetched or session is None:
@@ -301,9 +302,7 @@ class Ledger:
             return True
 
     def tick(self) -> None:
-        """Ends commands that have waited, and sessions that have sent no heartbeat, for longer than their limits; drops
-        forwards that were retained for too long.
-        """
+        """Ends commands, sessions without heartbeats, and retained forwards that have exceeded their time limits."""
         now = self.clock()
         with self._lock:
             self._drop_retained(self.retained.late(now))
@@ -340,7 +339,7 @@ class Ledger:
     # ---------------------------------------------------------------- results, in the main thread
 
     def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
-        """Stores the result of a command that has run; ``retained``: most bytes of retained forwards on one rank."""
+        """Stores the result of a command; ``retained``: most bytes of retained forwards on one rank."""
         records = self.on_finish(entry, result)
         if records:
             try:
@@ -397,7 +396,7 @@ class Ledger:
         return is_boundary and is_due and self.journal is not None and not self.is_replaying
 
     def run_internal(self, route: str, command: Command, line: str | None = None) -> None:
-        """Queues a command of the service itself, such as a snapshot, before all others; ``line``: id of its model."""
+        """Queues a command of the service itself before all others; ``line``: id of its model."""
         self._internal += 1
         self.queue.put(FutureEntry(f"{route}/{self._internal}", INTERNAL, command, line, route=route))
 
@@ -447,8 +446,9 @@ class Ledger:
     # ---------------------------------------------------------------- sessions
 
     def end_session(self, name: str, reason: str, saved: bool = True) -> None:
-        """Ends session ``name``: drops its commands that have not begun, saves its models if ``saved``, and unloads
-        them. Later requests to the session get the text ``reason``.
+        """Ends session ``name``: drops its waiting commands, saves its models if ``saved``, and unloads them.
+
+        Later requests to the session are refused with the text ``reason``.
         """
         with self._lock:
             session = self.sessions.get(name)
@@ -485,12 +485,12 @@ class Ledger:
         self.forget(*(f"{kind}/{model}" for model in session.models for kind in ("gone", "snapshot")))
 
     def forget(self, *identities: str) -> None:
-        """Marks records with these identities as removable: the next rewrite of the journal leaves them out."""
+        """Marks records as removable at the next rewrite of the journal."""
         if self.journal is not None and identities:
             self.journal.forget(identities)
 
     def loads(self, name: str) -> bool:
-        """Returns True if a restart of the service would load the saved weights ``name``: their files must remain."""
+        """Returns True if a restart of the service would load the saved weights ``name``."""
         with self._lock:
             return any(line.would_load(name) for line in self.lines.values())
 

@@ -56,28 +56,20 @@ class ModelLine:
     """True while a snapshot is being made."""
 
     def would_load(self, name: str) -> bool:
-        """Returns True if a restart of the service would load the saved weights ``name`` into the model again."""
+        """Returns True if a restart of the service would load the saved weights ``name`` into this model."""
         return any(own == name and (self.snapshot is None or at > self.covered) for at, own in self.loaded)
 
     def waits_for(self, number: int) -> bool:
-        """Returns True if command ``number`` is the next to run, and commands with higher numbers have arrived before
-        it.
-
-        A full queue accepts such a command, since the others cannot run without it.
-        """
+        """Returns True if command ``number`` is the next to run and later commands already wait for it."""
         return number == self.following and bool(self.held)
 
     def hold(self, entry: FutureEntry) -> None:
-        """Stores the numbered command of ``entry`` until all commands with lower numbers have arrived."""
+        """Stores a numbered command until all commands with lower numbers have arrived."""
         assert entry.number is not None
         self.held[entry.number] = entry
 
     def released(self) -> Iterator[FutureEntry]:
-        """Removes and yields the stored commands that may run now, in order of their numbers, up to the first missing
-        number.
-
-        Skips commands that have ended without running.
-        """
+        """Removes and yields the stored commands that may run now, in order of their numbers."""
         while (entry := self.held.pop(self.following, None)) is not None:
             self.following += 1
             if entry.state is EntryState.HELD:
@@ -89,10 +81,10 @@ class ModelLine:
         return not self.has_gradient and not self.tickets
 
     def advance(self, entry: FutureEntry, result: Result) -> None:
-        """Updates the state of this model, such as its number of commands, after the command of ``entry`` has ended.
+        """Updates this model's state after a command has ended.
 
         Args:
-            result: result of the command; a failure changes less.
+            result: result of the command.
         """
         if entry.number:
             self.done = max(self.done, entry.number)
@@ -113,15 +105,13 @@ class ModelLine:
 
 
 def command_digest(entry: FutureEntry) -> str:
-    """Returns the SHA-256 of a command and its route, as hexadecimal digits; a repeated request has the same digest."""
+    """Returns the SHA-256 of a command and its route, as hexadecimal digits."""
     assert entry.command is not None
     return sha256(entry.route.encode() + b"\0" + encode_message(entry.command)).hexdigest()
 
 
 def record_of(entry: FutureEntry) -> JournalRecord:
-    """Returns the record by which the journal stores the accepted command of ``entry``, so that a restart runs it
-    again.
-    """
+    """Returns the journal's record of an accepted command, by which a restart runs it again."""
     values = {
         "session": entry.session, "line": entry.line, "number": entry.number, "route": entry.route,
         "about": dict(entry.about), "digest": entry.digest,
@@ -133,11 +123,7 @@ def record_of(entry: FutureEntry) -> JournalRecord:
 
 
 def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalRecord:
-    """Returns the journal's record of the newest snapshot of the model of ``line``.
-
-    It contains the number of the last command in the snapshot, and the results of the given entries, which clients may
-    request again.
-    """
+    """Returns the journal's record of a model's newest snapshot, with the results of the entries ``kept``."""
     bodies, rows = list[bytes](), list[Any]()
     for entry in kept:
         assert entry.result is not None

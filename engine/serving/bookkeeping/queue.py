@@ -76,9 +76,7 @@ class _Turns:
 
 
 class FairQueue:
-    """Queue of commands between the HTTP thread and the command loop, fair to client sessions by deficit round robin.
-
-    Any thread may call its methods.
+    """Thread-safe queue of commands, fair to client sessions by deficit round robin.
 
     Args:
         quantum: tokens that the commands of a session may spend in each round.
@@ -105,8 +103,8 @@ class FairQueue:
     def next(self, seconds: float | None = None) -> FutureEntry | None:
         """Removes and returns the command that runs next.
 
-        If the queue is empty, waits for at most ``seconds``, or without limit if ``seconds`` is None. Returns None
-        after that time, and once the queue is closed.
+        Waits at most ``seconds`` (None: without limit) for a command. Returns None after that time, and once the queue
+        is closed.
         """
         until = None if seconds is None else monotonic() + seconds
         with self._changed:
@@ -132,19 +130,12 @@ class FairQueue:
         return self._training.take()
 
     def remove(self, entry: FutureEntry) -> bool:
-        """Removes the command ``entry`` and returns True.
-
-        Returns False if it is not in the queue, for example because it runs already.
-        """
+        """Removes the command ``entry``; returns False if it is not in the queue."""
         with self._changed:
             return self._training.remove(entry) or self._samples.remove(entry)
 
     def before(self, entry: FutureEntry) -> int:
-        """Returns an estimate, from times of arrival, of the number of queued commands that run before ``entry``.
-
-        For a training command, it counts earlier training commands; for a sampling command, all training commands and
-        earlier sampling commands.
-        """
+        """Returns an estimate of the number of queued commands that run before ``entry``."""
         with self._changed:
             rivals = [*self._training, *(self._samples if entry.is_sample else ())]
             return sum(
@@ -157,7 +148,7 @@ class FairQueue:
         return len(self._internal) + self._training.count + self._samples.count
 
     def close(self) -> None:
-        """Closes the queue: calls of ``next``, also ones that wait at present, return None."""
+        """Closes the queue; waiting and later calls of ``next`` return None."""
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()

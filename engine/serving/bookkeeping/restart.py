@@ -20,10 +20,9 @@ RESTORE = "restore"
 def open_ledger(
     queue: FairQueue, folder: Path, limits: LedgerLimits, clock: Callable[[], float] = monotonic
 ) -> tuple[Ledger, "Restart"]:
-    """Opens the journal in ``folder``.
+    """Opens the journal in ``folder``; returns a new ledger (record of commands), and the ``Restart`` that restores it.
 
-    Returns a ledger (record of commands and results), and a ``Restart`` that restores the ledger from the journal. The
-    caller runs the commands of ``Restart.entries`` before it serves requests.
+    Run the commands of ``Restart.entries`` before serving requests.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.
@@ -38,7 +37,7 @@ def open_ledger(
 
 
 class Restart:
-    """Restoration of a ledger (record of commands and results) from the journal of an earlier process.
+    """Restoration of a service's commands, sessions and models from the journal of an earlier process.
 
     Args:
         ledger: new ledger, which receives sessions, models and results.
@@ -97,7 +96,7 @@ class Restart:
     def entries(self) -> Iterator[FutureEntry]:
         """Yields the commands that all ranks must run again, in order.
 
-        The caller runs each, and passes its result to ``Ledger.finish`` before it takes the next.
+        Pass each result to ``Ledger.finish`` before taking the next command.
 
         Raises:
             CheckpointError: a snapshot could not be loaded.
@@ -139,7 +138,7 @@ class Restart:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Numbers of restored "sessions", "models" and "snapshots", and of "commands" that have run again so far."""
+        """Numbers of restored "sessions", "models" and "snapshots", and of "commands" run again."""
         ledger = self._ledger
         loaded = sum(line.snapshot is not None for line in ledger.lines.values())
         return {

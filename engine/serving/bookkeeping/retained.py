@@ -34,13 +34,11 @@ class _Waiting:
 
 
 class RetainedForwards:
-    """List of the retained forwards of all models. It decides when each of them is dropped.
-
-    A retained forward is an autograd graph that the ranks store until a client sends gradients for a backward.
+    """List of the retained forwards of all models: autograd graphs that wait for a client's backward.
 
     Args:
-        most_bytes: limit of the bytes of retained graphs, and of earlier weights that they need, on one rank.
-        seconds: limit of the time for which a forward is retained.
+        most_bytes: limit of bytes of retained graphs, and of earlier weights for them, on one rank.
+        seconds: longest time for which a forward is retained.
     """
 
     def __init__(self, most_bytes: float, seconds: float) -> None:
@@ -55,27 +53,22 @@ class RetainedForwards:
         return len(self._waiting)
 
     def check(self, command: Command | None) -> None:
-        """Refuses ``command`` if it is the backward of a forward that was dropped.
+        """Refuses ``command`` if it is the backward of a dropped forward.
 
         Raises:
-            RequestRefusedError: 410, the forward was dropped.
+            RequestRefusedError: 410.
         """
         if isinstance(command, BackwardTensors) and (sentence := self._refusals.get(command.ticket)) is not None:
             raise RequestRefusedError(sentence, 410)
 
     def accept(self, entry: FutureEntry) -> None:
-        """Notes that the backward in ``entry`` is accepted, so that its forward is not dropped before the backward has
-        run.
-        """
+        """Protects the forward of the accepted backward ``entry`` from being dropped."""
         command = entry.command
         if isinstance(command, BackwardTensors) and (own := self._waiting.get(command.ticket)) is not None:
             own.backward = entry
 
     def record(self, command: Command | None, result: Result, now: float) -> None:
-        """Updates the list after ``command`` has ended with ``result`` at time ``now`` (seconds).
-
-        A forward with a ticket is added; a forward that has run its backward, or was dropped, is removed.
-        """
+        """Adds or removes forwards after ``command`` has ended with ``result`` at time ``now`` (seconds)."""
         match command:
             case ForwardTensors(model=model, ticket=ticket) if ticket and not isinstance(result, Failure):
                 self._waiting[ticket] = _Waiting(model, now)
@@ -86,9 +79,9 @@ class RetainedForwards:
                     del self._waiting[ticket]
 
     def above(self, size: int) -> Iterator[DropTicket]:
-        """Yields a command that drops the oldest retained forward, if ``size`` exceeds the limit of bytes.
+        """Yields a command that drops the oldest retained forward if ``size`` exceeds the limit of bytes.
 
-        Yields nothing while an earlier drop is under way, or if all forwards have an accepted backward.
+        Drops only forwards without an accepted backward, one at a time.
 
         Args:
             size: bytes that retained forwards take on the rank with most of them.
@@ -102,9 +95,8 @@ class RetainedForwards:
                 )
 
     def late(self, now: float) -> Iterator[DropTicket]:
-        """Yields a command to drop each forward that, at time ``now`` (seconds), is retained for longer than the limit.
-
-        A forward with an accepted backward is not dropped.
+        """Yields a command to drop each forward without an accepted backward that is over its time limit at ``now``
+        (seconds).
         """
         for ticket, own in list(self._waiting.items()):
             if now - own.since <= self._seconds:

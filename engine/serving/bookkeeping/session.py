@@ -15,10 +15,7 @@ WAITS = (EntryState.STORING, EntryState.HELD, EntryState.QUEUED)
 
 @dataclass(frozen=True, slots=True)
 class LedgerLimits:
-    """Limits of a ledger, the record of a service's commands.
-
-    They bound its queue, its client sessions, and the memory for results and for forwards that wait for a backward.
-    """
+    """Limits of a service's command queue, client sessions and memory."""
 
     depth: int = 256
     """Commands that wait, over all sessions."""
@@ -42,7 +39,7 @@ class LedgerLimits:
 
 @dataclass(eq=False, slots=True)
 class ClientSession:
-    """Session of one client, with its commands and the models that it has created."""
+    """Session of one client, with its commands and models."""
 
     name: str
     """:data:`HOUSE` is the session of models that all clients share; it never ends."""
