@@ -86,8 +86,7 @@ class ForwardPatches:
         """Records all changes to attributes and class of ``module`` inside the context as one patch.
 
         ``layer``: position of the patch; ``note``: its effect, for reports. Removal restores each attribute, unless
-        other code
-        has assigned it again.
+        other code has assigned it again.
         """
         outer = self._outermost.get(id(module), layer)
         # COMPILE is exempt: blocks are compiled before they are planned, and call the forward of the time of the call

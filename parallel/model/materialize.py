@@ -29,8 +29,7 @@ def materialize(
     """Initializes the meta parameters in ``names``, and all meta buffers, on ``device``, without communication.
 
     ``keep`` cuts a full parameter to this rank's shard. Values depend on ``seed`` and the module's name. Parameters
-    remain
-    the same objects.
+    remain the same objects.
 
     Returns the names of parameters that the model's ``__init__`` wrote more often than this initialization.
 

@@ -24,8 +24,7 @@ def replace_in_methods(
     """Patches methods in ``model`` so that they read replacements of their globals.
 
     ``choose`` returns the replacement of a global's value, or the value itself. ``libraries``: True to patch also
-    methods
-    of libraries such as transformers.
+    methods of libraries such as transformers.
     """
     found = _Copies(choose)
     by_class: dict[type, dict[str, FunctionType]] = {}

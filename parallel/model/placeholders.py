@@ -57,8 +57,7 @@ def replace_absent(model: nn.Module, present: Collection[str], device: torch.dev
     """Replaces the data of each parameter that is not in ``present`` by a placeholder of one element of memory.
 
     A tied parameter stays if one of its names is in ``present``. Replaced parameters remain the same objects and
-    require no
-    gradient.
+    require no gradient.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     kept = {id(parameter) for name, parameter in named if name in present}

@@ -38,8 +38,7 @@ def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
     """Returns the quantized shard of ``full`` for a rank at ``holder``: codes and scales, uint8 [bytes].
 
     ``row``: sharding of the parameter. Scales are computed from the full matrix, so values do not depend on the number
-    of
-    ranks.
+    of ranks.
     """
     form = row.quantized_shape(holder)
     assert form is not None

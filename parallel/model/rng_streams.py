@@ -112,8 +112,7 @@ class RandomStreams:
         """Seeds the random generators for the forward of one microbatch inside the context. ``key``: (seed, step, ...).
 
         Run backward outside the context. ``host``: True if the forward draws from Python's or NumPy's generators; None
-        if
-        unknown.
+        if unknown.
         """
         if not self._hooked:
             self._install()
@@ -303,8 +302,7 @@ class HostDraws:
         """Seeds Python's and NumPy's generators for a forward inside the context, if the model draws from them.
 
         ``step``: identifies the training step. ``training``: mode of the model. ``known``: True if the forward is known
-        to draw,
-        False if known not to; None to watch for draws.
+        to draw, False if known not to; None to watch for draws.
         """
         self.end_backward()
         self._drawn = self._drawn or known is True
@@ -329,7 +327,10 @@ class HostDraws:
         self._seed(seed, watch=self._watched is not None)
 
     def again(self, seed: int) -> None:
-        """Seeds Python's and NumPy's generators for the recomputation of a block; see :meth:`end_backward`."""
+        """Seeds Python's and NumPy's generators for the recomputation of a block.
+
+        :meth:`end_backward` restores the user's generators.
+        """
         if self._drawn:
             if self._users is None:
                 self._users = self._aside()

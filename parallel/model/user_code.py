@@ -18,7 +18,10 @@ _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
 
 
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls ``function`` and returns its result. :func:`is_own_mistake` attributes its errors to the user's model."""
+    """Calls ``function`` and returns its result.
+
+    :func:`is_own_mistake` attributes errors about its arguments to the user's model.
+    """
     return function(*args, **kwargs)
 
 
