@@ -25,7 +25,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Returns the base model's name of the parameter or module ``name`` of a PEFT model."""
+    """Returns the base model's name for ``name``, a parameter or module of a PEFT model."""
     return _WRAPPED.sub("", name.removeprefix(PREFIX))
 
 

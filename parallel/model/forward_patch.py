@@ -170,8 +170,7 @@ class ForwardPatches:
 
 
 def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks ``forward``, a replacement of a module's forward, as a caller of the class's forward. Returns ``forward``.
-    """
+    """Marks ``forward``, a replacement of a module's forward, as a caller of the class's forward; returns it."""
     vars(forward)[_THROUGH_CLASS] = True
     return forward
 

@@ -33,8 +33,7 @@ class QuietMode(TorchFunctionMode):
 
 
 class OperandCasts(QuietMode):
-    """Torch function mode that casts operands of different dtypes to the compute dtype if an operation needs one dtype.
-    """
+    """Torch function mode that casts operands of different dtypes to the compute dtype for functions of one dtype."""
 
     def __init__(self, compute: torch.dtype) -> None:
         super().__init__()

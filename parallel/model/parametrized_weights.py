@@ -22,7 +22,7 @@ _PUT_ON = "_activate_lora"
 
 
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches PEFT modules that add an adapter to a parameter during a call: parameters remain the same objects."""
+    """Patches PEFT's adapters of single parameters so that a call leaves the module's parameters unchanged."""
     for module in model.modules():
         if _adapts(module):
             with patches.changing(module, PatchLayer.GATHER, "adds an adapter to a weight without a counted write"):

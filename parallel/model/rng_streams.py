@@ -55,8 +55,7 @@ Hook = Callable[..., None]
 
 @contextmanager
 def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
-    """Seeds the random generators of the CPU and ``device`` from ``key``, and restores them at the end of the context.
-    """
+    """Seeds the random generators of the CPU and ``device`` from ``key`` inside the context, then restores them."""
     generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:
@@ -301,8 +300,8 @@ class HostDraws:
     def forward(self, seed: int, step: tuple[int, ...], training: bool, known: bool | None) -> Iterator[None]:
         """Seeds Python's and NumPy's generators for a forward inside the context, if the model draws from them.
 
-        ``step``: identifies the training step. ``training``: mode of the model. ``known``: True if the forward is known
-        to draw, False if known not to; None to watch for draws.
+        ``step``: identifies the training step. ``training``: mode of the model. ``known``: True if the forward draws,
+        False if not; None: watch for draws.
         """
         self.end_backward()
         self._drawn = self._drawn or known is True

@@ -141,7 +141,7 @@ class AttributeState:
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:
-        """Excludes numbers and strings that differ between ``one`` and ``other`` from :meth:`read`.
+        """Excludes from :meth:`read` the numbers and strings that differ between ``one`` and ``other``.
 
         Call it if two forwards took the same path. Bools are never excluded.
         """

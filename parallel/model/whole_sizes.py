@@ -80,14 +80,12 @@ class WholeSizes(_Before):
         return self._whole_shape if self._running_modules.asks_for_whole() else self._part()
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the full shape or the full size of ``dim``; sizes of the shard for code that computes with the shard.
-        """
+        """Returns the full shape or the full size of ``dim``; for code that computes with the shard, its sizes."""
         shape = self._whole_shape if self._running_modules.asks_for_whole() else self._part()
         return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        """Returns the number of elements of the full parameter, or of the shard for code that computes with the shard.
-        """
+        """Returns the number of elements of the full parameter; for code that computes with the shard, of the shard."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def nelement(self) -> int:
@@ -117,9 +115,7 @@ class PartParameter(WholeSizes, nn.Parameter):
 
 
 def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
-    """Makes ``parameter``, a sharded ``nn.Parameter``, show the sizes ``shape`` of the full parameter to the user's
-    code.
-    """
+    """Makes ``parameter``, a sharded ``nn.Parameter``, show the full sizes ``shape`` to the user's code."""
     untyped: Any = parameter
     untyped._whole_shape, untyped._running_modules = torch.Size(shape), running
     untyped.__class__ = PartParameter

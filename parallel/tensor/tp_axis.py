@@ -20,7 +20,7 @@ from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
-    """Report of a collective in a run on shapes, which communicates nothing. ``backward``: True in backward."""
+    """Report of a collective in a run on shapes, without communication. ``backward``: True for backward."""
 
     op: Op
     label: str
@@ -30,8 +30,7 @@ class Expected(NamedTuple):
 
 
 class ExpectedRows(NamedTuple):
-    """Report of an all-to-all of rows in a run on shapes, which communicates nothing. ``backward``: True in backward.
-    """
+    """Report of an all-to-all of rows in a run on shapes, without communication. ``backward``: True for backward."""
 
     op: Op
     label: str
@@ -175,8 +174,7 @@ class TensorAxis:
         return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`all_gather` of ``part``. Returns (result, handle); the handle's ``wait`` completes the result.
-        """
+        """Starts :meth:`all_gather` of ``part``. Returns (result, handle); the handle's ``wait`` completes it."""
         if self.dry or self.size == 1:
             full = part.expand(self.size, *part.shape)
             self.expect("all_gather", label, full)

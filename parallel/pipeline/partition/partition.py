@@ -48,7 +48,7 @@ class Partition:
         return {name: tuple(stages) for name, stages in sorted(found.items())}
 
     def stage_of_buffer(self, trace: ModelTrace, name: str) -> int:
-        """Returns the last stage that uses or writes the buffer ``name``. An unused buffer belongs to the last stage.
+        """Returns the last stage that uses or writes the buffer ``name``; for an unused buffer the last stage of all.
         """
         writers = {index for index, glue in enumerate(trace.glue) if name in glue.buffers}
         stages = [plan.stage for plan in self.stages if writers & plan.glue]
@@ -228,8 +228,7 @@ def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int
 def balance(cost: Sequence[float], edges: Sequence[int], stages: int) -> list[int]:
     """Divides ``cost`` into ``stages`` runs so that the largest sum of a run is minimal.
 
-    ``edges``: allowed start indices, ascending, without 0. Returns the start of each run except the first; the earliest
-    starts among equal divisions.
+    ``edges``: allowed start indices, ascending, without 0. Returns the start of each run except the first.
     """
     before = [0, *accumulate(cost)]
     ends = [0, *edges, len(cost)]

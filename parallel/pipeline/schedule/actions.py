@@ -129,7 +129,7 @@ class Schedule:
     def weights_beside(self, rank: int) -> dict[Action, Action]:
         """Returns the weight-gradient actions (W) that ``rank`` can compute during collectives of other actions.
 
-        Keys are the other actions; each value is the rank's next W action.
+        Each key is an F, B or I action of the rank, its value the rank's next W action.
         """
         found, ended, following = {}, set(), deque(a for a in self.per_rank[rank] if a.op is Op.BACKWARD_WEIGHT)
         for action in self.per_rank[rank]:

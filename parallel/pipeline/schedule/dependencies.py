@@ -75,8 +75,8 @@ class DependencyGraph:
     def with_rendezvous(self, receives_ahead: int) -> Columns:
         """Returns the dependencies between actions if a send blocks until its receive is posted.
 
-        ``receives_ahead``: number of following actions for which a rank posts receives. Each result is a column: entry
-        i is the number of an action that must precede action i, or -1.
+        They are columns: entry i is the number of an action that must precede action i, or -1. ``receives_ahead``:
+        number of following actions for which a rank posts receives.
         """
         column = [-1] * len(self.actions)
         for source, taker in self.sends():

@@ -36,7 +36,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Makes the 1F1B schedule (Narayanan et al. 2019, PipeDream, with flush), with one stage on each rank.
 
-    With p ranks and m microbatches, at most min(m, p - r) microbatches are live on rank r.
+    At most min(m, p - r) of m microbatches are live on rank r of p.
     """
     rows = []
     for stage in range(ranks):
@@ -53,8 +53,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Makes the interleaved 1F1B schedule (Narayanan et al. 2021, Megatron-LM, section 2.2).
 
-    It allows any number m of microbatches on p ranks of v stages. The bubble is (p-1)/(vm+p-1) for m >= p. Rank r has
-    at most (v-1)n + 2(p-r) - 1 live activations, with n microbatches in the largest of :func:`rounds`.
+    For m >= p microbatches on p ranks of v stages, the bubble is (p-1)/(vm+p-1). Rank r has at most (v-1)n + 2(p-r) - 1
+    live activations, with n microbatches in the largest of :func:`rounds`.
     """
     turns = rounds(ranks, microbatches)
     most = max(map(len, turns))
@@ -189,8 +189,7 @@ def long_rounds(ranks: int, microbatches: int) -> list[list[range]]:
 def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -> Rows:
     """Makes ZB1P (Qi et al. 2023), interleaved 1F1B with deferred weight gradients, for a loop placement.
 
-    Returns the actions of each rank. ``turns``: rounds of microbatches. Rank r defers r weight gradients. At most
-    (v-1)n + p activations are live, for v stages on each of p ranks and n microbatches in the largest round.
+    Returns the actions of each rank. ``turns``: rounds of microbatches. Rank r defers r weight gradients.
     """
     most = max(map(len, turns))
     rows = []

@@ -68,8 +68,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
 
     Raises:
         ScheduleError: a token is wrong, a stage is missing or on several lines, or messages, gathers or reductions do
-            not
-            match the actions.
+            not match the actions.
     """
     lines: list[Entries] = []
     overlaps = False

@@ -121,7 +121,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
 
 
 def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[float]]:
-    """Returns (start times, end times) of all actions by action number, with each action as early as possible.
+    """Returns (start times, end times) of all actions by action number; each starts as early as possible.
 
     Raises:
         ScheduleError: the schedule is stuck.

@@ -9,17 +9,13 @@ from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
 
 
 def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
-    """Proves that ``schedule`` can be run: it is complete, ordered and free of deadlock.
+    """Proves that ``schedule`` is complete and runs without deadlock.
 
-    Complete: each stage does the forward and the backward (B, or I and W) of each microbatch exactly once, on its rank.
-    A schedule that is not for training has forwards only.
+    Every stage must run the forward and the backward (B, or I and W) of each microbatch exactly once, on its rank. All
+    stages must process the microbatches in the same order. Sends are asynchronous.
 
-    Ordered: a rank runs its row from left to right, and each action waits for all actions that it ``needs``. Sends are
-    asynchronous. All stages process the microbatches in the same order.
-
-    ``receives_ahead`` demands freedom of deadlock also with blocking sends, if a rank posts the receives of that many
-    actions ahead. 0 is enough for gpipe, 1f1b and zb-h1 with one stage on each rank. looped-bfs, zb-v, dualpipe-v and
-    zb-h1 with several stages on a rank need asynchronous sends.
+    ``receives_ahead``: number of following actions for which a rank posts receives. If given, blocking sends must not
+    deadlock either. gpipe, 1f1b and zb-h1 with one stage on each rank allow 0.
 
     Raises:
         ScheduleError: actions are missing, doubled or misplaced, wait in a cycle, or receive messages out of order; the

@@ -148,8 +148,7 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | N
     With m >= p microbatches on p ranks of v stages, the bubble is (p-1)/(3vm+p-1). A rank has at most pv live
     activations of a stage.
 
-    With ``cost``, simulation selects the order with the shortest step. A rank may then have more live activations if v
-    > 1 and p does not divide m.
+    With ``cost``, simulation selects the order with the shortest step, possibly with more live activations.
     """
     p, m, v = ranks, microbatches, virtual_stages
     placement, most = loop(p, v), p * v

@@ -231,8 +231,7 @@ class GradientSparsity:
 
     @property
     def products(self) -> list[MatmulRecord]:
-        """Products of activations with parameters in one run of the block. After :meth:`forget` the block runs again.
-        """
+        """Products of activations with parameters in one run of the block; runs it again after :meth:`forget`."""
         if self._products is None:
             self._products = self._run(())
         return self._products

@@ -181,10 +181,9 @@ class Factors:
     # ---- products
 
     def between(self, summed: int, kept: int) -> list[Term]:
-        """Returns, for each low-rank term, its factors as matrices (inner [.., I, Z], outer [.., O, Z]).
+        """Returns the factors of each low-rank term as matrices (inner [.., I, Z], outer [.., O, Z]).
 
-        I is the size of dim ``summed``, which a product sums over, O the size of dim ``kept``, and Z the number of
-        columns.
+        I is the size of dim ``summed``, O the size of dim ``kept``, Z the number of columns.
 
         Raises:
             NoRuleError: both dims are in one factor, or one dim is in both factors.
@@ -206,15 +205,13 @@ class Factors:
         return _total((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in self.between(-2, -1))
 
     def before(self, x: Tensor) -> Tensor:
-        """Returns weight @ ``x`` [.., O, S] for the weight [.., O, I] and ``x`` [.., I, S], or a vector for ``x`` [I].
-        """
+        """Returns weight @ ``x`` [.., O, S] for the weight [.., O, I] and ``x`` [.., I, S] or [I]."""
         columns = x.unsqueeze(-1) if x.ndim == 1 else x
         y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
         return y.squeeze(-1) if x.ndim == 1 else y
 
     def grouped(self, x_SI: Tensor, groups: Tensor) -> Tensor:
-        """Multiplies row s of ``x_SI`` [S, I] by expert matrix ``groups[s]`` of the weight [E, I, O]; returns [S, O].
-        """
+        """Multiplies row s of ``x_SI`` [S, I] by expert ``groups[s]`` of the weight [E, I, O]; returns [S, O]."""
         inner, outer = zip(*self.between(1, 2), strict=True)
         if self._stacks(1):
             thin_SZ = torch.cat([_by_group(x_SI, factor, groups) for factor in inner], -1)

@@ -79,8 +79,7 @@ class Parts:
         return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
-        """Returns the slice of the parameter at indices ``rows`` of ``dim``, with new autograd leaves P and Q of zeros.
-        """
+        """Returns the slice of the parameter at indices ``rows`` of ``dim``, with new zero factors P and Q."""
         where, shape = torch.tensor(rows), list(self.shape)
         shape[dim] = len(rows)
 
@@ -189,9 +188,7 @@ def low_rank_parameter(
 
 
 def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
-    """Returns the autograd leaves that receive the gradient of ``parameter``: itself, or two factors of a low-rank
-    weight.
-    """
+    """Returns the autograd leaves of the gradient of ``parameter``: itself, or two factors of a low-rank weight."""
     if isinstance(parameter, LowRankWeight) and parameter.parts is not None:
         return parameter.parts.zeros
     return (parameter,)

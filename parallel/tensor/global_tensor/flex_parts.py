@@ -31,8 +31,7 @@ class FlexPart(NamedTuple):
     def of(
         device: torch.device, rows: Runs | None = None, heads: Runs | None = None, queries: Runs | None = None
     ) -> "FlexPart":
-        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``, each given as runs (first, last +
-        1).
+        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``, runs of (first, last + 1).
 
         None for a dim means all indices.
         """

@@ -88,8 +88,7 @@ class ColumnLayer(nn.Module):
         return self.tensor_leave(self.tensor_region.enter(self, x_I).multiply(self))
 
     def tensor_enter(self, x_I: Tensor) -> Tensor:
-        """Returns the copy of ``x_I`` that all column layers of the region share. Backward sums the gradient over "tp".
-        """
+        """Returns the copy of ``x_I`` that all column layers of the region share. Backward sums its gradient."""
         return self.tensor_region.enter(self, x_I).copy
 
     def tensor_leave(self, y_P: Tensor) -> Tensor:

@@ -73,8 +73,7 @@ class ParameterUseCheck:
 
         Raises:
             PlanError: an adapter was switched on after the plan was made, a sharded layer runs in a transform of
-                torch.func, or
-                a parameter is used on full activations against the plan.
+                torch.func, or a parameter is used on full activations against the plan.
         """
         if self._adapted:
             self._check_adapters()

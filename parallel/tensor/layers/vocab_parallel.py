@@ -83,9 +83,7 @@ class HeadLayer(nn.Module):
         return self.tensor_leave(share_input(*self.entrance(x_D), plain).multiply(self))
 
     def tensor_enter(self, x_D: Tensor) -> Tensor:
-        """Returns ``x_D``, gathered over "tp" if it is sharded along the sequence. Backward sums the gradient over
-        "tp".
-        """
+        """Returns ``x_D``, gathered over "tp" if sharded along the sequence. Backward sums the gradient over "tp"."""
         return enter_region(*self.entrance(x_D))
 
     def tensor_leave(self, logits_W: Tensor) -> Tensor:

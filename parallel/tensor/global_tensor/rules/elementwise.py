@@ -75,8 +75,7 @@ def drop(
 
     Raises:
         NoRuleError: ``input`` is a plain tensor; or some elements are on several ranks but not on all, and ``func`` is
-            not
-            ``F.dropout``.
+            not ``F.dropout``.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("dropout got a plain tensor.")
@@ -170,8 +169,7 @@ def check_memory(target: GlobalTensor, name: str) -> None:
 
 
 def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Converts the dtype or device of this rank's shard of ``given``, by ``Tensor.to`` or a similar function ``func``.
-    """
+    """Converts the dtype or device of this rank's shard of ``given``, by ``func``, such as ``Tensor.to``."""
     args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
     kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
     if type(given) is GlobalTensor:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``func``, a property equal for shard and full tensor such as dtype or device, on shards."""
+    """Runs ``func`` on the shards, for properties common to shard and full tensor, such as dtype and device."""
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
@@ -47,15 +47,15 @@ def gradient(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
 
 
 def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Runs ``detach`` or ``data``: returns a global tensor outside the autograd graph that shares the shard's memory.
-    """
+    """Runs ``detach`` or ``data``: returns a global tensor without autograd graph that shares the shard's memory."""
     made = like(input, func(input.local, *args))
     made.copied = input.copied
     return made
 
 
 def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Runs ``retain_grad`` or ``requires_grad_`` on this rank's shard and on the global tensor ``input``."""
+    """Runs ``retain_grad`` or ``requires_grad_`` on this rank's shard, and copies its ``requires_grad`` to ``input``.
+    """
     func(input.local, *args)
     follow_grad(input)
     return input if func.__name__.endswith("_") else None

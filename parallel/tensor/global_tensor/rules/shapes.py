@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 
 def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool = False) -> GlobalTensor:
-    """Wraps ``local``, a view or copy of this rank's shard of ``x``, as a global tensor of shape ``full``.
+    """Wraps ``local``, a view or copy of this rank's shard of ``x``, as a global tensor.
 
-    ``copied``: True if ``local`` does not share memory with the shard of ``x``.
+    ``full``: full shape; ``sets``: sharding of each dim; ``copied``: True if ``local`` does not share memory with the
+    shard.
     """
     made = GlobalTensor(local, full, sets, x.views)
     made.copied = x.copied or copied
@@ -37,7 +38,7 @@ def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool 
 
 
 def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
-    """Returns sizes or dims as a tuple of ints, from separate arguments or a sequence in ``sizes``, or from ``named``.
+    """Returns the sizes or dims given in ``sizes``, separately or as a sequence, or in ``named``, as a tuple of ints.
     """
     found: Any = next((value for value in named.values() if value is not None), sizes)
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):

@@ -184,8 +184,7 @@ def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: A
 
     Raises:
         NoRuleError: ``index`` has other entries than integers, slices, None, an ellipsis, and one tensor of positions
-            along
-            an unsharded dim.
+            along an unsharded dim.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("a global tensor cannot index a plain tensor on shards.")
