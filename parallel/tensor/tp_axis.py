@@ -183,9 +183,7 @@ class TensorAxis:
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`reduce_scatter` of ``full``. Returns (result, handle); the handle's ``wait`` completes the
-        result.
-        """
+        """Starts :meth:`reduce_scatter` of ``full``. Returns (result, handle); the handle's ``wait`` completes it."""
         if self.dry or self.size == 1:
             self.expect("reduce_scatter", label, full)
             return full[self.index], Pending()
@@ -198,9 +196,8 @@ class TensorAxis:
         """Starts an all-to-all of rows: ``gives[r]`` rows of ``given`` to rank r, ``gets[r]`` rows from it.
 
         Returns:
-            (rows, handle): the received rows [sum of gets, ..] in rank order, ready after the handle's ``wait``. A dry
-                axis
-            returns zeros.
+            (rows, handle): the received rows [sum of gets, ..] in rank order, ready after the handle's ``wait``; zeros
+                if dry.
         """
         received = given.new_empty((sum(gets), *given.shape[1:]))
         if self.dry or self.size == 1:
@@ -225,8 +222,7 @@ class TensorAxis:
             self.listener(ExpectedRows("exchange", label, sent, made is not None), node)
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
-        """Launches, by ``call``, a kernel that performs the collective ``op``, and counts the bytes of ``full`` as
-        traffic.
+        """Launches, by ``call``, a kernel that performs the collective ``op``; counts the bytes of ``full`` as traffic.
 
         Returns a handle to wait for.
         """

@@ -20,7 +20,10 @@ TensorRule = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Table of rules that run torch functions on the shards of global tensors (DTensor-like)."""
+    """Table of rules that run torch functions on the shards of global tensors (DTensor-like).
+
+    ``fallback`` runs all other functions.
+    """
 
     by_function: Mapping[Any, TensorRule]
     fallback: TensorRule
