@@ -63,7 +63,8 @@ class Repeats(Protocol):
 
 
 class TensorAxis:
-    """Collectives over the tensor axis: tensor ranks with the same data and pipeline coordinates.
+    """Collectives over the tensor axis: the group of tensor ranks that have the same data and pipeline coordinates as
+    this rank.
 
     While ``dry`` is set, nothing is communicated: collectives return tensors of the right shape and are reported to
     ``listener``. ``repeats``: cache for recomputation.

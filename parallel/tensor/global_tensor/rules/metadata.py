@@ -54,7 +54,7 @@ def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: A
 
 
 def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Runs ``retain_grad`` or ``requires_grad_`` on this rank's shard, and copies its ``requires_grad`` to ``input``."""
+    """Runs ``retain_grad`` or ``requires_grad_`` on this rank's shard, and copies ``requires_grad`` to ``input``."""
     func(input.local, *args)
     follow_grad(input)
     return input if func.__name__.endswith("_") else None

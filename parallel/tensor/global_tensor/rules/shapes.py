@@ -38,7 +38,7 @@ def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool 
 
 
 def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
-    """Returns the sizes or dims given in ``sizes``, separately or as a sequence, or in ``named``, as a tuple of ints."""
+    """Returns the sizes or dims in ``sizes``, separate or as one sequence, or in ``named``, as a tuple of ints."""
     found: Any = next((value for value in named.values() if value is not None), sizes)
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         found = sizes[0]
