@@ -258,7 +258,8 @@ class GatheredColumnLayer(ColumnLayer):
 
 
 class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
-    """``nn.Linear`` with sharded outputs that forward gathers over ``axis``.
+    """``nn.Linear`` with sharded outputs that are gathered over ``axis``, so that every rank returns all
+    ``out_features``.
 
     The arguments are the sizes of the full layer. Ranks with the same seed have shards of one weight.
 

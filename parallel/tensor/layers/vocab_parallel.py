@@ -112,7 +112,8 @@ class HeadLayer(nn.Module):
 
 
 class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
-    """``nn.Embedding`` that stores this rank's vocabulary rows. The arguments are the sizes of the full table.
+    """``nn.Embedding`` that stores only this rank's vocabulary rows of the table. The arguments are the sizes of the
+    full table.
 
     Raises:
         PlanError: ``max_norm`` or another option that needs all rows at once is set.
@@ -127,7 +128,9 @@ class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
 
 
 class VocabularyHead(HeadLayer, nn.Linear):
-    """``nn.Linear`` to the vocabulary that stores this rank's rows. The arguments are the sizes of the full layer."""
+    """``nn.Linear`` from hidden size to vocabulary size that stores only this rank's vocabulary rows of the weight. The
+    arguments are the sizes of the full layer.
+    """
 
     def __init__(self, in_features: int, vocabulary: int, bias: bool = False, *, axis: TensorAxis) -> None:
         super().__init__(in_features, vocabulary, bias)
