@@ -48,7 +48,7 @@ class Partition:
         return {name: tuple(stages) for name, stages in sorted(found.items())}
 
     def stage_of_buffer(self, trace: ModelTrace, name: str) -> int:
-        """Returns the last stage that uses or writes the buffer ``name``; for an unused buffer the last of all stages."""
+        """Returns the last stage that uses or writes the buffer ``name``; for an unused buffer, the pipeline's last."""
         writers = {index for index, glue in enumerate(trace.glue) if name in glue.buffers}
         stages = [plan.stage for plan in self.stages if writers & plan.glue]
         calls = enumerate(trace.calls)
