@@ -321,7 +321,7 @@ class HostDraws:
                 self.keyed, self._watched = False, None
 
     def unit(self, seed: int) -> None:
-        """Seeds Python's and NumPy's generators with ``seed`` at the start or end of a block."""
+        """Seeds Python's and NumPy's generators with ``seed`` at the start or end of a traced module."""
         self._look()
         self._seed(seed, watch=self._watched is not None)
 

@@ -20,7 +20,7 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 class Regions(Protocol):
-    """Interface of a forward in progress. ``inside``: True while a block runs.
+    """Interface of a forward in progress. ``inside``: True while a traced module runs.
 
     ``regions``: options of the ``torch.utils.checkpoint`` calls in progress.
     """
@@ -55,7 +55,7 @@ def open_checkpoints(recompute: bool) -> Iterator[None]:
 
 @contextmanager
 def spread_checkpoints(run: Regions) -> Iterator[None]:
-    """Disables, inside the context, recomputation of ``torch.utils.checkpoint`` calls around blocks.
+    """Disables recomputation inside the context, for ``torch.utils.checkpoint`` calls around traced modules.
 
     ``run.regions`` contains the options of these calls while they run.
     """
