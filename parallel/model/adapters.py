@@ -25,14 +25,12 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Returns ``name``, the name of a parameter or module in a PEFT model, without PEFT's prefixes and wrappers: its
-    name in the base model.
-    """
+    """Returns the base model's name for ``name``, a parameter or module of a PEFT model."""
     return _WRAPPED.sub("", name.removeprefix(PREFIX))
 
 
 def adapter_names(model: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Returns the entries of ``names`` that are parameters of PEFT adapters, which the base model does not have."""
+    """Returns the entries of ``names`` that are parameters of PEFT adapters."""
     if not is_peft_model(model):
         return frozenset()
     part: str | None = getattr(getattr(model, "base_model", None), "prefix", None)
@@ -41,8 +39,7 @@ def adapter_names(model: nn.Module, names: Collection[str]) -> frozenset[str]:
 
 
 def check_drawn(model: nn.Module, names: Collection[str]) -> None:
-    """Checks that the adapter parameters of ``model`` among ``names``, which are on the meta device, have initial
-    values that can be drawn again.
+    """Checks that the initial values of the adapter parameters among ``names`` can be drawn again.
 
     Raises:
         PlanError: an adapter is not LoRA, or its initial value depends on the base model's weights.
@@ -60,10 +57,9 @@ def check_drawn(model: nn.Module, names: Collection[str]) -> None:
 
 
 def reset_pairs(model: nn.Module, module: nn.Module) -> None:
-    """Sets the LoRA matrices A and B of ``module`` to their initial values, as PEFT does. A module without LoRA does
-    not change.
+    """Sets the LoRA matrices A and B of ``module``, a part of the PEFT model ``model``, to their initial values.
 
-    ``model``: the PEFT model that contains ``module``.
+    A module without LoRA does not change.
     """
     layer: Any = module
     if not hasattr(layer, "reset_lora_parameters") or not is_peft_model(model):

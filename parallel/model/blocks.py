@@ -24,10 +24,9 @@ from engine.parallel.model.name_patterns import is_inside
 
 @dataclass(frozen=True)
 class Units:
-    """Units and blocks of a model. ``modules``: the units by name, in model order.
+    """Units of a model: its blocks, and all other outermost modules with parameters. ``modules``: units by name.
 
-    A block is an element of a chain (a ModuleList or Sequential of modules of equal structure). A unit is a block, or
-    another outermost module with parameters. A trace records each call of a unit as one call.
+    A block is an element of a ModuleList or Sequential of modules of equal structure.
     """
 
     modules: Mapping[str, nn.Module]
@@ -37,13 +36,12 @@ class Units:
 
 
 def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed: Collection[str] = ()) -> Units:
-    """Finds the units of ``model``: its blocks (elements of a ModuleList or Sequential) and all other outermost modules
-    with parameters.
+    """Finds the units of ``model``: elements of its ModuleLists and Sequentials, and other modules with parameters.
 
     Args:
-        deep: if True, a chain element with a chain inside is not a block; elements of the inner chain are (Swin).
-        mixed: True accepts children of any classes as a chain, even single layers (VGG: convolutions and norms).
-        closed: names of modules with lists of modules that are not chains, such as lists of experts.
+        deep: True divides an element that contains a ModuleList or Sequential into the inner elements.
+        mixed: True accepts a ModuleList or Sequential of modules of different classes.
+        closed: names of modules with lists that are not divided, such as lists of experts.
     """
     inside = {id(module) for name in closed for module in model.get_submodule(name).modules()}
     walk = _Walk(deep, mixed, inside)
@@ -53,9 +51,7 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed
 
 
 def open_units(units: Units, names: Iterable[str]) -> Units:
-    """Replaces each unit named in ``names`` by its children, so that a trace also records the tensors between the
-    children.
-    """
+    """Replaces each unit named in ``names`` by its children, so that a trace records each child."""
     opened = set(names)
     modules: dict[str, nn.Module] = {}
     blocks: list[str] = []
@@ -68,10 +64,9 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
 
 
 def open_around(units: Units, names: Iterable[str]) -> Units:
-    """Replaces each unit that contains a module in ``names`` by its children, repeatedly, until this module is itself a
-    unit.
+    """Replaces units by their children until each module in ``names`` is itself a unit.
 
-    Names without a module, or of a module without parameters, are ignored.
+    Ignores names without a module or without parameters.
     """
     for name in names:
         around = _unit_around(units, name)
@@ -92,8 +87,9 @@ def _unit_around(units: Units, name: str) -> str | None:
 
 
 def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns (name, child) for each child of ``module`` that has parameters. A child registered under several names is
-    listed under each one, unlike in ``named_children``.
+    """Returns (name, child) for each child of ``module`` that has parameters.
+
+    A child with several names appears once per name.
     """
     return [(key, child) for key, child in module._modules.items() if child is not None and _weighty(child)]
 
@@ -104,8 +100,9 @@ def has_compiled_code(module: nn.Module) -> bool:
 
 
 def compiled_around(model: nn.Module, units: Collection[str]) -> dict[str, nn.Module]:
-    """Returns, by name, the modules of ``model`` that ``torch.compile`` has compiled and that contain a module in
-    ``units``. A compiled module that is itself in ``units`` is left out.
+    """Returns compiled modules (``torch.compile``) of ``model`` that contain a module in ``units``, by name.
+
+    Compiled modules in ``units`` are left out.
     """
     compiled = {name: module for name, module in model.named_modules() if has_compiled_code(module)}
     return {

@@ -42,9 +42,7 @@ _NOTHING = object()
 
 
 class PatchLayer(IntEnum):
-    """Position of a patch among all patches of one module. A patch with a smaller number is closer to the module's
-    original forward.
-    """
+    """Position of a patch among the patches of one module; smaller is closer to the module's original forward."""
 
     PARAMETERS = 0
     """Patches outside forward: parameters are in flat buckets, and hooks collect their gradients."""
@@ -66,9 +64,7 @@ class PatchLayer(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Reversible change to one module, with its position among the module's patches, its effect as text, and the
-    function that undoes it.
-    """
+    """Reversible change to one module, with its position among the module's patches and an undo function."""
 
     module: nn.Module
     layer: PatchLayer
@@ -78,9 +74,7 @@ class Patch:
 
 
 class ForwardPatches:
-    """List of the reversible changes (patches) that one engine makes to modules. ``remove`` restores every module to
-    its state before the first patch.
-    """
+    """List of the reversible changes (patches) that one engine makes to modules."""
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
@@ -89,11 +83,10 @@ class ForwardPatches:
 
     @contextmanager
     def changing(self, module: nn.Module, layer: PatchLayer, note: str) -> Iterator[None]:
-        """Registers the changes that code inside the context makes to the attributes and the class of ``module`` as one
-        patch.
+        """Records all changes to attributes and class of ``module`` inside the context as one patch.
 
-        ``layer``: position of the patch; ``note``: its effect, for reports. Removing the patch restores each changed
-        attribute, unless other code has assigned the attribute again.
+        ``layer``: position of the patch; ``note``: its effect, for reports. Removal restores each attribute, unless
+        other code has assigned it again.
         """
         outer = self._outermost.get(id(module), layer)
         # COMPILE is exempt: blocks are compiled before they are planned, and call the forward of the time of the call
@@ -121,39 +114,29 @@ class ForwardPatches:
     def replace_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
         """Makes ``module(*args)`` call ``forward(module, *args)`` in place of the module's forward.
 
-        The new forward is a bound method, so that a copy of the module gets a forward bound to the copy. ``layer``:
-        position among the module's patches; ``note``: effect of the patch, for reports.
+        ``layer``: position of the patch; ``note``: its effect, for reports.
         """
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, MethodType(forward, module))
 
     def wrap_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
-        """Makes ``module(*args)`` call ``forward(*args)``, without the module as an argument. ``forward`` may call the
-        previous forward.
+        """Makes ``module(*args)`` call ``forward(*args)``, without the module as an argument.
 
-        ``layer``: position among the module's patches; ``note``: effect of the patch, for reports.
+        ``layer``: position of the patch; ``note``: its effect, for reports.
         """
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, forward)
 
     def hook(self, module: nn.Module, layer: PatchLayer, handle: RemovableHandle, note: str) -> None:
-        """Records, as a patch, a hook that the caller has installed on ``module`` or on one of its parameters.
-
-        ``handle``: the hook's handle; removing the patch calls its ``remove``.
-        """
+        """Records an installed hook on ``module`` as a patch. Removal of the patch calls ``handle.remove``."""
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Records, as a patch, a change that the caller has made to an object of ``module``, such as its ``config``.
-
-        ``undo``: callback that takes the change back; removing the patch calls it.
-        """
+        """Records a change to ``module`` by the caller as a patch. Removal of the patch calls ``undo``."""
         self._patches.append(Patch(module, layer, note, undo))
 
     def around(self, module: nn.Module) -> list[Patch]:
-        """Returns the patches on ``module`` itself, without the ones on its children, from the innermost to the
-        outermost.
-        """
+        """Returns the patches on ``module`` itself, from the innermost to the outermost."""
         return sorted((patch for patch in self._patches if patch.module is module), key=lambda patch: patch.layer)
 
     def remove(self) -> None:
@@ -163,10 +146,9 @@ class ForwardPatches:
         self._outermost.clear()
 
     def explain(self, model: nn.Module, name: str) -> list[str]:
-        """Returns a line ``path: note`` for each patch on the module ``name`` of ``model``, on a module that contains
-        it, or on a module inside it.
+        """Returns one line ``path: note`` for each patch on the module ``name``, its parents and its descendants.
 
-        Modules that contain it come first, from outside to inside, then the module itself, then the modules inside.
+        Lines are sorted from the outermost module to the innermost.
 
         Raises:
             EngineError: the model has no module of this name; the text proposes a name.
@@ -188,17 +170,13 @@ class ForwardPatches:
 
 
 def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks ``forward``, which replaces a module's forward, as one that calls the forward of the module's class.
-    Returns ``forward``.
-
-    Sharding changes the class of a layer; a replaced forward without this mark would bypass the shards.
-    """
+    """Marks ``forward``, a replacement of a module's forward, as a caller of the class's forward; returns it."""
     vars(forward)[_THROUGH_CLASS] = True
     return forward
 
 
 def goes_through_class(module: nn.Module) -> bool:
-    """Returns True if calling ``module`` runs the forward of its class, directly or through patches that call it."""
+    """Returns True if a call of ``module`` runs the forward of its class."""
     own = vars(module).get(_FORWARD)
     return own is None or getattr(own, _THROUGH_CLASS, False)
 
@@ -211,17 +189,16 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
 
 
 def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
-    """Returns a copy of ``function`` that reads ``value`` as its global ``name``. The original does not change."""
+    """Returns a copy of ``function`` that reads ``value`` as its global ``name``."""
     return with_globals(function, {name: value})
 
 
 def with_globals(
     function: FunctionType, values: Mapping[str, Any], cells: Mapping[int, Any] = MappingProxyType({})
 ) -> FunctionType:
-    """Returns a copy of ``function`` that reads ``values`` as its globals of these names; the original function is
-    unchanged.
+    """Returns a copy of ``function`` that reads ``values`` as its globals of these names.
 
-    ``cells``: new contents of cells of the function's closure, by index of the cell.
+    ``cells``: new contents of closure cells, by index of the cell.
     """
     scope = {**function.__globals__, **values}
     scope.pop("__name__", None)  # torch.compile would look globals up in the original module by this name
@@ -237,8 +214,9 @@ def with_globals(
 
 
 class Handler(Protocol):
-    """Interface of callbacks that run an intercepted call. They get the unit's name, its original forward and the
-    arguments, and return the call's result.
+    """Interface of a callback that runs a call of a module in place of the module's forward.
+
+    It receives the module's name, original forward and arguments, and returns the result.
     """
 
     def __call__(
@@ -248,9 +226,7 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interception:
-    """Patches by which calls of units (blocks and other outermost modules) run the callback ``handler`` in place of the
-    unit's forward.
-    """
+    """Installer of patches that make calls of modules run the callback ``handler`` in place of the forward."""
 
     handler: Handler
     layer: PatchLayer
@@ -262,9 +238,7 @@ class Interception:
     """
 
     def install(self, unit: str, module: nn.Module, note: str) -> None:
-        """Makes calls of ``module``, the unit with the name ``unit``, run the handler. ``note``: effect of the patch,
-        for reports.
-        """
+        """Makes calls of ``module``, named ``unit``, run the handler. ``note``: effect of the patch, for reports."""
         compiled = getattr(module, _COMPILED, None)
         own: Callable[..., Any] = getattr(module, _FORWARD if compiled is None else _COMPILED)
 

@@ -26,14 +26,12 @@ Keep = Callable[[str, Tensor], Tensor]
 def materialize(
     model: nn.Module, names: Collection[str], seed: int, device: torch.device, keep: Keep
 ) -> tuple[str, ...]:
-    """Initializes the meta parameters of ``model`` in ``names``, and all meta buffers, on ``device``, with random
-    numbers that depend on ``seed`` and the module's name.
+    """Initializes the meta parameters in ``names``, and all meta buffers, on ``device``, without communication.
 
-    ``keep``: callback that cuts a full parameter to this rank's shard. Parameters remain the same objects; parameters
-    not in ``names`` stay on the meta device. Nothing is communicated.
+    ``keep`` cuts a full parameter to this rank's shard. Values depend on ``seed`` and the module's name. Parameters
+    remain the same objects.
 
-    Returns the names of parameters that may have lost a value: the model's ``__init__`` wrote them more often than this
-    initialization does.
+    Returns the names of parameters that the model's ``__init__`` wrote more often than this initialization.
 
     Raises:
         PlanError: a module has a meta tensor that no initialisation sets.
@@ -135,9 +133,7 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
 
 
 def replace_meta(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Gives the meta parameters of ``model`` the tensors in ``values``, by name. The parameter objects stay the same;
-    parameters not on the meta device do not change.
-    """
+    """Gives the meta parameters of ``model`` the tensors in ``values``, by name. Parameters remain the same objects."""
     for name, parameter in model.named_parameters():
         if name in values and parameter.is_meta:
             _become(parameter, values[name])

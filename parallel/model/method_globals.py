@@ -21,11 +21,10 @@ _DEEPEST = 16
 def replace_in_methods(
     model: nn.Module, patches: ForwardPatches, layer: PatchLayer, note: str, choose: Choice, libraries: bool = True
 ) -> None:
-    """Patches the methods of all modules in ``model`` that read a global for which the callback ``choose`` returns a
-    replacement. The patched method reads the replacement.
+    """Patches methods in ``model`` so that they read replacements of their globals.
 
-    A method that an earlier patch has replaced by a copy is copied again; other replaced methods do not change.
-    ``libraries``: True to patch also methods that a library such as transformers defines.
+    ``choose`` returns the replacement of a global's value, or the value itself. ``libraries``: True to patch also
+    methods of libraries such as transformers.
     """
     found = _Copies(choose)
     by_class: dict[type, dict[str, FunctionType]] = {}
@@ -46,9 +45,7 @@ def replace_in_methods(
 
 
 def class_values(owner: type) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) for each attribute of the class ``owner`` and of its base classes. Base classes that torch
-    defines are left out.
-    """
+    """Yields (name, value) for each attribute of the class ``owner`` and of its base classes outside torch."""
     seen = set[str]()
     for base in owner.__mro__:
         if base is not object and not (base.__module__ or "").startswith("torch."):

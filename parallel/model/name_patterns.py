@@ -18,23 +18,17 @@ _LISTED = 8
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Returns True if the module or parameter ``name`` is ``module`` itself or is inside it. ``module`` "" is the whole
-    model.
-    """
+    """Returns True if ``name`` is ``module`` itself or inside it. ``module`` "" is the whole model."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
 def starred(name: str) -> str:
-    """Returns ``name`` with ``*`` for each number in it: a pattern that matches the same module in all elements of a
-    chain.
-    """
+    """Returns ``name`` with each number replaced by ``*``."""
     return _NUMBER.sub(r"\1*", name)
 
 
 def name_runs(names: Iterable[str]) -> str:
-    """Returns the names as one line of text in which names that differ in a number are joined: ``embed, h.0 to h.11,
-    norm``. A long list is cut after the first few entries.
-    """
+    """Joins names that differ in a number into one line of text: ``embed, h.0 to h.11, norm``. Cuts a long list."""
     runs: dict[str, list[str]] = {}
     for name in names:
         runs.setdefault(starred(name), []).append(name)

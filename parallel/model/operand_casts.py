@@ -26,17 +26,14 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class QuietMode(TorchFunctionMode):
-    """Base of torch function modes that layers and fused kernels ignore: the engine's kernels still run inside such a
-    mode.
+    """Base class of torch function modes that do not switch off the engine's fused kernels.
 
-    Inside any other mode, such as a tracer, layers call torch's functions, so that the mode sees each operation.
+    Inside any other mode, such as a tracer, layers call torch's functions.
     """
 
 
 class OperandCasts(QuietMode):
-    """Torch function mode for the forwards of one engine: if an operation that needs one dtype gets operands of
-    several, it casts them to the compute dtype.
-    """
+    """Torch function mode that casts operands of different dtypes to the compute dtype for functions of one dtype."""
 
     def __init__(self, compute: torch.dtype) -> None:
         super().__init__()
@@ -49,8 +46,7 @@ class OperandCasts(QuietMode):
     def forward(self, whole: bool) -> Iterator[None]:
         """Casts operands of different dtypes in the forward inside the context.
 
-        ``whole``: True if the forward runs the whole model. If such a forward needs no cast, later forwards run without
-        this mode.
+        ``whole``: True for a forward of the whole model. Later forwards skip the mode if this forward needs no cast.
         """
         kind = torch.is_grad_enabled()
         if not self._needed.get(kind, True):
@@ -86,9 +82,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def is_watched() -> bool:
-    """Returns True if a torch function mode that must see torch's functions is active, such as a tracer; a
-    :class:`QuietMode` does not count.
-    """
+    """Returns True if a torch function mode other than :class:`QuietMode` is active, such as a tracer."""
     if not torch._C._len_torch_function_stack():  # fast path without any mode: each call of a layer asks
         return False
     return any(not isinstance(mode, QuietMode) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]

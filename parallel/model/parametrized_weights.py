@@ -22,9 +22,7 @@ _PUT_ON = "_activate_lora"
 
 
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches the PEFT modules of ``model`` that replace a parameter by weight plus adapter during a call. After the
-    patch, such a call leaves the module's parameters unchanged.
-    """
+    """Patches PEFT's adapters of single parameters so that a call leaves the module's parameters unchanged."""
     for module in model.modules():
         if _adapts(module):
             with patches.changing(module, PatchLayer.GATHER, "adds an adapter to a weight without a counted write"):
@@ -32,10 +30,7 @@ def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
-    """Returns a dict from each module adapted by PEFT to the name of the outermost adapter module around it.
-
-    If two parameters of one module have adapters, the adapter of the second one wraps the adapter of the first one.
-    """
+    """Returns, for each module that PEFT has adapted, the name of the outermost adapter around it."""
     found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if _adapts(module):
@@ -44,10 +39,9 @@ def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def adapter_chain(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns (prefix, module) for ``module`` and each module that it wraps as an adapter, from outside to inside.
+    """Returns (prefix, module) for ``module`` and each module that it wraps as an adapter, outermost first.
 
-    The last module is the adapted one. A prefix is the path from ``module`` to the wrapped module, such as
-    "base_layer.".
+    A prefix is the path from ``module`` to the wrapped module, such as "base_layer.".
     """
     found = [("", module)]
     while _adapts(module) and isinstance(module.base_layer, nn.Module):
@@ -62,9 +56,7 @@ def _adapts(module: nn.Module) -> bool:
 
 @contextmanager
 def unchanged_by_itself(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Makes ``tensor.set_(tensor)``, with the tensor itself as argument, do nothing inside the context, for each of
-    ``tensors``.
-    """
+    """Makes ``tensor.set_(tensor)`` do nothing inside the context, for each of ``tensors``."""
     shadowed: list[Any] = list(tensors)
     for tensor in shadowed:
         tensor.set_ = partial(_set, tensor)  # function modes and subclasses do not intercept instance attributes

@@ -14,8 +14,9 @@ PLANNED_TRAINABLE = "_planned_trainable"
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of ``shape`` that needs one element of memory. Reads give NaN, or 0 for integers; in-place
-    writes raise an error.
+    """Returns a tensor of ``shape`` in the memory of one element, filled with NaN (integers: 0).
+
+    In-place writes raise an error.
     """
     content = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     # .data: autograd would follow a view from a received value back to the base of one element
@@ -23,9 +24,7 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 class PlaceholderPool:
-    """Cache of placeholders (tensors of any shape over one element of memory) on one device. Placeholders of the same
-    shape and dtype share this element.
-    """
+    """Cache of placeholders, tensors of any shape over one element of memory, on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,9 +39,7 @@ class PlaceholderPool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Returns True if the class of ``tensor`` is ``Tensor``, ``Parameter`` or ``FakeTensor``. False for other
-    subclasses, which may change how torch functions run.
-    """
+    """Returns True if the class of ``tensor`` is ``Tensor``, ``Parameter`` or ``FakeTensor``."""
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -52,18 +49,15 @@ def is_without_content(value: object) -> bool:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Returns True if several elements of ``tensor`` share memory, as after ``expand``, so that in-place writes are
-    impossible.
-    """
+    """Returns True if several elements of ``tensor`` share memory, as after ``expand``."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def replace_absent(model: nn.Module, present: Collection[str], device: torch.device | None = None) -> None:
-    """Releases the memory of every parameter of ``model`` that is not in ``present``. A tied parameter stays if one of
-    its names is in ``present``.
+    """Replaces the data of each parameter that is not in ``present`` by a placeholder of one element of memory.
 
-    The parameters remain the same objects, but have placeholders as data, on ``device`` (default: the parameter's
-    device, or the CPU instead of meta). They require no gradient any more; :func:`trainable` returns their former flag.
+    A tied parameter stays if one of its names is in ``present``. Replaced parameters remain the same objects and
+    require no gradient.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     kept = {id(parameter) for name, parameter in named if name in present}
@@ -73,18 +67,14 @@ def replace_absent(model: nn.Module, present: Collection[str], device: torch.dev
 
 
 def trainable(parameter: Tensor) -> bool:
-    """Returns True if ``parameter`` requires a gradient. For a parameter marked by :func:`plan_as_trainable`, and for
-    one that :func:`replace_absent` has emptied, returns the flag that it had in the plan.
-    """
+    """Returns True if the plan marks ``parameter`` as trainable; without a mark, returns ``requires_grad``."""
     return bool(getattr(parameter, PLANNED_TRAINABLE, parameter.requires_grad))
 
 
 def plan_as_trainable(parameter: nn.Parameter, planned: bool) -> None:
-    """Marks ``parameter`` so that :func:`trainable` returns True for it even after the user freezes it. ``planned``
-    False removes the mark.
+    """Marks ``parameter`` as trainable for :func:`trainable`, even if the user freezes it.
 
-    The trace determines the messages between ranks. So every rank must trace with the ``requires_grad`` flags of the
-    plan, also for parameters that only other ranks store.
+    ``planned`` False removes the mark.
     """
     if planned:
         setattr(parameter, PLANNED_TRAINABLE, True)

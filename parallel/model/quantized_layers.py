@@ -23,8 +23,9 @@ from engine.parallel.shard_table import ShardRow
 
 
 class QuantizedLayer(nn.Module):
-    """Mixin that marks a layer class with frozen quantized weights: a read of ``weight`` computes the matrix from
-    stored codes and scales.
+    """Mixin for a layer class with frozen quantized weights, stored as codes and scales.
+
+    A read of ``weight`` computes the matrix.
     """
 
 
@@ -34,11 +35,10 @@ _Held = tuple[QuantizedShape, torch.dtype]
 
 @torch.no_grad()
 def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
-    """Returns the codes and scales, as one uint8 tensor [bytes], of the shard of ``full`` that a rank at ``holder``
-    stores. ``row``: the parameter's sharding.
+    """Returns the quantized shard of ``full`` for a rank at ``holder``: codes and scales, uint8 [bytes].
 
-    A shard's values do not depend on the number of ranks: scales are computed from the full matrix, even if a
-    quantization block continues on another rank.
+    ``row``: sharding of the parameter. Scales are computed from the full matrix, so values do not depend on the number
+    of ranks.
     """
     form = row.quantized_shape(holder)
     assert form is not None
@@ -52,8 +52,7 @@ def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
-    """Changes the classes of the layers of ``model`` with quantized parameters, so that a read of ``weight`` computes
-    the matrix from stored codes and scales.
+    """Changes the classes of layers with quantized parameters: a read of ``weight`` computes the matrix.
 
     ``held``: (form of the codes, dtype of the matrix) of each quantized parameter, by name.
     """
@@ -67,9 +66,7 @@ def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
-    """Returns the names of the layers of ``model`` with quantized weights, which are computed from stored codes and
-    scales at each read.
-    """
+    """Returns the names of the layers of ``model`` with quantized weights."""
     return [name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]
 
 
@@ -77,7 +74,7 @@ def refuse_quantized(model: nn.Module) -> None:
     """Checks that no layer of ``model`` has quantized weights.
 
     Raises:
-        PlanError: a layer reads its weight from codes and scales.
+        PlanError: a layer has quantized weights.
     """
     for name in quantized_layers(model):
         raise PlanError(

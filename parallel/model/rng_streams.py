@@ -55,9 +55,7 @@ Hook = Callable[..., None]
 
 @contextmanager
 def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
-    """Seeds the random generators of the CPU and of ``device`` from the integers ``key`` inside the context. Its end
-    restores the generators.
-    """
+    """Seeds the random generators of the CPU and ``device`` from ``key`` inside the context, then restores them."""
     generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:
@@ -69,9 +67,7 @@ def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
 
 
 class StreamPosition(NamedTuple):
-    """Position in a microbatch at which the random generators are seeded: the microbatch's key, and the modules that
-    have ended so far.
-    """
+    """Position in a microbatch for a seed: key of the microbatch, and number of modules that have run."""
 
     key: tuple[int, ...]
     ended: tuple[int, ...] = ()
@@ -82,19 +78,15 @@ class StreamPosition(NamedTuple):
         return derive_seed(*self.key, *self.ended)
 
     def after(self, level: int) -> "StreamPosition":
-        """Returns the position after one more module at nesting level ``level`` has ended. The counts of deeper levels
-        are dropped.
-        """
+        """Returns the position after the end of one more module at nesting level ``level``."""
         counts = (*self.ended, *(0 for _ in range(level + 1)))[: level + 1]
         return StreamPosition(self.key, (*counts[:-1], counts[-1] + 1))
 
 
 class RandomStreams:
-    """Random streams of one model: module hooks that seed the generators in forward, and seed them again in
-    recomputation, so that both draw the same numbers.
+    """Random streams of one model: module hooks seed the generators by position in the microbatch.
 
-    The hooks are installed in the first microbatch that draws random numbers, because they slow down every call of a
-    module.
+    Recomputation in backward draws the same numbers as forward.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
@@ -116,10 +108,10 @@ class RandomStreams:
 
     @contextmanager
     def forward(self, *key: int, host: bool | None = None) -> Iterator[None]:
-        """Seeds the random streams for one microbatch's forward inside the context. ``key``: (seed, step, ...).
+        """Seeds the random generators for the forward of one microbatch inside the context. ``key``: (seed, step, ...).
 
-        The backward must run outside the context. ``host``: True if the forward draws from Python's or NumPy's
-        generators, False if it does not; None if no trace has shown it.
+        Run backward outside the context. ``host``: True if the forward draws from Python's or NumPy's generators; None
+        if unknown.
         """
         if not self._hooked:
             self._install()
@@ -138,13 +130,11 @@ class RandomStreams:
                 self._now = None
 
     def draw_again(self) -> None:
-        """Seeds Python's and NumPy's generators for the recomputation of a block, with the seed that they had in its
-        forward.
-        """
+        """Seeds Python's and NumPy's generators for the recomputation of a block as in its forward."""
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
-        """Restores the states that the user's Python and NumPy generators had before backward recomputed blocks."""
+        """Restores the user's Python and NumPy generators after the recomputation of blocks."""
         self._host.end_backward()
 
     def _install(self) -> None:
@@ -227,31 +217,27 @@ def _outer_names(name: str) -> list[str]:
 
 
 def derive_seed(*key: int) -> int:
-    """Returns a 63-bit seed derived from the integers ``key``. Similar keys give unrelated seeds."""
+    """Returns a 63-bit seed derived from ``key``. Similar keys give unrelated seeds."""
     digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Returns the torch generators from which a model on ``device`` draws: the CPU's, and the device's if it has one.
-
-    Seeding one generator takes a microsecond; ``torch.manual_seed``, which seeds every device, takes 70.
-    """
+    """Returns the torch generators of the CPU and, if it has one, of ``device``."""
     own = device_generator(device)
     return [torch.default_generator] if own is None else [torch.default_generator, own]
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seeds the generators that a model on ``device`` draws from, the CPU's and the device's, with ``seed``."""
+    """Seeds the torch generators of the CPU and ``device`` with ``seed``."""
     for generator in generators_of(device):
         generator.manual_seed(seed)
 
 
 def draw_apart(device: torch.device, index: int) -> int:
-    """Seeds the torch generators differently on each tensor rank. ``index``: this rank's index on the tensor axis.
+    """Seeds the torch generators differently on each tensor rank. ``index``: index of this rank on the tensor axis.
 
-    Returns a number drawn before, which is the same on all ranks. :func:`draw_alike` needs it to give all ranks the
-    same random numbers again.
+    Returns a number for :func:`draw_alike`, equal on all ranks.
     """
     drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     seed_generators(device, derive_seed(drawn, index + 1))
@@ -259,7 +245,7 @@ def draw_apart(device: torch.device, index: int) -> int:
 
 
 def draw_alike(device: torch.device, drawn: int) -> None:
-    """Seeds the torch generators with one seed on all tensor ranks. ``drawn``: the result of :func:`draw_apart`."""
+    """Seeds the torch generators equally on all tensor ranks. ``drawn``: result of :func:`draw_apart`."""
     seed_generators(device, derive_seed(drawn, 0))
 
 
@@ -286,16 +272,14 @@ class HostState(NamedTuple):
             np.random.set_state(self.numpy)
 
     def is_present(self) -> bool:
-        """Returns True if Python's and NumPy's generators are still in this state: no number was drawn since."""
+        """Returns True if no number was drawn from Python's and NumPy's generators since this state."""
         python, now = HostState.take()
         before = self.numpy
         return python == self.python and bool(now[2:] == before[2:] and (now[1] == before[1]).all())
 
 
 class HostDraws:
-    """Seeder of Python's and NumPy's generators for the forwards of one model. After each forward it restores the
-    states of the user's generators.
-    """
+    """Seeder of Python's and NumPy's generators for the forwards of one model. Restores the user's generators."""
 
     def __init__(self) -> None:
         self.keyed = False
@@ -314,12 +298,10 @@ class HostDraws:
 
     @contextmanager
     def forward(self, seed: int, step: tuple[int, ...], training: bool, known: bool | None) -> Iterator[None]:
-        """Seeds Python's and NumPy's generators with ``seed`` for a forward inside the context, if the model draws from
-        them.
+        """Seeds Python's and NumPy's generators for a forward inside the context, if the model draws from them.
 
-        ``step``: identifies the training step; ``training``: the mode of the model, which may draw in one mode only.
-        ``known``: True if a trace has seen draws, False if it has seen none; None without a trace: then forwards are
-        watched for draws.
+        ``step``: identifies the training step. ``training``: mode of the model. ``known``: True if the forward draws,
+        False if not; None: watch for draws.
         """
         self.end_backward()
         self._drawn = self._drawn or known is True
@@ -339,15 +321,14 @@ class HostDraws:
                 self.keyed, self._watched = False, None
 
     def unit(self, seed: int) -> None:
-        """Seeds Python's and NumPy's generators with ``seed`` at the start or end of a unit (block or other outermost
-        module), if the running forward is seeded.
-        """
+        """Seeds Python's and NumPy's generators with ``seed`` at the start or end of a traced module."""
         self._look()
         self._seed(seed, watch=self._watched is not None)
 
     def again(self, seed: int) -> None:
-        """Seeds Python's and NumPy's generators with ``seed`` for recomputation of a unit. :meth:`end_backward`
-        restores the user's generators.
+        """Seeds Python's and NumPy's generators for the recomputation of a block.
+
+        :meth:`end_backward` restores the user's generators.
         """
         if self._drawn:
             if self._users is None:
@@ -356,9 +337,7 @@ class HostDraws:
             self._seed(seed)
 
     def end_backward(self) -> None:
-        """Restores the states that the user's Python and NumPy generators had before backward recomputed units. Does
-        nothing if no unit was recomputed.
-        """
+        """Restores the user's Python and NumPy generators if a block was recomputed."""
         users, self._users = self._users, None
         if users is not None:
             users.__exit__(None, None, None)
@@ -391,10 +370,9 @@ class HostDraws:
 
 @contextmanager
 def highest_draws() -> Iterator[None]:
-    """Makes the next draws from Python's and NumPy's generators the highest possible numbers inside the context, so
-    that code such as layer drop, which skips a layer if ``random() < p``, skips nothing.
+    """Makes the next draws from Python's and NumPy's generators the highest possible numbers inside the context.
 
-    The end of the context restores both generators.
+    The end of the context restores both generators. Layer drop (``random() < p``) thus drops no layer.
     """
     before = HostState.take()
     host_extreme(True).put()
@@ -405,11 +383,9 @@ def highest_draws() -> Iterator[None]:
 
 
 def host_extreme(highest: bool) -> HostState:
-    """Returns a state of Python's and NumPy's generators. The next draws from it are the highest possible numbers, or
-    the lowest if ``highest`` is False; later draws are ordinary numbers.
+    """Returns a state of Python's and NumPy's generators from which the next draws are extreme.
 
-    Both generators are Mersenne Twisters, which output the tempered words of their state. Not all words are extreme,
-    because code that draws until a number satisfies a condition would never end.
+    They are the highest possible numbers, or the lowest if ``highest`` is False. Later draws are ordinary numbers.
     """
     ordinary = np.random.MT19937(0).state["state"]["key"]
     words = [_UNTEMPERED_ONES if highest else 0] * _EXTREMES + [int(word) for word in ordinary[_EXTREMES:]]

@@ -28,10 +28,9 @@ from engine.parallel.model.rng_streams import HostState
 
 @contextmanager
 def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restores ``model`` and the random generators at the end of the context to their state at its start.
+    """Restores ``model`` and the random generators at the end of the context.
 
-    It restores the generators of torch, Python and NumPy, the elements of every buffer, and the attributes of all
-    modules, with the items of plain dicts, lists and sets in them.
+    This includes the generators of torch, Python and NumPy, all buffers and all attributes of modules.
     """
     undo = [HostState.take().put, *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]
@@ -123,11 +122,7 @@ _CLOSED = (
 
 
 class AttributeState:
-    """Reader of the plain attributes (bools, numbers, strings, None) of all modules of ``model``.
-
-    Their values are part of the cache key of a traced forward, because a forward may take another path when they
-    change.
-    """
+    """Reader of the plain attributes (bools, numbers, strings, None) of all modules of ``model``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._named = tuple(model.named_modules())
@@ -135,25 +130,20 @@ class AttributeState:
         self._last: State = {}
 
     def read(self) -> State:
-        """Returns the values of all attributes that are read, without the ones that :meth:`settle` has excluded.
-        Returns the same object until a value changes.
-        """
+        """Returns all values except the ones that :meth:`settle` excludes; the same object until a value changes."""
         now = {place: value for place, value in self._plain() if place not in self._idle}
         if now != self._last:
             self._last = now
         return self._last
 
     def same(self, one: State, other: State) -> bool:
-        """Returns True if ``one`` and ``other``, two results of :meth:`read`, differ at most in attributes that
-        :meth:`settle` has excluded.
-        """
+        """Returns True if ``one`` and ``other``, results of :meth:`read`, differ only in excluded attributes."""
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:
-        """Excludes from :meth:`read` the numbers and strings that differ between ``one`` and ``other``: the values at
-        two forwards that took the same path.
+        """Excludes from :meth:`read` the numbers and strings that differ between ``one`` and ``other``.
 
-        Bools are never excluded: they have two values, so they cannot make a new cache key in every step.
+        Call it if two forwards took the same path. Bools are never excluded.
         """
         for place in _changed(one, other):
             values = one.get(place), other.get(place)

@@ -20,8 +20,9 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 class Regions(Protocol):
-    """Interface of a traced or partitioned forward in progress. ``inside``: True while a unit (block or other outermost
-    module) runs; ``regions``: options of the ``torch.utils.checkpoint`` calls in progress.
+    """Interface of a forward in progress. ``inside``: True while a traced module runs.
+
+    ``regions``: options of the ``torch.utils.checkpoint`` calls in progress.
     """
 
     inside: bool
@@ -30,11 +31,9 @@ class Regions(Protocol):
 
 @contextmanager
 def open_checkpoints(recompute: bool) -> Iterator[None]:
-    """Makes reentrant calls of ``torch.utils.checkpoint`` run as non-reentrant ones inside the context. ``recompute``
-    False: they run without recomputation.
+    """Makes reentrant calls of ``torch.utils.checkpoint`` non-reentrant inside the context.
 
-    A reentrant checkpoint hides the functions in it from autograd: a tensor sent to another pipeline stage from inside
-    it would have no autograd graph, and a received tensor would lose its graph.
+    ``recompute`` False: the calls run without recomputation.
     """
 
     def apply(function: Function, preserve: bool, *args: Any) -> Any:
@@ -56,11 +55,9 @@ def open_checkpoints(recompute: bool) -> Iterator[None]:
 
 @contextmanager
 def spread_checkpoints(run: Regions) -> Iterator[None]:
-    """Runs the user's ``torch.utils.checkpoint`` calls that contain several units (blocks or other outermost modules)
-    without recomputation inside the context.
+    """Disables recomputation inside the context, for ``torch.utils.checkpoint`` calls around traced modules.
 
-    Each unit inside such a call is to be recomputed by itself: ``run.regions`` has the options of these calls while
-    they run.
+    ``run.regions`` contains the options of these calls while they run.
     """
     original = getattr(module, _GENERATOR)
 

@@ -18,14 +18,15 @@ _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
 
 
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls ``function``, of torch or of the user, and returns its result. :func:`is_own_mistake` blames errors about
-    its arguments on the user's model.
+    """Calls ``function`` and returns its result.
+
+    :func:`is_own_mistake` attributes errors about its arguments to the user's model.
     """
     return function(*args, **kwargs)
 
 
 def is_engine_hook(hook: Any) -> bool:
-    """Returns True if ``hook``, on a module or a tensor, is a function of this package; False for hooks of the user."""
+    """Returns True if ``hook``, on a module or a tensor, is a function of this package."""
     function = hook.func if isinstance(hook, partial) else hook
     return str(getattr(function, "__module__", "")).startswith("engine.")
 
@@ -33,8 +34,7 @@ def is_engine_hook(hook: Any) -> bool:
 def is_own_mistake(error: BaseException) -> bool:
     """Returns True if ``error`` is probably a bug of this package and not of the user's model.
 
-    This is so if it is an AssertionError, AttributeError, KeyError, NameError or TypeError that a line of this package
-    raised. A missing attribute counts for the line that reads it, not for the ``__getattr__`` that raises.
+    This holds for an AssertionError, AttributeError, KeyError, NameError or TypeError that this package raised.
     """
     if not isinstance(error, _KINDS):
         return False

@@ -27,14 +27,14 @@ _COMPUTES_WITH_PARTS = frozenset({"engine", "torch"})
 
 
 class RunningModules:
-    """Counter of the running modules that compute with shards of their parameters. A model has one such object."""
+    """Counter of the running modules that compute with shards of their parameters."""
 
     def __init__(self) -> None:
         self._running = 0
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Treats code inside the context as code that computes with shards, so that it reads the sizes of shards."""
+        """Makes sharded parameters show the sizes of their shards to all code inside the context."""
         self._running += 1
         try:
             yield
@@ -42,9 +42,7 @@ class RunningModules:
             self._running -= 1
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``forward`` and returns its result. While it runs, all code counts as code that computes with shards,
-        so it reads the sizes of shards.
-        """
+        """Calls ``forward`` and returns its result. Meanwhile sharded parameters show the sizes of their shards."""
         self._running += 1
         try:
             return forward(*args, **kwargs)
@@ -52,10 +50,9 @@ class RunningModules:
             self._running -= 1
 
     def asks_for_whole(self, callers: int = 1) -> bool:
-        """Returns True if the code that reads a parameter's size must get the full size. False if a module that
-        computes with shards runs, or if the reading code belongs to torch or to the engine.
+        """Returns True if the caller that reads a parameter's size is user code outside sharded modules.
 
-        ``callers``: number of stack frames between the reading code and the caller of this method.
+        ``callers``: number of stack frames between this caller and the code that calls this method.
         """
         if torch.compiler.is_compiling() or self._running:
             return False
@@ -68,8 +65,9 @@ class RunningModules:
 
 
 class WholeSizes(_Before):
-    """Mixin of sharded parameters: they show the full sizes to the user's code, and the sizes of the shard to the
-    engine, to torch and to running sharded modules.
+    """Mixin of sharded parameters that show full sizes to the user's code.
+
+    The engine, torch and running sharded modules see the sizes of the shard.
     """
 
     __slots__ = ()
@@ -78,20 +76,16 @@ class WholeSizes(_Before):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Shape of the full parameter; for code that computes with the shard, the shape of the shard."""
+        """Shape of the full parameter, or of the shard for code that computes with the shard."""
         return self._whole_shape if self._running_modules.asks_for_whole() else self._part()
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the shape of the full parameter, or the full size of ``dim``. For code that computes with the shard,
-        returns the sizes of the shard.
-        """
+        """Returns the full shape or the full size of ``dim``; for code that computes with the shard, its sizes."""
         shape = self._whole_shape if self._running_modules.asks_for_whole() else self._part()
         return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        """Returns the number of elements of the full parameter. For code that computes with the shard, returns the
-        number of its elements.
-        """
+        """Returns the number of elements of the full parameter; for code that computes with the shard, of the shard."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def nelement(self) -> int:
@@ -114,27 +108,21 @@ class WholeSizes(_Before):
 
 
 class PartParameter(WholeSizes, nn.Parameter):
-    """Sharded ``nn.Parameter`` that shows the sizes of the full parameter to the user's code, and the shard's sizes to
-    code that computes with the shard.
-    """
+    """Sharded ``nn.Parameter`` that shows the full sizes to the user's code."""
 
     # operations run as on any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
-    """Changes the class of ``parameter``, a plain ``nn.Parameter``, so that it shows the full sizes ``shape`` to the
-    user's code. :func:`answer_part` undoes it.
-    """
+    """Makes ``parameter``, a sharded ``nn.Parameter``, show the full sizes ``shape`` to the user's code."""
     untyped: Any = parameter
     untyped._whole_shape, untyped._running_modules = torch.Size(shape), running
     untyped.__class__ = PartParameter
 
 
 def answer_part(parameter: nn.Parameter) -> None:
-    """Restores the class ``nn.Parameter`` of ``parameter``, unless other code has changed the class after
-    :func:`answer_whole`.
-    """
+    """Undoes :func:`answer_whole`, unless other code has changed the class of ``parameter`` since."""
     untyped: Any = parameter
     if type(parameter) is PartParameter:
         untyped.__class__ = nn.Parameter

@@ -43,11 +43,9 @@ ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:
-    """Returns ``x`` unchanged (Megatron-LM's f). Backward sums the gradient of ``x`` over the tensor ranks; this
-    traffic is counted under the label "column inputs".
+    """Returns ``x`` unchanged (Megatron-LM's f); backward all-reduces the gradient, label "column inputs".
 
-    ``owned``: True if no other code reads the gradient of the result, as after a plain matrix product, so that the sum
-    may overwrite it; False copies it first. ``passed``: callback for the end of this sum.
+    ``owned``: True if the sum may overwrite the gradient of the result. ``passed``: callback after this sum.
     """
     if axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -55,12 +53,10 @@ def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[
 
 
 def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[Pending], None]) -> Tensor:
-    """Returns ``x`` unchanged. Backward starts the sum of its gradient over the tensor ranks and does not wait for the
-    sum.
+    """Returns ``x`` unchanged. Backward starts the all-reduce of the gradient without a wait.
 
-    Backward returns the unfinished gradient at once and passes the handle of the all-reduce to the callback
-    ``started``; code that reads the gradient must wait for the handle. ``owned``: True if the all-reduce may overwrite
-    the gradient of the result.
+    It passes the handle to ``started``; code that reads the gradient must wait for the handle. ``owned``: True if the
+    all-reduce may overwrite the gradient of the result.
     """
     copied: Tensor = _copy(x, axis, owned, started)
     axis.expect("all_reduce", COLUMN_INPUTS, x, copied)
@@ -68,10 +64,9 @@ def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[P
 
 
 def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns the sum of ``x`` over the tensor ranks (Megatron-LM's g). Backward passes the gradient of the sum on
-    unchanged.
+    """Returns the sum of ``x`` over the tensor ranks (Megatron-LM's g); backward is the identity.
 
-    The sum overwrites ``x`` if ``x`` is contiguous; with gradients enabled, an autograd leaf is copied first.
+    The sum overwrites a contiguous ``x``.
     """
     if axis.size == 1:
         return x
@@ -84,11 +79,9 @@ def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor
 
 
 def gather_last(x_W: Tensor, widths: tuple[int, ...], axis: TensorAxis, label: str = LOGITS) -> Tensor:
-    """Returns the full tensor [..., V] from ``x_W`` [..., W], each rank's shard of the last dim, by an all-gather over
-    the ranks of ``axis``.
+    """Gathers ``x_W`` [.., W], each rank's shard of the last dim, to the full tensor [.., V].
 
-    ``widths``: the shard sizes in rank order; shards are padded to the largest one for the transfer. Backward takes
-    this rank's slice, so all ranks must have the same gradient of the result.
+    ``widths``: shard sizes in rank order. Backward takes this rank's slice; the gradient must be equal on all ranks.
     """
     whole_V: Tensor = _GatherLast.apply(x_W, widths, axis, label)  # type: ignore[no-untyped-call]
     return whole_V
@@ -102,11 +95,10 @@ def gather_to(
     owned: bool = False,
     passed: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Returns the tensors ``x`` of all ranks joined along ``dim``, for column layers (Megatron-LM's f under sequence
-    parallelism).
+    """Returns the tensors ``x`` of all ranks joined along ``dim`` (Megatron-LM's f under sequence parallelism).
 
-    Backward reduce-scatters the gradient. ``x`` has one shape on all ranks. ``owned``: True if no other code reads the
-    gradient of the result, so that it may be overwritten. ``passed``: callback for the end of the reduce-scatter.
+    Backward reduce-scatters the gradient. ``x`` has one shape on all ranks. ``owned``: True if the gradient of the
+    result may be overwritten. ``passed``: callback after the reduce-scatter.
     """
     if axis.size == 1:
         return x
@@ -118,12 +110,10 @@ def gather_to(
 def start_gather_to(
     x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool, started: Callable[[Pending], None]
 ) -> Tensor:
-    """Returns the tensors ``x`` of all ranks joined along ``dim``. Backward starts the reduce-scatter of the gradient
-    and does not wait for it.
+    """Returns the tensors ``x`` of all ranks joined along ``dim``. Backward starts a reduce-scatter without a wait.
 
-    Backward passes the handle of the reduce-scatter to the callback ``started``; code that reads the gradient of ``x``
-    must wait for the handle. ``label``: label of both collectives. ``owned``: True if the gradient of the result may be
-    overwritten.
+    It passes the handle to ``started``; code that reads the gradient must wait for the handle. ``owned``: True if the
+    gradient of the result may be overwritten.
     """
     whole: Tensor = _GatherTo.apply(x, axis, (dim % x.ndim, label), owned, started)  # type: ignore[no-untyped-call]
     axis.expect("reduce_scatter", label, whole, whole)
@@ -131,10 +121,10 @@ def start_gather_to(
 
 
 def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS, owned: bool = False) -> Tensor:
-    """Sums ``x`` over the ranks and returns this rank's shard of the sum along ``dim`` (Megatron-LM's g under sequence
+    """Sums ``x`` over the ranks and returns this rank's shard along ``dim`` (Megatron-LM's g under sequence
     parallelism).
 
-    Backward gathers the gradient. ``owned``: True if no other code reads ``x``, so that its memory may be overwritten.
+    Backward gathers the gradient. ``owned``: True if ``x`` may be overwritten.
 
     Raises:
         EngineError: the number of ranks does not divide the dim.
@@ -150,8 +140,7 @@ def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
 
 
 def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INPUTS) -> Tensor:
-    """Returns this rank's shard along ``dim`` of ``x``, a tensor that is equal on all ranks. Backward gathers the
-    shards' gradients into the gradient of ``x``.
+    """Returns this rank's shard along ``dim`` of ``x``, which is equal on all ranks. Backward gathers the gradient.
 
     Raises:
         EngineError: the number of ranks does not divide the dim.
@@ -166,8 +155,9 @@ def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INP
 
 
 def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns the tensors ``x`` of all ranks joined along ``dim``. Backward takes this rank's slice of the result's
-    gradient, which must be equal on all ranks.
+    """Gathers the tensors ``x`` of all ranks along ``dim``; backward takes this rank's slice of the gradient.
+
+    The gradient of the result must be equal on all ranks.
     """
     if axis.size == 1:
         return x
@@ -176,9 +166,7 @@ def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
 
 
 def sum_parts(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """Returns the sum of ``x`` over the ranks. Backward sums the result's gradient over the ranks too, because each
-    rank has only its own part of this gradient.
-    """
+    """Returns the sum of ``x`` over the ranks. Backward also sums the gradient over the ranks."""
     if axis.size == 1:
         return x
     summed: Tensor = _SumParts.apply(x, axis, label)  # type: ignore[no-untyped-call]
@@ -188,8 +176,7 @@ def sum_parts(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
 
 
 def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
-    """Checks that dim ``dim`` of ``x`` divides into one shard of equal size for each rank of ``axis``. Returns ``dim``
-    counted from the front.
+    """Checks that the number of ranks divides dim ``dim`` of ``x``. Returns ``dim`` counted from the front.
 
     Raises:
         EngineError: the number of ranks does not divide the dim.
@@ -204,9 +191,9 @@ def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:
-    """Joins the shards of all T ranks, ``parts`` [T, .., n, ..], along ``dim`` in rank order.
+    """Joins the shards of all T ranks, ``parts`` [T, .., n, ..], along ``dim`` to a tensor [.., T n, ..].
 
-    ``dim`` counts without the leading T. Returns a contiguous tensor [.., T n, ..].
+    ``dim`` counts without the leading T.
     """
     joined = parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten alone may return strided memory
     # nothing else refers to the base; still marked as a view, the result would refuse in-place writes
@@ -214,16 +201,12 @@ def join_parts(parts: Tensor, dim: int) -> Tensor:
 
 
 def split_parts(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    """Splits ``x`` [.., T n, ..] along ``dim`` into equal shards of the T ranks: a view [T, .., n, ..].
-
-    This is the inverse of :func:`join_parts`.
-    """
+    """Splits ``x`` [.., T n, ..] along ``dim`` into equal shards of the T ranks: a view [T, .., n, ..]."""
     return x.view(*x.shape[:dim], axis.size, x.shape[dim] // axis.size, *x.shape[dim + 1 :]).movedim(dim, 0)
 
 
 def refuse_second_derivatives() -> None:
-    """Checks that the running backward records no autograd graph. Second derivatives of tensor-parallel layers would be
-    wrong without an error.
+    """Checks that the running backward records no autograd graph, as second derivatives need.
 
     Raises:
         EngineError: backward was called with ``create_graph``.

@@ -41,16 +41,12 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns True if ``module`` is an ``nn.Linear`` or Hugging Face's ``Conv1D``: a matrix product with a weight that
-    can be sharded.
-    """
+    """Returns True if ``module`` is an ``nn.Linear`` or Hugging Face's ``Conv1D``."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 class GradsWanted(NamedTuple):
-    """Weight and bias gradients of one product that are not computed yet. The product's backward offers them to a
-    :class:`DeferralPolicy`.
-    """
+    """Weight and bias gradients of one product that are not computed yet."""
 
     weight: partial[Tensor]
     """Call of :func:`weight_gradient` with all arguments bound."""
@@ -60,22 +56,17 @@ class GradsWanted(NamedTuple):
 
 
 class DeferralPolicy(Protocol):
-    """Interface of policies that decide, during backward, if weight and bias gradients are computed at once, later or
-    never.
-    """
+    """Interface of policies for weight and bias gradients in backward: computed at once, later or never."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """Returns True if the policy takes ``wanted`` over, to compute these weight and bias gradients later or never.
+        """Returns True to take over the gradients ``wanted``; False to have backward compute them at once.
 
-        False: the product's backward computes them at once. ``nodes``: the ``next_functions`` of the product's autograd
-        node, for x, weight, bias and the token of :class:`Beside`.
+        ``nodes``: ``next_functions`` of the product's autograd node.
         """
 
 
 class LinearSpec(NamedTuple):
-    """Settings of one matrix product: memory order of its weight, policy that may defer its weight and bias gradients,
-    and kernels of the product and its backward.
-    """
+    """Settings of one matrix product: memory order of its weight, policy for deferred gradients, and kernels."""
 
     transposed: bool
     """True if the weight is stored as [I, O]."""
@@ -95,11 +86,10 @@ class Beside(NamedTuple):
 def deferrable_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSpec, beside: Beside | None = None
 ) -> Tensor:
-    """Returns ``x`` [.., I] times the transpose of ``weight``, plus ``bias`` [O]: a tensor [.., O]. The policy
-    ``linear.later`` may defer the gradients of weight and bias.
+    """Returns ``x`` [.., I] times the transpose of ``weight``, plus ``bias`` [O]: a tensor [.., O].
 
-    Under autocast it computes in autocast's dtype. The caller checks :func:`can_multiply` first. ``beside``: optional
-    tensors for the deferral.
+    The policy ``linear.later`` may defer the gradients of weight and bias. The caller checks :func:`can_multiply`
+    first.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -108,10 +98,9 @@ def deferrable_linear(
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Returns True if :func:`deferrable_linear` may replace a layer's product of ``x`` and ``weight``.
+    """Returns True if :func:`deferrable_linear` can compute ``x`` times ``weight``.
 
-    This needs eager execution, gradients enabled, an ``x`` that requires a gradient, and equal dtypes of ``x`` and
-    ``weight`` (or autocast).
+    It needs eager execution, an ``x`` that requires a gradient, and equal dtypes or autocast.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_plain(x):
         return False
@@ -173,11 +162,10 @@ def weight_gradient(
 
 
 def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: Any | None) -> Tensor | None:
-    """Computes a weight gradient. If the kernel can, it adds the gradient in place to ``main``, the weight's main
-    gradient (the buffer that sums gradients over microbatches), and returns None. Otherwise returns the gradient.
+    """Computes a weight gradient and returns it, or adds it in place to ``main`` and returns None.
 
-    ``compute``: a call of :func:`weight_gradient` with all arguments bound; ``node``: the autograd node that
-    accumulates the weight's gradient, None without autograd.
+    ``main``: buffer that sums the weight's gradients. ``compute``: :func:`weight_gradient` with bound arguments.
+    ``node``: autograd node that accumulates the gradient, or None.
     """
     if main is None:
         return compute()
@@ -193,29 +181,23 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """Returns act(x W' + b) [.., O] for ``x`` [.., I], weight W and bias b of ``module``, computed by the fused linear
-    operator with ``kernels``.
+    """Returns act(x W' + b) [.., O] for ``x`` [.., I], with weight W and bias b of the linear layer ``module``.
 
-    ``module``: an ``nn.Linear`` or a Hugging Face ``Conv1D`` with an unchanged forward; ``activation``: the function
-    act.
+    ``activation``: the function act.
     """
     layer: Any = module
     return linear(x, layer.weight, layer.bias, LinearForm(activation, is_conv1d(module)), kernels)
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
-    """Returns ``y``, the output of ``layer`` with its bias, after the activation that :func:`fuse` has moved into
-    ``layer``. Without such an activation returns ``y`` itself.
-    """
+    """Returns ``y``, the output of ``layer``, after the activation fused into ``layer``, if there is one."""
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return y if kind in (None, "none") else activate(y, None, kind, kernels)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedForward:
-    """Callable that replaces the forward of a replicated linear layer: it computes the layer's product and the
-    activation fused into it.
-    """
+    """Forward of a replicated linear layer with an activation fused into it."""
 
     module: nn.Module
     activation: Activation
@@ -235,11 +217,9 @@ class FusedForward:
 
 
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Makes ``layer``, a plain linear layer, apply ``activation`` to its output, in the kernel of its matrix product
-    where possible.
+    """Makes the linear layer ``layer`` apply ``activation`` to its output, in the matrix product's kernel if possible.
 
-    ``kernels``: implementation for a replicated layer; a sharded layer uses the kernels of its axis. A forward that
-    another operator has set on the layer is removed first.
+    ``kernels``: implementation for a replicated layer.
     """
     note = f"computes the activation {activation} in its product's kernel"
     if activation == "none":

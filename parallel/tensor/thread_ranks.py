@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class CollectiveCall(NamedTuple):
-    """Record of one call of a collective on a simulated rank. All ranks must make the same calls in the same order."""
+    """Record of one collective call on a simulated rank. All ranks must make the same calls in the same order."""
 
     op: str
     label: str
@@ -38,9 +38,7 @@ class CollectiveCall(NamedTuple):
 
 
 class SimulatedAxis(TensorAxis):
-    """Tensor axis for one of several simulated ranks, which run as threads of this process. ``called`` records the
-    collectives of this rank.
-    """
+    """Tensor axis of a simulated rank, which runs as a thread. ``called`` records its collectives."""
 
     def __init__(self, index: int, size: int, rounds: Rounds) -> None:
         self.index, self.size, self.dry, self.listener = index, size, False, None
@@ -95,10 +93,9 @@ def _give_back_memory() -> None:
 
 
 def run_tensor_ranks(size: int, body: Callable[[TensorAxis], Result]) -> list[Result]:
-    """Runs ``body(axis)`` on ``size`` simulated tensor ranks, each a thread of this process with its own axis. Returns
-    their results in rank order.
+    """Runs ``body(axis)`` on ``size`` simulated tensor ranks, each a thread; returns the results in rank order.
 
-    One rank runs at a time, in a fixed order, so results are deterministic. Each rank has its own random generators.
+    Ranks run one at a time, so results are deterministic.
 
     Raises:
         EngineError: the ranks do not call the same collectives in the same order.

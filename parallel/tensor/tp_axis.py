@@ -20,10 +20,7 @@ from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
-    """Report of a collective in a dry run: a run on shapes that communicates nothing.
-
-    ``backward``: True if the collective belongs to the backward, False if it belongs to the forward.
-    """
+    """Report of a collective in a run on shapes, without communication. ``backward``: True for backward."""
 
     op: Op
     label: str
@@ -33,11 +30,7 @@ class Expected(NamedTuple):
 
 
 class ExpectedRows(NamedTuple):
-    """Report of an all-to-all of rows in a dry run, a run on shapes that communicates nothing. Ranks send different
-    numbers of bytes.
-
-    ``backward``: True if the exchange belongs to the backward, False if it belongs to the forward.
-    """
+    """Report of an all-to-all of rows in a run on shapes, without communication. ``backward``: True for backward."""
 
     op: Op
     label: str
@@ -53,24 +46,19 @@ Listener = Callable[[Any, Node | None], None]
 
 
 class Overlap(NamedTuple):
-    """Condition under which compute and collectives overlap: on these types of ``devices``, for tensors of at least
-    ``bytes`` bytes.
-    """
+    """Condition for an overlap of compute and collectives: device types, and a minimum of ``bytes``."""
 
     devices: frozenset[str] = frozenset(ACCELERATORS)
     bytes: int = 1 << 20
 
 
 class Repeats(Protocol):
-    """Interface of a cache for the results of a forward's collectives: recomputation in backward reads them and
-    communicates nothing.
-    """
+    """Interface of a cache for results of collectives in forward; recomputation reads it instead of communicating."""
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Runs the collective that the callback ``start`` launches, and caches its ``result``; in recomputation copies
-        the cached result to ``result`` instead. Returns a handle to wait for.
+        """Runs the collective that ``start`` launches and caches ``result``, or in recomputation restores ``result``.
 
-        ``given``: the collective's input. It may be the tensor ``result``; otherwise the collective may overwrite it.
+        Returns a handle to wait for. ``given``: input of the collective, which may overwrite it.
         """
 
 
@@ -78,9 +66,8 @@ class TensorAxis:
     """Collectives over the tensor axis: the group of tensor ranks that have the same data and pipeline coordinates as
     this rank.
 
-    While ``dry`` is set nothing is communicated, for runs on shapes: sums do not change the local tensor, gathers
-    repeat it, and scatters take one slice, so that all shapes are right. Each collective is then reported to
-    ``listener``. If ``repeats`` is set, each collective is run or repeated by this cache.
+    While ``dry`` is set, nothing is communicated: collectives return tensors of the right shape and are reported to
+    ``listener``. ``repeats``: cache for recomputation.
     """
 
     overlap = Overlap()
@@ -112,11 +99,9 @@ class TensorAxis:
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Calls ``spare`` before each wait for a collective of this axis, or for an exchange of rows, inside the
-        context.
+        """Calls ``spare`` before each wait for a collective of this axis inside the context, to overlap with it.
 
-        The kernels that ``spare`` launches overlap the communication. On a ``device`` that cannot overlap them,
-        ``spare`` is not called.
+        On a ``device`` without overlap, ``spare`` is not called.
         """
         if device.type not in self.overlap.devices:
             yield
@@ -129,7 +114,7 @@ class TensorAxis:
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Makes the axis dry inside the context: its collectives send nothing and are reported to ``listener``."""
+        """Makes the axis dry inside the context: collectives send nothing and are reported to ``listener``."""
         before, self.dry = self.dry, True
         try:
             yield
@@ -137,11 +122,9 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports the collective ``op`` on the full tensor ``whole`` to the listener of a dry axis. On an axis that
-        communicates, does nothing.
+        """Reports the collective ``op`` on the full tensor ``whole`` to the listener of a dry axis.
 
-        ``made``: for a collective of the backward, the forward's result from which this backward starts; None for a
-        collective of the forward.
+        ``made``: for a collective of backward, the result of forward at which backward starts; None in forward.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
@@ -163,14 +146,13 @@ class TensorAxis:
         return EncodedCollectives(self._comm, self.name, self.wire, self.kernels)
 
     def all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> None:
-        """Reduces ``tensor``, of any shape and contiguous, over the axis in place: to the sum, or with ``op`` "max" to
-        the maximum.
-        """
+        """Reduces the contiguous ``tensor`` over the axis in place, with ``op`` "sum" or "max"."""
         self.start_all_reduce(tensor, label, op).wait()
 
     def all_gather(self, part: Tensor, label: str) -> Tensor:
-        """Gathers ``part`` [...] of all ranks into a new tensor [size, ...], in rank order. ``part`` is contiguous and
-        has the same shape on all ranks.
+        """Gathers the contiguous ``part`` [...] of all ranks into a new tensor [size, ...], in rank order.
+
+        ``part`` has the same shape on all ranks.
         """
         full, pending = self.start_all_gather(part, label)
         pending.wait()
@@ -186,18 +168,14 @@ class TensorAxis:
         return part
 
     def start_all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> Pending:
-        """Starts :meth:`all_reduce` of ``tensor`` and returns a handle. ``tensor`` has the reduced values after the
-        handle's ``wait``.
-        """
+        """Starts :meth:`all_reduce` of ``tensor`` and returns a handle; its ``wait`` completes ``tensor``."""
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor)
             return Pending()
         return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`all_gather` of ``part``. Returns (result, handle); the result is ready after the handle's
-        ``wait``.
-        """
+        """Starts :meth:`all_gather` of ``part``. Returns (result, handle); the handle's ``wait`` completes it."""
         if self.dry or self.size == 1:
             full = part.expand(self.size, *part.shape)
             self.expect("all_gather", label, full)
@@ -206,9 +184,7 @@ class TensorAxis:
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`reduce_scatter` of ``full``. Returns (result, handle); the result is ready after the handle's
-        ``wait``.
-        """
+        """Starts :meth:`reduce_scatter` of ``full``. Returns (result, handle); the handle's ``wait`` completes it."""
         if self.dry or self.size == 1:
             self.expect("reduce_scatter", label, full)
             return full[self.index], Pending()
@@ -218,14 +194,11 @@ class TensorAxis:
     def start_exchange(
         self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str
     ) -> tuple[Tensor, Pending]:
-        """Starts an all-to-all of rows: sends ``gives[r]`` rows of ``given`` to rank r and receives ``gets[r]`` rows
-        from it.
-
-        ``given`` [sum of gives, ..] has the rows in rank order; all ranks know all sizes.
+        """Starts an all-to-all of rows: ``gives[r]`` rows of ``given`` to rank r, ``gets[r]`` rows from it.
 
         Returns:
-            (rows, handle): the received rows [sum of gets, ..] in rank order, ready after the handle's ``wait``. A dry
-            axis returns zeros and reports nothing; :meth:`expect_rows` reports the exchange.
+            (rows, handle): the received rows [sum of gets, ..] in rank order, ready after the handle's ``wait``; zeros
+                if dry.
         """
         received = given.new_empty((sum(gets), *given.shape[1:]))
         if self.dry or self.size == 1:
@@ -233,9 +206,7 @@ class TensorAxis:
         return received, self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label))
 
     def exchange(self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str) -> Tensor:
-        """Exchanges rows as :meth:`start_exchange`, but waits and returns the received rows. All ranks must call it,
-        also ranks that have no rows to send.
-        """
+        """Exchanges rows as :meth:`start_exchange`, waits, and returns the received rows; all ranks must call it."""
         if self.dry or self.size == 1:
             return given.new_zeros((sum(gets), *given.shape[1:]))
         received, pending = self.start_exchange(given, gives, gets, label)
@@ -243,21 +214,18 @@ class TensorAxis:
         return received
 
     def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports an exchange of rows, in which rank r sends ``sent[r]`` bytes, to the listener of a dry axis. On an
-        axis that communicates, does nothing.
+        """Reports an exchange, in which rank r sends ``sent[r]`` bytes of ``whole``, to the listener of a dry axis.
 
-        ``whole``: the tensor with the rows. ``made``: for an exchange of the backward, the forward's result from which
-        this backward starts; None for the forward.
+        ``made``: for an exchange of backward, the result of forward at which backward starts; None in forward.
         """
         if self.dry and self.listener is not None and not isinstance(whole, FakeTensor):
             node = None if made is None else made.grad_fn
             self.listener(ExpectedRows("exchange", label, sent, made is not None), node)
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
-        """Launches, by the callback ``call``, a kernel that itself performs the collective ``op``, and counts the bytes
-        of ``full``, the full tensor, as its traffic.
+        """Launches, by ``call``, a kernel that performs the collective ``op``; counts the bytes of ``full`` as traffic.
 
-        Returns a handle; its ``wait`` calls the function that ``call`` has returned.
+        Returns a handle to wait for.
         """
         return self._comm.in_kernel(op, full, self.name, label, call)
 
@@ -294,9 +262,7 @@ class TensorAxis:
 
 
 class DryAxis(TensorAxis):
-    """Tensor axis for runs on shapes in one process: this process is rank 0 of ``size`` ranks, and nothing is
-    communicated.
-    """
+    """Tensor axis for runs on shapes in one process, as rank 0 of ``size`` ranks; communicates nothing."""
 
     def __init__(self, size: int, listener: Listener | None = None, name: Axis = "tp") -> None:
         self.name, self.index, self.size, self.dry, self.listener = name, 0, size, True, listener

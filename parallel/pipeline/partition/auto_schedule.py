@@ -46,7 +46,7 @@ class MicrobatchCost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of forward and backward, including weight gradients."""
+        """Seconds of forward and backward, with weight gradients."""
         return self.forward_seconds + self.input_seconds + self.weight_seconds
 
     @classmethod
@@ -110,11 +110,7 @@ class ScheduleDecision:
         return self.ranking[0]
 
     def lines(self) -> tuple[str, ...]:
-        """Formats ``ranking`` as lines of text.
-
-        The first line is the choice. A line for each of the (at most six) fastest kinds within the memory limit
-        follows, then a line for each reason of rejection, with the kinds rejected for it.
-        """
+        """Formats ``ranking`` as lines of text: the choice, the fastest kinds, and the rejected kinds with reasons."""
         fit = [tried for tried in self.ranking if not tried.refused]
         lines = [
             f"auto: {self.chosen.name}, best of {len(fit)} within {self.limit_bytes / 2**20:.1f} MiB of activations"
@@ -134,10 +130,10 @@ class ScheduleDecision:
 def choose(
     cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleDecision:
-    """Simulates all ``kinds`` of schedule and chooses the one with the fastest step within the memory limit.
+    """Simulates all ``kinds`` of schedule and chooses the fastest within the memory limit, without communication.
 
-    Returns the chosen schedule with the figures of all kinds. A step that is at most 1 % faster does not justify more
-    stages or a less simple kind. Every rank computes the same result, without communication.
+    Among steps within 1 % of the fastest it chooses fewer stages, then the simpler kind. Returns the schedule with the
+    figures of all kinds.
 
     Args:
         cuts: for each number of stages per rank, the cost of every stage, or the reason why the model has no such cut.
@@ -166,17 +162,13 @@ def choose(
 
 
 def cost_of_stages(stages: Sequence[MicrobatchCost], transfer_seconds: float) -> Cost:
-    """Converts the costs of ``stages``, and the seconds of one transfer, to a :class:`Cost` for the simulation."""
+    """Converts the costs of ``stages`` and the seconds of one transfer to a :class:`Cost` for the simulation."""
     times = tuple(StageTimes(s.forward_seconds, s.input_seconds, s.weight_seconds) for s in stages)
     return Cost(transfer=transfer_seconds, times=times)
 
 
 def peak_bytes(schedule: Schedule, stages: Sequence[MicrobatchCost]) -> tuple[int, ...]:
-    """Returns the peak bytes of activations on each pipeline rank; ``stages`` contains the cost of each stage.
-
-    A forward (F) adds the saved tensors of its stage and a backward (B) frees them. A split backward frees them in two
-    parts: I frees all except the inputs of the weight gradients, which W frees.
-    """
+    """Returns the peak bytes of activations on each pipeline rank. ``stages``: cost of each stage."""
 
     def change(action: Action) -> int:
         stage = stages[action.stage]

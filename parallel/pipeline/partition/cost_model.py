@@ -14,11 +14,7 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 
 def flops_of_calls(trace: ModelTrace) -> list[int]:
-    """Returns, for each module call of ``trace``, the forward FLOPs of the call and of the operations up to the next
-    call.
-
-    Each number is at least 1.
-    """
+    """Returns the forward FLOPs of each module call, with the operations up to the next call; at least 1 each."""
     flops = [call.flops + 1 for call in trace.calls]
     for index, extra in glue_flops(trace).items():
         flops[index] += extra
@@ -26,17 +22,17 @@ def flops_of_calls(trace: ModelTrace) -> list[int]:
 
 
 def glue_flops(trace: ModelTrace) -> dict[int, int]:
-    """Returns the FLOPs of the operations between module calls, summed by the module call before them.
+    """Returns the FLOPs of operations between module calls, summed by index of the call before them.
 
-    The keys are indices of calls in ``trace``; operations before the first call count for call 0.
+    Operations before the first call count for call 0.
     """
     return by_call(trace, [glue.flops for glue in trace.glue])
 
 
 def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """Sums ``of_glue``, one value for each operation between module calls, over the operations after each call.
+    """Sums ``of_glue``, a value per operation between module calls, by index of the call before the operation.
 
-    Returns the sums, keyed by the index of the call in ``trace``; operations before the first call count for call 0.
+    Operations before the first call count for call 0.
     """
     found: dict[int, int] = {}
     for glue, number in zip(trace.glue, of_glue, strict=True) if trace.calls else ():
@@ -46,9 +42,9 @@ def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
 
 
 def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
-    """Estimates the cost of each module call from shapes alone, without a measurement.
+    """Estimates the cost of each module call from shapes alone, with FLOPs in place of seconds.
 
-    The fields in seconds contain FLOPs instead. The saved bytes are the bytes of the inputs and outputs of the call.
+    The saved bytes are the bytes of the call's inputs and outputs.
     """
     made: dict[int, int] = {}
     for value in trace.values:
@@ -67,7 +63,7 @@ def values_bytes(trace: ModelTrace, call: int) -> int:
 
 
 def stage_costs(stage_of_call: Sequence[int], costs: Sequence[MicrobatchCost]) -> tuple[MicrobatchCost, ...]:
-    """Returns the cost of each stage: the sum of ``costs`` over its calls. ``stage_of_call``: stage of each call."""
+    """Returns the cost of each stage, the sum of ``costs`` over its calls. ``stage_of_call``: stage of each call."""
     stages: list[list[MicrobatchCost]] = [[] for _ in range(max(stage_of_call, default=0) + 1)]
     for stage, cost in zip(stage_of_call, costs, strict=True):
         stages[stage].append(cost)

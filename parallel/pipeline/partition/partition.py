@@ -40,7 +40,7 @@ class Partition:
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
-        """Stages that store each parameter, ascending, by parameter name; gradients of several stages are summed."""
+        """Stages that store each parameter, ascending, by parameter name."""
         found: dict[str, list[int]] = {}
         for plan in self.stages:
             for name in plan.parameters:
@@ -48,11 +48,7 @@ class Partition:
         return {name: tuple(stages) for name, stages in sorted(found.items())}
 
     def stage_of_buffer(self, trace: ModelTrace, name: str) -> int:
-        """Returns the stage with the current content of the buffer ``name``.
-
-        This is the last stage that calls the module of the buffer or writes the buffer between module calls; if there
-        is none, the last stage of the pipeline.
-        """
+        """Returns the last stage that uses or writes the buffer ``name``; for an unused buffer, the pipeline's last."""
         writers = {index for index, glue in enumerate(trace.glue) if name in glue.buffers}
         stages = [plan.stage for plan in self.stages if writers & plan.glue]
         calls = enumerate(trace.calls)
@@ -65,9 +61,9 @@ Split = Literal["auto"] | Sequence[str]
 
 
 def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None:
-    """Returns the modules that a trace must record, so that it has a call of each module named in ``split``.
+    """Returns the modules that a trace must record so that stages can start at the modules in ``split``.
 
-    Returns None if a trace records enough by default: for ``split`` "auto" or one stage.
+    Returns None for ``split`` "auto" or one stage: a trace records enough by default.
     """
     if split == "auto" or stages == 1:
         return None
@@ -80,11 +76,10 @@ def make_cut(
     """Cuts a traced forward into ``stages`` stages of even cost, or before the module calls that ``split`` names.
 
     Args:
-        costs: cost of each module call in any one unit, to be divided evenly; default: FLOPs of the call and of the
-            operations up to the next call.
+        costs: cost of each module call; default: FLOPs.
 
     Raises:
-        PlanError: the forward has fewer calls of blocks than stages, ``split`` is wrong, or a value cannot be sent.
+        PlanError: there are too few calls of blocks, ``split`` is wrong, or a value cannot be sent.
     """
     if split is not None:
         return _cut_at(trace, _read_split(trace, stages, split))
@@ -105,7 +100,7 @@ def repartition(
         held: names of the parameters stored on each stage; empty: no restriction.
 
     Raises:
-        PlanError: the calls are missing or in another order, or a stage needs a parameter that it does not store.
+        PlanError: calls are missing or in another order, or a stage needs a parameter that it does not store.
     """
     starts = []
     for unit, occurrence in boundaries:
@@ -230,11 +225,9 @@ def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int
 
 
 def balance(cost: Sequence[float], edges: Sequence[int], stages: int) -> list[int]:
-    """Divides the sequence ``cost`` into ``stages`` runs so that the largest sum of a run is minimal.
+    """Divides ``cost`` into ``stages`` runs so that the largest sum of a run is minimal.
 
-    Returns the start indices of runs 1 to ``stages`` - 1, all from ``edges``, the indices at which a run may start: at
-    least ``stages`` - 1 ascending indices without 0. Among equally good divisions, returns the one with the earliest
-    starts.
+    ``edges``: allowed start indices, ascending, without 0. Returns the start of each run except the first.
     """
     before = [0, *accumulate(cost)]
     ends = [0, *edges, len(cost)]

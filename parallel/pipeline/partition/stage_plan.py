@@ -33,11 +33,7 @@ _REUSE = 8
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of one pipeline stage for one trace, the recorded forward of the model.
-
-    It lists the module calls to run, the values (tensors of the trace) to receive and send, and the parameters to
-    store.
-    """
+    """Plan of one pipeline stage: module calls to run, tensors to receive and send, and parameters to store."""
 
     stage: int
     last: bool
@@ -89,8 +85,7 @@ class Planner:
         """Returns the plans of all stages, in order of stage.
 
         Raises:
-            PlanError: a stage needs a value that was written in place and cannot be sent, or a parameter that it does
-                not store.
+            PlanError: a stage needs a parameter that it does not store, or a value that cannot be sent.
         """
         # from the last stage back: a receive adds a send to an earlier stage, which must make that value
         for stage in reversed(range(self._count)):
@@ -269,10 +264,7 @@ _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 
 class VertexCut:
-    """Graph with a weight for each vertex, in which :meth:`solve` finds a minimum vertex cut.
-
-    The cut separates a source from the vertices ``wanted``.
-    """
+    """Weighted graph for a minimum vertex cut between a source and the vertices ``wanted``."""
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self._room: dict[_Node, dict[_Node, float]] = defaultdict(lambda: defaultdict(float))
@@ -281,9 +273,9 @@ class VertexCut:
             self._room["out", vertex][_SINK] = inf
 
     def add(self, vertex: int, weight: float, supply: float, after: Iterable[int]) -> None:
-        """Adds ``vertex``: ``weight`` is the cost of cutting it, ``supply`` the capacity of its edge from the source.
+        """Adds ``vertex`` with ``weight``, the cost of a cut of it, and an edge of capacity ``supply`` from the source.
 
-        ``after`` contains its predecessors, which may be added later.
+        ``after``: its predecessors, which may be added later.
         """
         self._vertices.add(vertex)
         self._room["in", vertex]["out", vertex] = weight
@@ -293,7 +285,7 @@ class VertexCut:
             self._room["out", before]["in", vertex] = inf
 
     def solve(self) -> tuple[int, ...] | None:
-        """Returns the vertices of the cheapest cut, ascending; None if every cut has a vertex of infinite weight.
+        """Returns the vertices of the cheapest cut, ascending; None if every cut has infinite weight.
 
         Among equally cheap cuts it returns the nearest to the source.
         """

@@ -15,11 +15,9 @@ _OPS = tuple(Op)
 
 
 def measured_timeline(schedule: Schedule, executor: Executor, comm: Comm, device: torch.device) -> StepTimeline:
-    """Gathers the start and end of every action of all pipeline ranks in the last step that ``executor`` ran.
+    """Gathers start and end of every action of all pipeline ranks in the last step of ``executor``.
 
-    Times are seconds from the start of the first action, and all ranks of axis pp get the same result. All ranks end an
-    all-reduce at nearly the same moment, which aligns their clocks. Waits for messages count as idle time. Communicates
-    over axis pp, label "timeline": the all-reduce, and an all-gather of 5 fp64 values per action, on ``device``.
+    Times are seconds from the start of the first action. Communicates over axis pp, label "timeline".
 
     Raises:
         EngineError: the last run on this rank was not a training step.

@@ -25,10 +25,7 @@ Event = Mapping[str, Any]
 
 
 def trace(panels: Sequence[Panel]) -> str:
-    """Formats timelines as JSON in Chrome's trace format, for ui.perfetto.dev; one event per line.
-
-    Equal ``panels`` give equal text.
-    """
+    """Formats timelines as JSON in Chrome's trace format, for ui.perfetto.dev; one event per line."""
     events = [event for process, panel in enumerate(panels) for event in _events(panel, process)]
     lines = ",\n".join(json.dumps(event) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'

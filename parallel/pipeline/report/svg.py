@@ -39,10 +39,8 @@ text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}.title{font-si
 def svg(panels: Sequence[Panel], width: int = 960) -> str:
     """Draws timelines one above the other and returns the text of an SVG picture.
 
-    Timelines in the same unit of time have the same scale, and the longest fills the width.
-
     Args:
-        panels: the timelines to show.
+        panels: timelines; the same unit of time gets the same scale.
         width: width of the picture in pixels.
     """
     margin = 20 + 6.7 * max(len(f"rank {len(panel.timeline.spans) - 1}") for panel in panels)

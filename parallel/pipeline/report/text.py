@@ -25,10 +25,7 @@ from engine.parallel.pipeline.schedule.simulate import Cost, Span, StepTimeline,
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of one step of a schedule, for comparison with other schedules.
-
-    A slice is one rank's share of a model that is divided evenly over the ranks.
-    """
+    """Figures of one step of a schedule. A slice is one rank's share of an evenly divided model."""
 
     stages: int
     bubble: float
@@ -44,7 +41,7 @@ class Summary:
 
     @property
     def peak(self) -> Fraction:
-        """Largest of ``peak_slices``, the peaks of live activations on each rank, in slices."""
+        """Peak of live activations on the fullest rank, in slices."""
         return max(self.peak_slices)
 
 
@@ -65,10 +62,9 @@ def summarize(timeline: StepTimeline) -> Summary:
 
 
 def cost_of_slices(schedule: Schedule, whole: Cost) -> Cost:
-    """Converts ``whole``, the times of a rank's whole share of the model, to the times of single stages of
-    ``schedule``.
+    """Converts ``whole``, the times of a rank's share of the model, to the times of one stage of ``schedule``.
 
-    The time of a transfer is unchanged. Schedules with one and with several stages per rank become comparable.
+    The time of a transfer is unchanged.
     """
     return whole.shared(len(schedule.per_rank), schedule.stages)
 
@@ -85,11 +81,7 @@ class Panel:
     """True if times are measured seconds; otherwise they have any unit."""
 
     def headline(self) -> str:
-        """Returns one line of text about the timeline.
-
-        It has the schedule's name, ``title``, the numbers of ranks, stages and microbatches, the idle share, the peak
-        of live activations and, if times are seconds, the duration.
-        """
+        """Returns one line of text about the timeline: name, sizes, idle share, peak of live activations, duration."""
         schedule, figures = self.timeline.schedule, summarize(self.timeline)
         ranks, each = len(schedule.per_rank), schedule.stages / len(schedule.per_rank)
         size = f"{_count(ranks, 'rank')}{f' x {each:g} stages' if each != 1 else ''}"
@@ -108,10 +100,7 @@ class Panel:
 
 
 def end_of(panel: Panel, panels: Sequence[Panel]) -> float:
-    """Returns the latest end of the timelines in ``panels`` with the same unit of time as ``panel``.
-
-    Timelines with the same unit are drawn in one scale, which this time determines.
-    """
+    """Returns the latest end of the timelines in ``panels`` with the same unit of time as ``panel``."""
     return max(other.timeline.makespan for other in panels if other.seconds == panel.seconds)
 
 
@@ -137,20 +126,14 @@ Label = Callable[[Action], str]
 
 
 def draw(timeline: StepTimeline, width: int = 120) -> str:
-    """Draws a timeline as text, without a final newline: one row per rank, time from left to right.
-
-    A row consists of cells, each as long as the shortest action; in a small ``width``, one letter shows several cells.
-    Rows have at most ``width`` columns, unless the names of ranks leave no room.
-    """
+    """Draws a timeline as text of at most ``width`` columns: one row per rank, time from left to right."""
     return draw_panels((Panel(timeline),), width)
 
 
 def draw_panels(panels: Sequence[Panel], width: int = 120) -> str:
-    """Draws several timelines as text, one above the other, with at most ``width`` columns.
+    """Draws several timelines as text of at most ``width`` columns, one above the other.
 
-    Timelines in the same unit of time have the same scale, and the longest fills all columns. Timelines in different
-    units, such as a prediction and a measured step in seconds, are comparable by shape. A row consists of cells, each
-    as long as the shortest action of the first panel.
+    Timelines in the same unit of time have the same scale.
     """
     names = [f"rank {rank}" for rank in range(max(len(panel.timeline.spans) for panel in panels))]
     margin = max(map(len, names))

@@ -22,12 +22,12 @@ from engine.parallel.comm.encoded_collectives import ActivationFormat
 
 
 class MessageEncoder:
-    """Encoder and decoder of the quantized messages that this rank's pipeline stages send and receive.
+    """Encoder and decoder of the quantized messages of this rank's pipeline stages.
 
     Args:
         form: number format of the messages.
-        feedback: True adds the rounding error of a gradient to the gradient of the same value in the next microbatch;
-            needs 4 bytes per element of each gradient.
+        feedback: True adds the rounding error of a gradient to its gradient in the next microbatch; needs 4 bytes per
+            element.
     """
 
     def __init__(self, form: ActivationFormat, kernels: Kernels, feedback: bool) -> None:
@@ -37,13 +37,11 @@ class MessageEncoder:
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:
-        """Rounding errors of the last sent gradients, for error feedback: fp32, one tensor per value and pair of
-        stages.
-        """
+        """Rounding errors of the last sent gradients: fp32, one tensor per value and pair of stages."""
         return tuple(self._residuals.values())
 
     def encodes(self, dtype: torch.dtype, elements: int) -> bool:
-        """Returns True if a message of ``elements`` numbers of ``dtype`` is encoded, because this makes it shorter."""
+        """Returns True if encoding shortens a message of ``elements`` numbers of ``dtype``."""
         return self._form.shortens(dtype, elements)
 
     def message_bytes(self, elements: int) -> int:
@@ -54,8 +52,7 @@ class MessageEncoder:
     def encode(self, tensor: Tensor, flow: Flow, place: tuple[int, int, int]) -> Tensor:
         """Returns the encoded message of ``tensor`` (any shape and strides), uint8 [bytes].
 
-        ``place``: (number of the value in the trace, sending stage, receiving stage). With error feedback, gradients
-        (``flow`` "backward") include the rounding error of the last message of this place.
+        ``place``: (number of the value, sending stage, receiving stage), the key of the error feedback for gradients.
         """
         values = tensor.detach().reshape(1, -1)
         size = self._form.wire.padded(values.shape[1])

@@ -33,10 +33,7 @@ from engine.parallel.trace.model_trace import Value
 
 
 class RankSchedule(NamedTuple):
-    """Actions of one pipeline rank in order, with the points at which memory of earlier sends is freed.
-
-    F is a forward, B a whole backward, I the input gradient and W the weight gradients of a split backward.
-    """
+    """Actions of one pipeline rank in order, with the points that free the memory of earlier sends."""
 
     actions: tuple[Action, ...]
     passes: tuple[Action, ...]
@@ -48,11 +45,7 @@ class RankSchedule(NamedTuple):
 
 
 def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
-    """Returns the actions of pipeline rank ``rank`` in ``schedule``, in order.
-
-    The result also says when the rank frees sent tensors, and which weight gradients may run during collectives of
-    other actions.
-    """
+    """Returns the actions of pipeline rank ``rank`` in ``schedule``, in order."""
     waits = releases(schedule)[rank]
     return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), waits, schedule.weights_beside(rank))
 
@@ -66,7 +59,7 @@ class StageMicrobatch(NamedTuple):
 
 
 class StageOutput(NamedTuple):
-    """Result of the forward of one stage for one microbatch: the tensors to send, and the loss on the last stage."""
+    """Result of the forward of one stage for one microbatch: tensors to send, and on the last stage the loss."""
 
     sent: Mapping[int, Tensor]
     """Tensors for other stages by value number, attached to the autograd graph."""
@@ -75,34 +68,31 @@ class StageOutput(NamedTuple):
 
 
 class StageRunner(Protocol):
-    """Interface by which the executor computes: forward, backward and weight gradients of this rank's stages."""
+    """Interface by which the executor computes forward, backward and weight gradients of this rank's stages."""
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the plan of ``stage`` for ``microbatch``, with the descriptions of all values of the recorded
-        forward.
-        """
+        """Returns the plan of ``stage`` for ``microbatch``."""
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Computes the forward of ``stage`` for ``microbatch``.
+        """Computes the forward of ``stage`` for ``microbatch``; returns the tensors to send and the loss.
 
-        Returns the tensors to send to other stages and, on the last stage, the loss. ``received``: tensors of earlier
-        stages by value number, leaves of the autograd graph.
+        ``received``: tensors of earlier stages by value number, leaves of the autograd graph.
         """
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns a context in which the executor runs the backward of ``action``; it accumulates parameter gradients.
+        """Returns a context for the backward of ``action``, in which parameter gradients accumulate.
 
-        For an input-gradient action (I), it defers weight gradients until :meth:`weights` is called.
+        An input-gradient action (I) defers weight gradients to :meth:`weights`.
         """
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Computes the weight gradients that the input-gradient action (I) of ``stage`` and ``microbatch`` deferred."""
+        """Computes the deferred weight gradients of ``stage`` and ``microbatch``."""
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context in which the executor runs another action.
+        """Returns a context in which collectives overlap with deferred weight gradients of ``stage`` and
+        ``microbatch``.
 
-        Collectives in the context overlap with weight gradients that the I action of ``stage`` and ``microbatch`` has
-        deferred; :meth:`weights` computes the rest later.
+        :meth:`weights` computes the rest.
         """
 
 
@@ -149,14 +139,11 @@ class Executor:
         return len(self._live) + len(self._split)
 
     def apart(self) -> "Executor":
-        """Returns a second executor over the same transport; each of the two stores its own live microbatches."""
+        """Returns a second executor over the same transport, with its own live microbatches."""
         return Executor(self._transport, self._recorder)
 
     def run(self, row: RankSchedule, runner: StageRunner) -> None:
-        """Runs all actions of ``row``, this rank's schedule; ``runner`` computes them.
-
-        Afterwards no microbatch remains stored, even if an action raises.
-        """
+        """Runs all actions of ``row``, this rank's schedule; ``runner`` computes them."""
         try:
             self._play(row, runner, range(len(row.actions)))
         finally:
@@ -165,9 +152,8 @@ class Executor:
     def run_part(self, row: RankSchedule, runner: StageRunner, part: range) -> None:
         """Runs the actions of ``row`` at the positions ``part``; ``runner`` computes them.
 
-        Microbatches that are live after the last of these actions remain stored for a later call. The actions must
-        exchange no messages with other actions of ``row``. If an action raises, all microbatches of this rank are
-        dropped.
+        Live microbatches remain stored for a later call. The actions must exchange no messages with other actions of
+        ``row``.
         """
         try:
             self._play(row, runner, part)
@@ -195,7 +181,7 @@ class Executor:
         self._posted.clear()
 
     def post(self, action: Action, runner: StageRunner) -> None:
-        """Posts the receives that ``action`` needs from other stages, unless they have been posted already."""
+        """Posts the receives that ``action`` needs from other stages, unless they are already posted."""
         if action in self._posted:
             return
         part = runner.part(action.stage, action.microbatch)
@@ -210,7 +196,7 @@ class Executor:
     def do(self, action: Action, runner: StageRunner, beside: Action | None = None) -> None:
         """Runs ``action``: waits for its receives, computes by ``runner``, and sends the results.
 
-        ``beside``: a W action; ``runner`` computes weight gradients of it during the collectives of ``action``.
+        ``beside``: weight-gradient action to compute during the collectives of ``action``.
         """
         self.post(action, runner)
         part, arrivals = self._posted.pop(action)

@@ -32,13 +32,11 @@ def bring_outputs(
 ) -> list[Any]:
     """Sends the model's outputs of all microbatches from the last stage to the destination ranks of ``carrier``.
 
-    Returns, on these ranks, a list with one entry per microbatch, structured as the entries of ``results``; an empty
-    list on other ranks. The last stage sends tensors only, over axis pp, label "outputs". The receivers take the
-    structure of the results from ``traces`` and the shapes of parameters from ``model``.
+    Returns one entry per microbatch on these ranks, an empty list on others. Communicates over axis pp, label
+    "outputs".
 
     Args:
-        results: on the rank with the last stage, (output, sum of the loss, weight of the loss) of each microbatch, or
-            (output,).
+        results: on the last stage, (output, sum of the loss, weight of the loss) or (output,) of each microbatch.
         traces: recorded forward of each microbatch.
     """
     comm, last = carrier.comm, carrier.last

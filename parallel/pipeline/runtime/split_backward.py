@@ -58,10 +58,7 @@ class _Deferred(NamedTuple):
 
 
 class DeferredWeightGrads:
-    """Queue of weight gradients of one stage and microbatch that an input-gradient action (I) defers.
-
-    The weight-gradient action (W) computes them later.
-    """
+    """Queue of deferred weight gradients of one stage and microbatch."""
 
     def __init__(self) -> None:
         self._work: deque[_Deferred] = deque()
@@ -71,27 +68,19 @@ class DeferredWeightGrads:
     def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
         """Defers ``compute``, a callback that returns the weight gradient of the parameter ``name``.
 
-        ``main``: main gradient of the parameter, a sum of its gradients, to which the W action adds the result. None:
-        :meth:`compute` passes the result to its callback ``take``.
+        ``main``: gradient buffer of the parameter, to which :meth:`compute` may add the result in place.
         """
         self._work.append(_Deferred(name, compute, _version(compute), main))
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated for the tensors saved for deferred gradients and for the gradients that were computed ahead.
-
-        Storage that several of these tensors share counts once.
-        """
+        """Bytes of the tensors saved for deferred gradients, and of the gradients computed ahead."""
         kept = [arg.untyped_storage() for work in self._work for arg in work.compute.args if isinstance(arg, Tensor)]
         kept += [grad.untyped_storage() for _, grad in self._done]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def ahead(self) -> None:
-        """Computes and stores the next deferred gradient, if there is one, before the W action asks for it.
-
-        The call runs inside the forward or backward of another microbatch. Autograd and the function modes of that pass
-        are therefore disabled during the call.
-        """
+        """Computes and stores the next deferred gradient, if there is one."""
         if self._work:
             with _plain(self._work[0].compute):
                 work = self._next()
@@ -99,10 +88,9 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
-        """Computes all remaining weight gradients, frees their inputs, and calls ``take(name, gradient)`` for each.
+        """Computes all deferred weight gradients, frees their inputs, and calls ``take(name, gradient)`` for each.
 
-        Also passes the gradients that were computed ahead to ``take``, but no gradient that was added to a main
-        gradient.
+        Gradients that were added to a buffer ``main`` are not passed to ``take``.
 
         Raises:
             EngineError: the model has written in place to a tensor that was saved for a gradient.
@@ -128,10 +116,9 @@ class DeferredWeightGrads:
 
 
 class SplitBackward:
-    """Patch of the linear layers of ``model``: their backward can defer weight gradients.
+    """Patch of the linear layers of ``model`` that lets backward defer weight gradients.
 
-    Construct it after tensor parallelism has sharded the layers (``parallel.tensor``), because it also patches sharded
-    layers.
+    Construct it after tensor parallelism has sharded the layers.
     """
 
     def __init__(self, model: nn.Module, patches: ForwardPatches, kernels: Kernels = REFERENCE) -> None:
@@ -151,7 +138,7 @@ class SplitBackward:
 
     @contextmanager
     def leaving(self, deferred: DeferredWeightGrads) -> Iterator[None]:
-        """Makes backwards in the block put deferrable weight gradients into ``deferred`` instead of computing them."""
+        """Makes backward inside the context put weight gradients into ``deferred`` instead of computing them."""
         before, self._open = self._open, deferred
         try:
             yield
@@ -160,7 +147,7 @@ class SplitBackward:
 
     @property
     def open(self) -> DeferredWeightGrads | None:
-        """Queue to which the running backward defers weight gradients; None outside an input-gradient action (I)."""
+        """Queue of the running backward for deferred weight gradients; None if backward defers nothing."""
         return self._open
 
 

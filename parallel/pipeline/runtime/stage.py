@@ -44,10 +44,9 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
 class GlueForward(StageForward, TorchFunctionMode):
-    """Forward of one stage that compares module calls, and operations between them, with the recorded forward (trace).
+    """Forward of one stage that runs, skips or replaces each module call and each operation between calls.
 
-    It runs, skips or replaces each of them as the stage's plan requires. Plans with ``tier`` 2 use this class;
-    :class:`StageForward`, for ``tier`` 1, handles module calls only.
+    It compares each of them with the recorded forward.
     """
 
     def _prepare(self) -> None:
@@ -201,7 +200,7 @@ class GlueForward(StageForward, TorchFunctionMode):
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of the forward of one stage for one microbatch: the return value, and the tensors to send."""
+    """Result of the forward of one stage for one microbatch: return value, and tensors to send."""
 
     result: Any
     """Return value of the user's forward; None if this stage does not run to its end."""
@@ -215,7 +214,7 @@ class StageResult:
 class Stage:
     """Model with a forward that runs only one pipeline stage.
 
-    Module calls of other stages do not run; they return tensors received from other stages, or tensors of NaN.
+    Module calls of other stages return received tensors, or NaN.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
@@ -231,16 +230,14 @@ class Stage:
     def forward(
         self, trace: ModelTrace, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
     ) -> StageResult:
-        """Runs ``program``, the user's forward recorded in ``trace``, up to the last event that ``plan`` needs.
+        """Runs ``program``, the user's forward recorded in ``trace``, as far as ``plan`` needs it.
 
         Args:
-            trace: recorded forward, with numbered values (tensors) and events (module calls and operations).
-            received: a leaf tensor for each value of ``plan.receives``; in training it requires a gradient if the
-                value's ``grad`` is set.
+            trace: recorded forward, with numbered values (tensors).
+            received: leaf tensor for each value of ``plan.receives``.
 
-        Returns the program's result (on the last stage) and ``sent``, the tensors to send. The caller runs their
-        backward with the sum of the gradients of all receivers; ``.grad`` of ``received`` then contains the gradients
-        for earlier stages.
+        Returns the program's result (on the last stage) and ``sent``, the tensors to send. After their backward,
+        ``.grad`` of ``received`` contains the gradients for earlier stages.
 
         Raises:
             EngineError: the program takes another path than in the trace, or a value has another shape.
@@ -300,13 +297,11 @@ class Stage:
 
 
 class AbsentParameters:
-    """Guard of the parameters of ``model`` that this pipeline rank does not store.
-
-    A read of such a parameter by code outside the engine raises EngineError.
+    """Guard that raises EngineError if the user's code reads a parameter that this rank does not store.
 
     Args:
-        present: names of the stored parameters; all names of a tied parameter count as one.
-        stages: for each parameter name, the pipeline ranks that store the parameter.
+        present: names of the stored parameters.
+        stages: pipeline ranks that store each parameter, by name.
         rank: this pipeline rank.
     """
 
@@ -323,7 +318,7 @@ class AbsentParameters:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Allows reads of absent parameters in the block, in which the engine itself runs the model."""
+        """Allows reads of absent parameters inside the context, in which the engine runs the model."""
         before, self._running = self._running, True
         try:
             yield
@@ -331,7 +326,7 @@ class AbsentParameters:
             self._running = before
 
     def retire(self) -> None:
-        """Marks the engine as closed; later reads of absent parameters raise an error that mentions this."""
+        """Marks the engine as closed, which changes the error text of later reads."""
         self._closed = True
 
     def _read(self, name: str, where: str) -> None:

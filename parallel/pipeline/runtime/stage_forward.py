@@ -45,9 +45,9 @@ def _has_hook(tensor: Tensor) -> bool:
 
 
 class StopForward(BaseException):
-    """Exception that ends the user's forward once this stage has computed everything that it needs.
+    """Exception that ends the user's forward after the last computation of this stage.
 
-    A BaseException, so that ``except Exception`` in user code does not swallow it.
+    A BaseException, so that ``except Exception`` in user code does not catch it.
     """
 
     def __init__(self, run: "StageForward") -> None:
@@ -56,10 +56,9 @@ class StopForward(BaseException):
 
 
 class StageForward:
-    """Forward of one stage for one microbatch.
+    """Forward of one stage for one microbatch: runs module calls of this stage only.
 
-    Module calls run on their stage only; all operations between module calls run on every stage. Plans with ``tier`` 1
-    use this class.
+    Operations between module calls run on every stage.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class StageForward:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Runs the block without a change: this class does not observe operations between module calls."""
+        """Returns a context that observes nothing."""
         yield
 
     def takes(self, unit: str) -> bool:
@@ -101,10 +100,9 @@ class StageForward:
         return self._calls not in self.plan.calls
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handles one module call of the trace.
+        """Runs a module call of this stage; for other stages returns received tensors, or NaN.
 
-        Runs the call and returns its result if it belongs to this stage; otherwise returns tensors received from other
-        stages, or NaN. ``forward`` is the unpatched forward of the module ``unit``.
+        ``forward``: the unpatched forward of the module ``unit``.
         """
         index = self._calls
         call = self.trace.calls[index] if index < len(self.trace.calls) else None
@@ -123,11 +121,10 @@ class StageForward:
         return self.keep(call.output, call.writes, leaves, out)
 
     def finish(self) -> None:
-        """Checks, after the forward, that it has made every value that this stage sends.
+        """Checks, after the forward, that every tensor to send exists.
 
         Raises:
-            EngineError: the forward ended early, or user code has put a hook on a sent tensor that has none in the
-                trace.
+            EngineError: the forward ended early, or a sent tensor has a hook that the trace lacks.
         """
         for number, tensor in self.sent.items():
             if number not in self._apart and _has_hook(tensor):
@@ -145,19 +142,18 @@ class StageForward:
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Raises StopForward if this stage needs nothing more of the trace.
+        """Raises StopForward if this stage needs no later event of the trace.
 
-        ``event``: number of the next call or operation in the trace; None: there is none.
+        ``event``: number of the next call or operation; None at the end.
         """
         if not self.plan.last and (event is None or event > self.plan.last_event):
             raise StopForward(self)
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
-        """Returns the result of a call or operation that this stage does not run.
+        """Returns the result of a call or operation of another stage: received tensors, or NaN.
 
-        The result consists of received values, and of NaN for all other tensors. ``output``: structure of the result.
-        ``writes``: (position in ``arguments``, value number) of tensors that the call writes in place; received values
-        are written to these tensors.
+        ``output``: structure of the result. ``writes``: (position in ``arguments``, value number) of tensors written in
+        place.
         """
         for position, number in writes:
             if number in self._received:
@@ -166,14 +162,10 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Stores the tensors that other stages receive from ``out``, a result of a call or operation; returns ``out``.
+        """Stores the tensors to send from ``out``, a result of a call or operation, and returns ``out``.
 
         ``output``: structure of ``out``. ``writes``: (position in ``arguments``, value number) of tensors written in
-        place.
-
-        A hook on a sent tensor also exists on the received tensor, and runs there. To run it only once, the user's code
-        gets an alias of the sent tensor, and the backward of this stage begins at the tensor itself. Without a hook the
-        code gets the tensor itself, so that gradients are summed in the order of one process.
+        place. A sent tensor with a hook is returned as an alias.
         """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):

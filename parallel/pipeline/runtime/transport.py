@@ -25,9 +25,9 @@ from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 
 
 class Message(NamedTuple):
-    """Key of a message between stages: a value (tensor of the recorded forward) or its gradient, of one microbatch.
+    """Key of a message between stages: a tensor of the recorded forward or its gradient, for one microbatch.
 
-    ``flow`` is "forward" for a value and "backward" for a gradient; ``value`` is the number of the value.
+    ``flow``: "forward" or "backward"; ``value``: number of the tensor.
     """
 
     flow: Flow
@@ -44,41 +44,38 @@ Arrival = Callable[[], Tensor]
 
 
 class Transport(Protocol):
-    """Interface by which the executor sends values and gradients between stages; no send waits for its receiver."""
+    """Interface by which the executor sends values and gradients between stages, without waiting for receivers."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Starts to send ``tensor`` as ``message``; ``tensor`` must not change until the send completes.
+        """Starts to send ``tensor``, which must not change until the send completes.
 
         ``exact`` = False allows an encoding with fewer bits.
         """
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Starts to receive ``message``; returns a function that waits for it and returns its tensor.
+        """Starts to receive ``message``; returns a function that waits and returns the tensor.
 
-        ``exact`` must be as in the sender's call of :meth:`send`. Between two stages, receives are posted in the order
-        of the sends.
+        ``exact`` must equal the sender's. Receives between two stages are posted in the order of the sends.
         """
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Waits until the sends from ``stage`` to its neighbouring stages have completed, for one flow and microbatch.
+        """Waits for the sends of ``stage`` to its neighbouring stages, for one flow and microbatch.
 
-        Call it when the neighbouring stages have posted the receives.
+        Call it when the receives are posted.
         """
 
     def delivered(self, message: Message) -> None:
-        """Frees the sent tensor of ``message``; call it when another message proves that ``message`` has arrived."""
+        """Frees the sent tensor of ``message``; call it when ``message`` is known to have arrived."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """Makes the memory of a received ``tensor`` available to later receives; call it after the last use of
-        ``tensor``.
-        """
+        """Makes the memory of a received ``tensor`` available to later receives."""
 
     def finish(self) -> None:
         """Waits until all sends have completed."""
 
 
 class MemoryTransport:
-    """Transport of stages in one process: a dictionary stores each sent tensor until it is received."""
+    """Transport of stages in one process, with a dictionary of sent tensors."""
 
     def __init__(self) -> None:
         self._waiting: dict[Message, Tensor] = {}
@@ -122,13 +119,11 @@ class _Sent(NamedTuple):
 class CommTransport:
     """Transport between pipeline ranks over ``comm``; two stages of one rank exchange tensors directly.
 
-    A sent tensor stays allocated until its send completes. For a tensor sent to a neighbouring stage, the schedule has
-    a point at which a wait for the send costs no time. Other sent tensors stay allocated until their gradient returns,
-    or until the end of the step.
+    Sent tensors stay allocated until their send completes.
 
     Args:
         rank_of_stage: index on axis pp of the rank of each stage.
-        encoder: codec of messages that may be rounded; None: no message is encoded.
+        encoder: codec of messages that may be rounded, or None.
     """
 
     def __init__(
@@ -150,8 +145,7 @@ class CommTransport:
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
         """Starts to send ``tensor`` over axis pp to the rank of the target stage of ``message``.
 
-        ``exact`` = False: the tensor is encoded with fewer bits, if this transport has an encoder that makes it
-        shorter.
+        ``exact`` = False: the encoder, if present, may encode the tensor with fewer bits.
         """
         link = self._link(message)
         if link.source == link.target:
@@ -171,7 +165,7 @@ class CommTransport:
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Starts to receive ``message`` into a reused buffer; returns a function that waits and returns the tensor.
 
-        ``exact`` must be as in the sender's call of :meth:`send`.
+        ``exact`` must equal the sender's.
         """
         link = self._link(message)
         if link.source == link.target:
@@ -204,16 +198,15 @@ class CommTransport:
         return arrive
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Waits until the sends from ``stage`` to its neighbouring stages have completed, and frees the sent tensors.
+        """Waits for the sends of ``stage`` to its neighbouring stages, and frees the sent tensors.
 
-        Waits only for sends of this ``flow`` and ``microbatch``. The receives of these sends are posted already, so the
-        wait takes at most the time of a transfer.
+        Affects only sends of this ``flow`` and ``microbatch``.
         """
         for sent in self._near.pop((flow, stage, microbatch), ()):
             sent.pending.wait()
 
     def delivered(self, message: Message) -> None:
-        """Waits for the send of ``message`` if its receiver is not a neighbouring stage; otherwise does nothing."""
+        """Waits for the send of ``message`` if its receiver is not a neighbouring stage."""
         if message in self._far:
             self._far.pop(message).pending.wait()
 
@@ -222,7 +215,7 @@ class CommTransport:
         self._buffers.give(tensor)
 
     def finish(self) -> None:
-        """Waits until all sends have completed; buffers of received tensors that are still in use are not reused."""
+        """Waits until all sends have completed, and drops the receive buffers in use."""
         for sent in (*chain.from_iterable(self._near.values()), *self._far.values()):
             sent.pending.wait()
         self._near.clear()
@@ -247,7 +240,7 @@ class ReceiveBuffers:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns a contiguous buffer of ``shape`` and ``dtype`` with arbitrary content, reused or new.
 
-        Callers pass on aliases (``detach``) of the buffer, never the buffer itself.
+        Callers pass on aliases (``detach``) of the buffer only.
         """
         shelf = self._free.get((shape, dtype))
         tensor = shelf.pop() if shelf else torch.empty(shape, dtype=dtype, device=self._device)
@@ -256,16 +249,13 @@ class ReceiveBuffers:
         return tensor
 
     def lent(self, tensor: Tensor) -> bool:
-        """Returns True if ``tensor`` shares memory with a buffer that :meth:`take` has returned and that is still in
-        use.
-        """
+        """Returns True if ``tensor`` shares memory with a buffer in use."""
         return tensor.untyped_storage()._cdata in self._lent
 
     def give(self, tensor: Tensor) -> bool:
-        """Puts the buffer that shares memory with ``tensor`` back into the pool, if no other tensor shares this memory.
+        """Puts the buffer of ``tensor`` back into the pool, if no other tensor shares its memory.
 
-        Returns True if the buffer is in the pool again; False if other tensors share its memory, or if no buffer in use
-        shares memory with ``tensor``.
+        Returns True if the buffer is back in the pool.
         """
         own = self._lent.pop(tensor.untyped_storage()._cdata, None)
         # the user's code may have stored an alias: the next message must not overwrite it

@@ -33,10 +33,9 @@ from engine.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """Type of a pipeline action: forward F, whole backward B, or the halves of a split backward, I and W.
+    """Type of a pipeline action: forward F, whole backward B, input gradient I or weight gradient W.
 
-    I is the gradient of the input and W the gradient of the weights. The value is the letter in a token such as
-    ``2F5``.
+    The value is the letter in a token such as ``2F5``.
     """
 
     FORWARD = "F"
@@ -76,8 +75,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of the actions of all pipeline ranks in one step. :func:`check` proves that it is complete and cannot
-    deadlock.
+    """Order of the actions of all pipeline ranks in one step; :func:`check` proves that it cannot deadlock.
 
     Raises:
         ScheduleError: the numbers of rows and ranks differ, or a stage is on no rank or on several.
@@ -125,21 +123,13 @@ class Schedule:
         return tuple(rank for _, rank in pairs)
 
     def passes(self, rank: int) -> tuple[Action, ...]:
-        """Returns the actions of pipeline rank ``rank`` that run modules of a stage: all except weight-gradient actions
-        (W).
-        """
+        """Returns the actions of pipeline rank ``rank`` without weight-gradient actions (W)."""
         return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
 
     def weights_beside(self, rank: int) -> dict[Action, Action]:
-        """Returns the weight-gradient actions (W) that pipeline rank ``rank`` can compute during collectives of other
-        actions.
+        """Returns the weight-gradient actions (W) that ``rank`` can compute during collectives of other actions.
 
-        Each key is an F, B or I action of the rank; its value is the rank's next W action after it. The key is absent
-        unless the I action of the W action comes before the key.
-
-        For example:
-
-            1I3 ~~ all-reduce ~~ 1F5  1W3        1I3 waits idle, 1F5 overlaps with 1W3
+        Each key is an F, B or I action of the rank, its value the rank's next W action.
         """
         found, ended, following = {}, set(), deque(a for a in self.per_rank[rank] if a.op is Op.BACKWARD_WEIGHT)
         for action in self.per_rank[rank]:
@@ -163,12 +153,12 @@ class Schedule:
         return bool(self._split)
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
-        """Returns the action that computes the input gradient of ``stage``: I if this backward is split, else B."""
+        """Returns the action that computes the input gradient of ``stage``: I for a split backward, else B."""
         split = (stage, microbatch) in self._split
         return Action(Op.BACKWARD_INPUT if split else Op.BACKWARD, stage, microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Returns the actions, on any rank, that must end before ``action`` because it uses their results."""
+        """Returns the actions, on any rank, that must end before ``action``."""
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return (Action(Op.FORWARD, stage - 1, microbatch),) if stage else ()
@@ -178,12 +168,7 @@ class Schedule:
         return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
 
     def feeds(self, action: Action) -> Action | None:
-        """Returns the action that uses the result of ``action``: the forward of the next stage or the backward of the
-        previous.
-
-        Returns None if there is no such stage, or for a weight-gradient action. It is the inverse of :meth:`needs`
-        between neighbouring stages.
-        """
+        """Returns the action of a neighbouring stage that uses the result of ``action``, or None."""
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return Action(Op.FORWARD, stage + 1, microbatch) if stage + 1 < self.stages else None
@@ -192,13 +177,13 @@ class Schedule:
         return self.backward_of(stage - 1, microbatch)
 
     def receives(self, action: Action) -> Action | None:
-        """Returns the action on another rank that sends its result to ``action``; None if no other rank does."""
+        """Returns the action on another rank that sends its result to ``action``, or None."""
         here = self.rank_of_stage[action.stage]
         away = (need for need in self.needs(action) if self.rank_of_stage[need.stage] != here)
         return next(away, None)
 
     def sends(self, action: Action) -> Action | None:
-        """Returns the action on another rank that receives the result of ``action``; None if no other rank does."""
+        """Returns the action on another rank that receives the result of ``action``, or None."""
         fed = self.feeds(action)
         if fed is None or self.rank_of_stage[fed.stage] == self.rank_of_stage[action.stage]:
             return None
@@ -229,8 +214,7 @@ def v_shape(ranks: int) -> Placement:
 def rounds(ranks: int, microbatches: int) -> list[range]:
     """Divides ``microbatches`` into consecutive rounds; a round passes all stages before the next round starts.
 
-    For m microbatches on p ranks there are m // p rounds of nearly equal sizes, each at least p if m >= p, and one
-    round if m < p. A round of fewer than p microbatches leaves ranks idle, and each microbatch above p costs memory.
+    For m microbatches on p ranks there are max(1, m // p) rounds of nearly equal sizes.
     """
     count = max(1, microbatches // ranks)
     starts = [-(-microbatches * index // count) for index in range(count + 1)]

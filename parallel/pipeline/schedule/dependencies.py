@@ -62,11 +62,11 @@ class DependencyGraph:
 
     @cached_property
     def needs_order(self) -> list[int]:
-        """Action numbers in an order that satisfies every rank's order and every data dependency; see :meth:`order`."""
+        """Action numbers in an order that satisfies every rank's order and every data dependency."""
         return self.order(self.needs)
 
     def sends(self) -> list[tuple[int, int]]:
-        """Returns pairs (source, user) of action numbers for each result that another rank uses, ascending by user."""
+        """Returns pairs (source, user) of action numbers for each result that another rank uses."""
         rank = self.rank
         return [
             (source, taker) for taker, source in enumerate(self.needs[1]) if source >= 0 and rank[source] != rank[taker]
@@ -75,9 +75,8 @@ class DependencyGraph:
     def with_rendezvous(self, receives_ahead: int) -> Columns:
         """Returns the dependencies between actions if a send blocks until its receive is posted.
 
-        These are the data dependencies and one more rule: after a send, a rank's next action starts only once the
-        receiver has posted the receive. A rank posts the receives of ``receives_ahead`` actions after its current one.
-        Each rule is a column: entry i is the number of the action that must precede action i, or -1.
+        They are columns: entry i is the number of an action that must precede action i, or -1. ``receives_ahead``:
+        number of following actions for which a rank posts receives.
         """
         column = [-1] * len(self.actions)
         for source, taker in self.sends():
@@ -88,10 +87,9 @@ class DependencyGraph:
         return (*self.needs, column)
 
     def order(self, rules: Columns) -> list[int]:
-        """Returns the numbers of all actions in an order that satisfies every rank's order and all ``rules``, in linear
-        time.
+        """Returns the numbers of all actions in an order that satisfies every rank's order and all ``rules``.
 
-        Each rule is a column: entry i is the number of the action that must precede action i, or -1.
+        A rule is a column: entry i is the number of an action that must precede action i, or -1.
 
         Raises:
             ScheduleError: there is no such order.

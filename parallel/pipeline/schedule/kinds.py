@@ -37,9 +37,8 @@ from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """Makes the V form of DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1) for m >= 2p microbatches on p ranks.
 
-    Rank r has the stages r and 2p-1-r, each with half of the rank's layers. The bubble is (p-1)/(6m+p-1), and a rank
-    has at most 2p + 1 live activations of a stage. In the steady state, a rank pairs every forward of one of its stages
-    with a whole backward of its other stage. Messages of each can thus overlap with the other's computation.
+    Rank r has the stages r and 2p-1-r. The bubble is (p-1)/(6m+p-1). A rank has at most 2p + 1 live activations of a
+    stage.
     """
     rows = tuple(tuple(_Row(ranks, rank).fill(microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", 2 * ranks, microbatches, rows, v_shape(ranks))
@@ -106,7 +105,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """Named kind of pipeline schedule, with its generator and the sizes that it allows."""
+    """Kind of pipeline schedule, with its generator and the allowed sizes."""
 
     name: str
     description: str
@@ -215,7 +214,7 @@ SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind f
 
 
 def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
-    """Returns the reason why :func:`make_schedule` rejects these arguments, as text; None if it accepts them."""
+    """Returns the reason why :func:`make_schedule` rejects these arguments; None if it accepts them."""
     if kind not in SCHEDULE_KINDS:
         *names, last = SCHEDULE_KINDS
         return f"schedule {kind!r} does not exist; choose {', '.join(names)} or {last}."
@@ -249,12 +248,11 @@ def make_schedule(
 ) -> Schedule:
     """Makes a training schedule of ``kind``, with ``virtual_stages`` stages on each of ``ranks`` ranks.
 
-    A kind that has exactly two stages on each rank also accepts ``virtual_stages`` = 1, the configuration's default,
-    and then uses 2. The order of actions in zb-h1 and zb-v depends on ``cost``, if given; the placement of stages does
-    not.
+    Kinds with two stages on each rank also accept ``virtual_stages`` = 1. ``cost`` affects the order of actions in
+    zb-h1 and zb-v.
 
     Raises:
-        ScheduleError: there is no such kind, or it does not allow these numbers of ranks, microbatches and stages.
+        ScheduleError: the kind is unknown, or does not allow these numbers of ranks, microbatches and stages.
     """
     reason = why_unfit(kind, ranks, microbatches, virtual_stages)
     if reason is not None:
@@ -270,12 +268,9 @@ def _held(kind: ScheduleKind, virtual_stages: int) -> int:
 def training_schedule(
     kind: str, ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None
 ) -> Schedule:
-    """Returns the training schedule that ``kind``, the value of ``parallel.schedule``, names; it has passed
-    :func:`check`.
+    """Returns the training schedule that ``kind`` names: a kind, or the path of a schedule file.
 
-    ``kind`` is a kind of schedule, or the path of a schedule file. "auto" is 1f1b here, because the choice needs the
-    costs of a model. The actions of zb-h1 and zb-v are ordered for ``cost``, the times of a rank's whole share of the
-    model.
+    "auto" gives 1f1b. ``cost``: times of a rank's share of the model, for zb-h1 and zb-v.
 
     Raises:
         ScheduleError: the schedule is unknown, would deadlock, or does not have the stages and microbatches of the run.

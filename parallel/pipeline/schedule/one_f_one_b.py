@@ -20,10 +20,9 @@ from engine.parallel.pipeline.schedule.actions import Action, Op, Placement, Sch
 #    rank 1   . F0 F1 F2 F3  .  .  . B0 B0 B1 B1 B2 B2 B3 B3  .  .
 #    rank 2   .  . F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3  .  .  .  .
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Makes the GPipe schedule (Huang et al. 2019), in which the activations of all microbatches are live on every
-    rank.
+    """Makes the GPipe schedule (Huang et al. 2019); the activations of all microbatches are live on every rank.
 
-    Backwards run in ascending order of microbatches, so that gradients are summed in the order of one process.
+    Backwards run in ascending order of microbatches.
     """
     return _breadth_first("gpipe", ranks, microbatches, 1)
 
@@ -37,7 +36,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Makes the 1F1B schedule (Narayanan et al. 2019, PipeDream, with flush), with one stage on each rank.
 
-    With m microbatches on p ranks, the activations of at most min(m, p - r) microbatches are live on rank r.
+    At most min(m, p - r) of m microbatches are live on rank r of p.
     """
     rows = []
     for stage in range(ranks):
@@ -54,9 +53,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Makes the interleaved 1F1B schedule (Narayanan et al. 2021, Megatron-LM, section 2.2).
 
-    It allows any number of microbatches. With m microbatches on p ranks of v stages, the bubble is (p-1)/(vm+p-1) for m
-    >= p, also if p does not divide m: the microbatches are then divided into :func:`rounds` of slightly more than p.
-    Rank r has at most (v-1)n + 2(p-r) - 1 live activations of a stage, with n microbatches in the largest round.
+    For m >= p microbatches on p ranks of v stages, the bubble is (p-1)/(vm+p-1). Rank r has at most (v-1)n + 2(p-r) - 1
+    live activations, with n microbatches in the largest of :func:`rounds`.
     """
     turns = rounds(ranks, microbatches)
     most = max(map(len, turns))
@@ -77,11 +75,9 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
 #    rank 0  0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3   .   .   . 2B0 2B0 2B1 2B1 2B2 2B2 2B3 2B3 0B0 0B0 0B1 0B1 0B2 0B2 0B3 0B3
 #    rank 1    . 1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3B0 3B1 3B1 3B2 3B2 3B3 3B3 1B0 1B0 1B1 1B1 1B2 1B2 1B3 1B3   .   .
 def looped_bfs(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """Makes the breadth-first schedule (Lamy-Poirier 2022): each stage runs all microbatches before the rank's next
-    stage.
+    """Makes the breadth-first schedule (Lamy-Poirier 2022): a stage runs all microbatches before the rank's next stage.
 
-    The activations of all microbatches are live on every rank. Backwards run in ascending order of microbatches, so
-    that gradients are summed in the order of one process.
+    The activations of all microbatches are live on every rank.
     """
     return _breadth_first("looped-bfs", ranks, microbatches, virtual_stages)
 
@@ -114,11 +110,9 @@ def _schedule(name: str, microbatches: int, placement: Placement, rows: Sequence
 
 
 def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
-    """Makes a schedule of forwards alone, for evaluation; ``placement`` may be the number of ranks with one stage each.
+    """Makes a schedule of forwards alone, for evaluation; an int as ``placement`` means one stage on each rank.
 
-    A clock is the time of one forward of a stage. With m >= p microbatches on p ranks, each rank of a loop placement is
-    idle for p-1 clocks, the minimum; in a V placement it is idle for 2(p-1), because the result returns to rank 0. In a
-    loop at most one of the :func:`rounds` is in flight, in other placements at most p microbatches.
+    With m >= p microbatches on p ranks, a rank is idle for p-1 forwards in a loop placement, for 2(p-1) in a V.
     """
     if isinstance(placement, int):
         placement = loop(placement, 1)
@@ -134,10 +128,9 @@ def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
 
 
 def there_and_back(placement: Placement, microbatches: int) -> Schedule:
-    """Makes a schedule of all forwards, then all backwards in the reverse order, for any placement of stages on ranks.
+    """Makes a schedule of all forwards, then all backwards in the reverse order, for any placement of stages.
 
-    It is for training code of the user that computes the loss between forwards and backwards. The activations of all
-    microbatches are live on every rank.
+    The activations of all microbatches are live on every rank.
     """
     there = forward_only(placement, microbatches)
     rows = [
@@ -175,8 +168,7 @@ Rows = tuple[tuple[Action, ...], ...]
 def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
     """Returns one or two divisions of ``microbatches`` into consecutive rounds of at most ``ranks`` microbatches.
 
-    The first division has rounds of ``ranks`` microbatches and a smaller last round; the second has the same number of
-    rounds, of nearly equal size. The second is left out if it equals the first.
+    The first has a smaller last round; the second, if different, has rounds of nearly equal size.
     """
     count = -(-microbatches // ranks)
     full = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
@@ -188,19 +180,16 @@ def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
 def long_rounds(ranks: int, microbatches: int) -> list[list[range]]:
     """Returns a list with the division by :func:`rounds`, if it has a round of more than ``ranks`` microbatches.
 
-    Otherwise returns an empty list. A schedule with such long rounds has a shorter step than one with
-    :func:`short_rounds`, and needs more memory.
+    Otherwise returns an empty list.
     """
     turns = rounds(ranks, microbatches)
     return [turns] if max(map(len, turns)) > ranks else []
 
 
 def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -> Rows:
-    """Makes the rows of ZB1P (Qi et al. 2023), interleaved 1F1B with deferred weight gradients, for a loop placement.
+    """Makes ZB1P (Qi et al. 2023), interleaved 1F1B with deferred weight gradients, for a loop placement.
 
-    ``turns`` are the rounds of microbatches. With v stages on each of p ranks and n microbatches in the largest round,
-    rank r runs (v-1)n + p-1-r forwards ahead. It then runs forwards and backwards in pairs, and defers r weight
-    gradients. At most (v-1)n + p activations of a stage are live: vp for rounds of p. Returns the actions of each rank.
+    Returns the actions of each rank. ``turns``: rounds of microbatches. Rank r defers r weight gradients.
     """
     most = max(map(len, turns))
     rows = []
@@ -220,11 +209,9 @@ def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -
 
 
 def v_split(ranks: int, microbatches: int) -> Rows:
-    """Makes the rows of ZB-V (Qi et al. 2023, section 6), with stages r and 2p-1-r on rank r of p.
+    """Makes ZB-V (Qi et al. 2023, section 6), with stages r and 2p-1-r on rank r of p.
 
-    A rank alternates between its two stages once both have begun. This order needs at least 2p-1 microbatches; for
-    fewer, the actions of the missing microbatches are removed. A rank has at most 2p live activations, each of one
-    stage. Returns the actions of each rank.
+    Returns the actions of each rank. A rank has at most 2p live activations of a stage.
     """
     rows = (_v_row(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks))
     return tuple(tuple(action for action in row if action.microbatch < microbatches) for row in rows)

@@ -30,7 +30,7 @@ _OVERLAPS = "the overlapped pairs of the file run one after the other"
 class Extra(NamedTuple):
     """Token of a schedule file that is no action, such as a send, a parameter gather or a gradient reduction.
 
-    ``microbatch`` is the microbatch of a send or receive; None for all other tokens.
+    ``microbatch``: microbatch of a send or receive; None for other tokens.
     """
 
     word: str
@@ -46,9 +46,7 @@ Entries = tuple[Action | Extra, ...]
 
 
 def read_schedule(path: str) -> Schedule:
-    """Reads the schedule file ``path``.
-
-    It does not validate the order of the actions; call :func:`check` for that.
+    """Reads the schedule file ``path``; :func:`check` validates the order of the actions.
 
     Raises:
         ScheduleError: the file cannot be read, or is not a schedule.
@@ -65,13 +63,12 @@ def read_schedule(path: str) -> Schedule:
 def parse_schedule(text: str, name: str) -> Schedule:
     """Reads a schedule from ``text``: one line per rank, with tokens separated by blanks or commas.
 
-    Tokens are actions such as ``2F5`` (stage 2, forward, microbatch 5), and messages, gathers and reductions such as
-    ``2SEND_F5``, as torch writes them. ``#`` starts a comment. A stage is placed on the rank of the line that has its
-    actions. ``name`` identifies the schedule in messages. :func:`check` validates the order of the actions.
+    Tokens are actions such as ``2F5`` (stage 2, forward, microbatch 5), and torch's tokens such as ``2SEND_F5``. ``#``
+    starts a comment. ``name`` identifies the schedule in messages. :func:`check` validates the order of the actions.
 
     Raises:
-        ScheduleError: a token is wrong, a stage is on several lines, a stage is missing, or messages, gathers or
-            reductions do not match the actions.
+        ScheduleError: a token is wrong, a stage is missing or on several lines, or messages, gathers or reductions do
+            not match the actions.
     """
     lines: list[Entries] = []
     overlaps = False

@@ -29,9 +29,7 @@ class Span(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage: forward, input gradient and weight gradient; a whole backward takes the sum of the two
-    gradients.
-    """
+    """Times of one stage: forward, input gradient and weight gradient."""
 
     forward: float
     backward_input: float
@@ -40,7 +38,7 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Times of actions and transfers for the simulation, all in one unit. Integers stay exact."""
+    """Times of actions and transfers for the simulation, all in one unit."""
 
     forward: float = 1
     backward: float = 2
@@ -54,7 +52,7 @@ class Cost:
     """Times of each stage, in place of all fields above except ``transfer``; empty: unused."""
 
     def of(self, op: Op) -> float:
-        """Returns the time of an action of type ``op``, before it is multiplied by the factor of a stage."""
+        """Returns the time of an action of type ``op``, without the factor of a stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:
@@ -70,10 +68,9 @@ class Cost:
         return cls(forward, backward_input + backward_weight, backward_input, backward_weight, transfer)
 
     def shared(self, ranks: int, stages: int) -> "Cost":
-        """Converts the times of a rank's whole share of the model to the times of single stages; transfers are
-        unchanged.
+        """Converts the times of a rank's share of the model to the times of single stages, for an even division.
 
-        ``stages`` stages on ``ranks`` ranks divide the model evenly.
+        Transfers are unchanged.
         """
         return replace(self, stages=(ranks / stages,) * stages) if stages != ranks else self
 
@@ -98,18 +95,14 @@ class StepTimeline:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the ranks' time, from 0 to 1.
-
-        For m microbatches on p ranks it is (p-1)/(m+p-1) with GPipe and 1F1B, if all stages take equal time.
-        """
+        """Idle share of the ranks' time, from 0 to 1."""
         return self.idle / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
 
 def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
     """Simulates one step of ``schedule``: each action starts when its rank is free and its inputs have arrived.
 
-    Sends are asynchronous. By default, ``cost`` is 1 for each forward, input gradient and weight gradient, and 0 for a
-    transfer.
+    Without ``cost``, a forward, an input gradient and a weight gradient take 1 each, a transfer 0.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck, or ``cost`` is for another number of stages.
@@ -128,9 +121,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
 
 
 def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[float]]:
-    """Returns the start times and the end times of all actions if each action starts as early as possible.
-
-    Both lists are indexed by the numbers of the actions in ``rules``.
+    """Returns (start times, end times) of all actions by action number; each starts as early as possible.
 
     Raises:
         ScheduleError: the schedule is stuck.
@@ -152,11 +143,7 @@ def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the peak number of live activations on each rank; one activation is of one stage and one microbatch.
-
-    A forward (F) adds one, and a whole backward (B) or the weight gradient (W) frees it. In a schedule without
-    backwards, the end of the forward frees it.
-    """
+    """Returns the peak number of live activations on each rank, each of one stage and one microbatch."""
     change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
     if not schedule.training:
         return (1,) * len(schedule.per_rank)
@@ -174,15 +161,10 @@ Releases = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
-    """Returns, for each action of each rank, the positions of earlier actions of the rank that it must wait for.
+    """Returns, for each action of each rank, the positions of earlier actions with sends to wait for.
 
-    Before the action starts, the rank waits until the sends of these earlier actions have completed. Only sends to a
-    neighbouring stage are listed; the end of the row completes all other sends. At the default :class:`Cost` such a
-    wait delays no rank.
-
-    At other costs the waits cannot deadlock, and this function proves it: in some order that satisfies all
-    dependencies, the receiver's action that posts the receive precedes the waiting action. ``receives_ahead``: number
-    of following actions for which a rank posts receives.
+    Only sends to a neighbouring stage are listed. The waits delay no rank at the default :class:`Cost`, and cannot
+    deadlock at any cost. ``receives_ahead``: number of following actions for which a rank posts receives.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck.

@@ -9,24 +9,13 @@ from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
 
 
 def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
-    """Proves that ``schedule`` can be run, before anything is sent: that it is complete, ordered and free of deadlock.
+    """Proves that ``schedule`` is complete and runs without deadlock.
 
-    Complete: every stage does the forward and the backward (B, or I and W) of each microbatch exactly once, on the
-    stage's rank. A schedule that is not for training has forwards only.
+    Every stage must run the forward and the backward (B, or I and W) of each microbatch exactly once, on its rank. All
+    stages must process the microbatches in the same order. Sends are asynchronous.
 
-    Ordered, and free of deadlock with asynchronous sends: a rank runs its row from left to right. Before each action it
-    waits for everything the action ``needs``, and it never waits for a send. Values sent past a neighbouring stage add
-    no dependency: the chain of needs already orders them.
-
-    One order of messages: all stages process the microbatches in the same order, in forwards and in backwards. Between
-    any two stages messages are therefore received in the order of the sends, and need no tags.
-
-    With ``receives_ahead`` also free of deadlock with blocking sends and no buffers (rendezvous). A rank that starts an
-    action has then posted the receives of this action and of ``receives_ahead`` more; it continues after a send when
-    the receiver has posted the receive. 0 is enough for gpipe, 1f1b and zb-h1 with one stage on each rank; interleaved
-    needs 1, or 2(n-p) if n > p microbatches are in a round on p ranks. No small number is enough if a rank runs ahead
-    of a stage that receives later: looped-bfs, zb-v, dualpipe-v, zb-h1 with several stages on a rank. Such kinds need
-    asynchronous sends, and ``releases`` lists their completion.
+    ``receives_ahead``: number of following actions for which a rank posts receives. If given, blocking sends must not
+    deadlock either. gpipe, 1f1b and zb-h1 with one stage on each rank allow 0.
 
     Raises:
         ScheduleError: actions are missing, doubled or misplaced, wait in a cycle, or receive messages out of order; the

@@ -53,12 +53,9 @@ class Policy:
 
 
 def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> list[list[Tick]]:
-    """Schedules all actions greedily on a clock: at each tick, every rank starts the most urgent action that it can
-    start.
+    """Schedules all actions greedily: at each tick, every rank starts its most urgent possible action.
 
-    ``policy`` determines the urgency. Returns, for each rank, its actions in order as tuples (start tick, type, stage,
-    microbatch). A forward reserves memory for one activation of every later stage of its rank, so the oldest microbatch
-    can always advance to its backwards, which free memory.
+    ``policy`` determines the urgency. Returns the actions of each rank as tuples (start tick, type, stage, microbatch).
     """
     clock = _Clock(placement, microbatches, policy)
     rows: list[list[Tick]] = [[] for _ in placement]
@@ -146,16 +143,12 @@ _SLOW = (Cost(transfer=0.25), Cost(transfer=0.5), Cost(transfer=2))
 #    rank 1   . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
 #    rank 2   .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None) -> Schedule:
-    """Makes ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism), or its interleaved form for several stages per
-    rank.
+    """Makes ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism), interleaved for several stages per rank.
 
-    With m microbatches on p ranks of v stages, the bubble is (p-1)/(3vm+p-1) for m >= p, a third of the bubble of 1F1B.
-    A rank has at most pv live activations of a stage, as many as rank 0 of 1F1B. Rank r defers r weight gradients into
-    the time that is idle in 1F1B.
+    With m >= p microbatches on p ranks of v stages, the bubble is (p-1)/(3vm+p-1). A rank has at most pv live
+    activations of a stage.
 
-    With ``cost``, simulation selects the order with the shortest step among greedy orders and orders of
-    :func:`interleaved_split`. With several stages on a rank, and if p does not divide the microbatches, a rank may then
-    have (v-1)n + p live activations, with n microbatches in the largest of ``rounds``.
+    With ``cost``, simulation selects the order with the shortest step, possibly with more live activations.
     """
     p, m, v = ranks, microbatches, virtual_stages
     placement, most = loop(p, v), p * v
@@ -176,10 +169,8 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | N
 def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
     """Makes ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r of p.
 
-    With m microbatches, the bubble is (p-1)/(6m+p-1) for m >= p. Every rank has at most 2p live activations of a stage,
-    as much memory as rank 0 of 1F1B. If messages or input gradients take longer than planned, ZB-V loses more time than
-    dualpipe-v. Simulation selects the order with the shortest step at ``cost`` among greedy orders and the order of
-    :func:`v_split`.
+    With m >= p microbatches, the bubble is (p-1)/(6m+p-1). Every rank has at most 2p live activations of a stage.
+    Simulation selects the order with the shortest step at ``cost``.
     """
     most = 2 * ranks
     ahead = (most,) * ranks

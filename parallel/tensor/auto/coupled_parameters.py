@@ -58,19 +58,16 @@ _ROUNDING = 1e-11
 
 
 class SharedInput(NamedTuple):
-    """Tensor ``x`` that is to be split along ``dim`` into one slice of equal size for each tensor rank: an activation
-    that enters a matrix product, or a weight.
-    """
+    """Tensor ``x``, an activation or a weight, to split along ``dim`` into one equal slice per tensor rank."""
 
     x: Tensor
     dim: int
 
 
 class NeededRows:
-    """Finder of the weight rows that a tensor rank needs to compute its slice of an activation.
+    """Finder of the weight rows that each tensor rank needs, from nonzero gradients of random backward runs.
 
-    It takes random gradients on the slice and runs backward: a weight row with a nonzero gradient is needed.
-    ``parameters``: the block's parameters by name; ``seed``: the seed of the random gradients.
+    ``parameters``: the block's parameters by name; ``seed``: seed of the random gradients.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], seed: int) -> None:
@@ -80,12 +77,9 @@ class NeededRows:
         self._seen: dict[tuple[str, int], Needed] = {}
 
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
-        """Finds, by backward runs, the weight rows that each of ``tp`` ranks needs to compute its slice of every tensor
-        in ``inputs``.
+        """Finds the weight rows that each of ``tp`` ranks needs for its slices of ``inputs``, by backward runs.
 
-        Returns a dict from weight name to bool masks, indexed [rank][dim]. The result is cached by ``row``, the name of
-        the weight that multiplies ``inputs``. If the result for a multiple of ``tp`` ranks is cached, its masks are
-        merged and no backward runs.
+        Returns a dict from weight name to bool masks, indexed [rank][dim]. ``row``: key of the cached result.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
@@ -97,11 +91,10 @@ class NeededRows:
         return self._seen[row, tp]
 
     def gradients(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
-        """Returns the gradients of the scalar ``out`` by parameter name, for the parameters in ``names`` that ``out``
-        depends on.
+        """Returns the gradients of the scalar ``out`` for the parameters in ``names`` that ``out`` depends on.
 
-        Each value is a tuple: one gradient of a dense parameter, or two of a low-rank weight (:func:`gradient_leaves`).
-        ``again``: True to retain the autograd graph for another backward.
+        Each value is a tuple: one gradient of a dense parameter, or two of a low-rank weight. ``again``: True to retain
+        the autograd graph.
         """
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
         grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
@@ -142,10 +135,9 @@ class NeededRows:
         return self.gradients(out, self._parameters, again=True)
 
     def reaching(self, tensors: Iterable[Tensor]) -> dict[str, tuple[Tensor, ...]]:
-        """Runs backward from ``tensors`` with random output gradients. Returns, by name, the gradients of all
-        parameters that any of ``tensors`` depends on.
+        """Runs backward from ``tensors`` with random output gradients; returns parameter gradients by name.
 
-        Each value is a tuple: one gradient of a dense parameter, or two of a low-rank weight (:func:`gradient_leaves`).
+        Each value is a tuple: one gradient of a dense parameter, or two of a low-rank weight.
         """
         out = sum((self._random_sum(tensor) for tensor in tensors), torch.zeros(()))
         return self.gradients(out, self._parameters, again=True)
@@ -160,9 +152,7 @@ class NeededRows:
 
 
 def is_partition(rows: Sequence[Tensor]) -> bool:
-    """Returns True if every index of a dim is in at least one of the bool masks ``rows``, one mask per rank, and not
-    all masks are equal.
-    """
+    """Returns True if the bool masks ``rows``, one per rank, are not all equal and together cover every index."""
     table = torch.stack(list(rows))
     return bool(table.any(0).all()) and not bool(table.all()) and bool((table != table[0]).any())
 
@@ -194,9 +184,7 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class CoupledParameters:
-    """Group of parameters to shard together: the weight of a row-parallel layer, the weights of the column-parallel
-    layers that compute its input, and all further parameters that their sharding affects.
-    """
+    """Group of parameters to shard together: a row-parallel layer and the column-parallel layers before it."""
 
     row: str
     """Name of the row layer's parameter; its product is summed over the ranks."""
@@ -215,12 +203,10 @@ class CoupledParameters:
 
 
 class GradientSparsity:
-    """Search for the parameters of ``block`` that must be sharded together: it looks for zeros in the gradients of one
-    recorded run of the block.
+    """Search for the parameters of ``block`` to shard together, from zeros in gradients of one run.
 
-    ``block``: a copy with random weights in eval mode; ``given``: its arguments, with random hidden states; ``others``:
-    names of parameters that this search leaves out; ``used``: indices of the block's output leaves that the model
-    reads, None for all; ``seed``: the seed of the random gradients.
+    ``block``: copy with random weights in eval mode; ``given``: its arguments; ``others``: names of parameters to leave
+    out; ``used``: indices of the output leaves that the model reads, None for all; ``seed``: seed of the gradients.
     """
 
     def __init__(
@@ -245,24 +231,17 @@ class GradientSparsity:
 
     @property
     def products(self) -> list[MatmulRecord]:
-        """Products of activations with parameters in the recorded run of the block. After :meth:`forget`, a read runs
-        the block again.
-        """
+        """Products of activations with parameters in one run of the block; runs it again after :meth:`forget`."""
         if self._products is None:
             self._products = self._run(())
         return self._products
 
     def forget(self) -> None:
-        """Frees the activations of the recorded run; the next read of :attr:`products` runs the block again."""
+        """Frees the activations of the recorded run."""
         self._products = None
 
     def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
-        """Returns the groups of parameters to shard on ``tp`` ranks, in execution order of their row layers.
-
-        A layer that could be the row layer of one group and a column layer of a larger group joins the larger one. In a
-        chain of layers a, b, o with a low rank between a and b (low-rank queries), b is the column layer, o the row
-        layer, and a is replicated.
-        """
+        """Returns the groups of parameters to shard on ``tp`` ranks, in execution order of their row layers."""
         if tp not in self._found:
             self._found[tp] = self._find_groups(tp)
         return self._found[tp]
@@ -281,16 +260,11 @@ class GradientSparsity:
         return tuple(found)
 
     def may_shard(self, rows: Collection[str], tp: int) -> bool:
-        """Returns True if one of the parameters named ``rows`` could be the row layer of a group on ``tp`` ranks.
-
-        It does not search for the block's other groups, so it costs less than :meth:`groups`.
-        """
+        """Returns True if a parameter in ``rows`` could be the row layer of a group on ``tp`` ranks."""
         return any(self._group(row, tp, set(self._others)) is not None for row in rows)
 
     def try_sizes(self, sizes: Sequence[int]) -> None:
-        """Finds and caches the groups for each number of ranks in ``sizes``. It begins with the largest number, because
-        backward results for n ranks also serve every divisor of n.
-        """
+        """Finds and caches the groups for each number of ranks in ``sizes``."""
         for size in sorted(sizes, reverse=True):
             self.groups(size)
 
@@ -298,7 +272,7 @@ class GradientSparsity:
         return sum(self._parameters[name].numel() for name in group.cuts)
 
     def width(self, row: str) -> int:
-        """Returns the number of input features of the matrix product with the parameter named ``row``."""
+        """Returns the number of input features of the product with the parameter ``row``."""
         return self._widths[row]
 
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:

@@ -64,9 +64,7 @@ class BlockResult:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the comparison of a sharded block with the unsharded block: outputs, input gradients and parameter
-    gradients.
-    """
+    """Result of the comparison of a sharded block with the unsharded block: outputs and gradients."""
 
     problem: str = ""
     """First difference or error; empty if the plan is correct."""
@@ -77,16 +75,15 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """True if the comparison found neither a difference nor an error, so that the plan is correct."""
+        """True if the comparison found no difference and no error."""
         return not self.problem
 
 
 class BlockReference:
-    """Unsharded ``block`` with its outputs and gradients for each call in ``givens``: the reference that a tensor plan
-    must reproduce.
+    """Unsharded ``block`` with its outputs and gradients, the reference for tests of a tensor plan.
 
-    ``block`` has random float64 parameters and never changes, because every simulated rank runs a copy of it.
-    ``givens``: arguments of each call, longest first. ``used``: indices of the output leaves to compare, None for all.
+    ``block`` has random float64 parameters. ``givens``: arguments of each call, longest first. ``used``: indices of the
+    output leaves to compare, None for all.
     """
 
     def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:
@@ -95,11 +92,10 @@ class BlockReference:
             self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
 
     def prove(self, plan: TensorPlan, tp: int, watch: Callable[[nn.Module], None] | None = None) -> Verdict:
-        """Runs the block under ``plan`` on ``tp`` simulated tensor ranks, for each call in ``givens``, and compares the
-        results with the unsharded block.
+        """Compares the block under ``plan`` on ``tp`` simulated tensor ranks with the unsharded block.
 
-        Stops at the first call with a difference or an error and returns its verdict; otherwise returns the verdict of
-        the last call. ``watch``: callback that gets the block of every rank before the block runs.
+        Returns the result of the first call that differs, or of the last call. ``watch``: callback that gets the block
+        of each rank before a run.
         """
         verdict = Verdict()
         # the first arguments are the longest: shorter ones show an error sooner
@@ -147,9 +143,7 @@ class BlockReference:
 
 @contextmanager
 def exactly() -> Iterator[None]:
-    """Makes this thread compute in float64, without dropout, with seeded random numbers and with gradients enabled,
-    inside the context.
-    """
+    """Makes this thread compute in float64, without dropout, with seeded random numbers, inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -350,9 +344,7 @@ _DRAWS = frozenset(
 
 
 class Exact(TorchFunctionMode):
-    """Torch function mode for reproducible runs: it replaces casts to fp32 by float64, skips dropout, and draws random
-    numbers from a generator with ``seed``.
-    """
+    """Torch function mode for reproducible runs: float64 instead of fp32, no dropout, random numbers from ``seed``."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

@@ -34,9 +34,7 @@ Z.
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Weight, or view of a weight, stored as a sum of products of two low-rank factors. Only :meth:`full` forms the
-    full weight; all other methods compute with the factors.
-    """
+    """Weight, or view of a weight, as a sum of products of two low-rank factors."""
 
     terms: tuple[Term, ...]
     kinds: str
@@ -96,11 +94,10 @@ class Factors:
         return self.indexed((*(slice(None),) * place, None))
 
     def expanded(self, sizes: Sequence[int]) -> "Factors":
-        """Returns the weight expanded to ``sizes``, as ``Tensor.expand``. Only new dims, and dims of size one that
-        belong to neither factor, can grow.
+        """Returns the weight expanded to ``sizes``, as ``Tensor.expand``.
 
         Raises:
-            NoRuleError: an expanded dim belongs to a factor.
+            NoRuleError: a dim of a factor would be expanded.
         """
         new = len(sizes) - len(self.kinds)
         twin, made = self.twin.expand(tuple(sizes)), self
@@ -111,9 +108,7 @@ class Factors:
         return Factors(made.terms, made.kinds, twin)
 
     def reshaped(self, twin: Tensor) -> "Factors":
-        """Returns the weight in the shape of ``twin``, with its elements in row-major order.
-
-        ``twin``: the weight's meta tensor after this reshape.
+        """Returns the weight in the shape of ``twin``, the weight's meta tensor after the reshape.
 
         Raises:
             NoRuleError: dims of different factors would become one.
@@ -169,8 +164,7 @@ class Factors:
         return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
     def plus(self, left: Tensor, right: Tensor) -> "Factors":
-        """Returns the sum of the weight and the product of ``left`` [.., O, Z] and ``right`` [.., Z, I]. The product is
-        stored as one more pair of factors.
+        """Returns the weight plus the product of ``left`` [.., O, Z] and ``right`` [.., Z, I], stored as factors.
 
         Raises:
             NoRuleError: the dims form no matrix [O, I] or stack [E, O, I].
@@ -187,11 +181,9 @@ class Factors:
     # ---- products
 
     def between(self, summed: int, kept: int) -> list[Term]:
-        """Returns, for each low-rank term of the weight, its two factors as matrices for a product that sums over dim
-        ``summed``.
+        """Returns the factors of each low-rank term as matrices (inner [.., I, Z], outer [.., O, Z]).
 
-        A pair is (inner [.., I, Z], outer [.., O, Z]). I is the size of dim ``summed``, O the size of dim ``kept``,
-        which remains in the result, and Z the number of columns of the factors.
+        I is the size of dim ``summed``, O the size of dim ``kept``, Z the number of columns.
 
         Raises:
             NoRuleError: both dims are in one factor, or one dim is in both factors.
@@ -203,31 +195,23 @@ class Factors:
         return [(term[inner].squeeze(kept), term[1 - inner].squeeze(summed)) for term in self.terms]
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns the product of ``x`` [.., I] and the transpose of the weight [O, I], plus ``bias`` [O]: a tensor [..,
-        O].
-        """
+        """Returns ``x`` [.., I] times the transpose of the weight [O, I], plus ``bias`` [O]: a tensor [.., O]."""
         (first, last), *more = self.between(1, 0)
         y = functional.linear(x @ first, last, bias)
         return _total((y, *((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in more)))
 
     def after(self, x: Tensor) -> Tensor:
-        """Returns the matrix product ``x`` @ weight [.., S, O] of ``x`` [.., S, I] and the weight [.., I, O]."""
+        """Returns ``x`` @ weight [.., S, O] for ``x`` [.., S, I] and the weight [.., I, O]."""
         return _total((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in self.between(-2, -1))
 
     def before(self, x: Tensor) -> Tensor:
-        """Returns the matrix product weight @ ``x`` [.., O, S] of the weight [.., O, I] and ``x`` [.., I, S]. A vector
-        ``x`` [I] gives a vector.
-        """
+        """Returns weight @ ``x`` [.., O, S] for the weight [.., O, I] and ``x`` [.., I, S] or [I]."""
         columns = x.unsqueeze(-1) if x.ndim == 1 else x
         y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
         return y.squeeze(-1) if x.ndim == 1 else y
 
     def grouped(self, x_SI: Tensor, groups: Tensor) -> Tensor:
-        """Returns [S, O]: row s of ``x_SI`` [S, I] times the matrix ``groups[s]`` of the weight, a stack [E, I, O] of E
-        experts.
-
-        Terms with a factor common to all experts are computed as one product, which limits the number of temporaries.
-        """
+        """Multiplies row s of ``x_SI`` [S, I] by expert ``groups[s]`` of the weight [E, I, O]; returns [S, O]."""
         inner, outer = zip(*self.between(1, 2), strict=True)
         if self._stacks(1):
             thin_SZ = torch.cat([_by_group(x_SI, factor, groups) for factor in inner], -1)
@@ -252,7 +236,7 @@ class Factors:
         ``letters``: einsum letters of the dims of ``x`` and of the weight; ``out``: letters of the result.
 
         Raises:
-            NoRuleError: an operand has one letter twice, or some dim of the weight belongs to neither factor.
+            NoRuleError: an operand has one letter twice, or a dim of the weight is in no factor.
         """
         of_x, of_w = letters
         if len(set(of_w)) < len(of_w) or len(set(of_x)) < len(of_x) or NEITHER in self.kinds:

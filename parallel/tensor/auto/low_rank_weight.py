@@ -37,8 +37,7 @@ RANK = 4
 
 
 class WholeWeightError(Exception):
-    """Error of code that needs all elements of a low-rank weight: it reads the weight below torch functions (in a
-    kernel or an autograd Function), or with gradients disabled.
+    """Error of code that reads all elements of a low-rank weight, such as a kernel or an autograd Function.
 
     ``weight``: the parameter's name.
     """
@@ -50,10 +49,9 @@ class WholeWeightError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Factor tensors of a low-rank parameter A B' + P v' + u Q', in which ' is the transpose.
+    """Factors of a low-rank parameter A B' + P v' + u Q', in which ' is the transpose.
 
-    Each factor has the dims of the parameter, but with size one for the dims that belong to the other factor of its
-    product, and one more dim for the columns of the factor.
+    Each factor has the dims of the parameter, of size one for the other factor, and a last dim for its columns.
     """
 
     random: tuple[Tensor, Tensor]
@@ -67,9 +65,7 @@ class Parts:
     shape: tuple[int, ...]
 
     def factors(self) -> Factors:
-        """Returns the parameter as a sum of low-rank products. A matrix has one term with all columns of the factors
-        joined; a stack of experts has one term for each of A B', P v' and u Q'.
-        """
+        """Returns the parameter as a sum of low-rank products."""
         (a, b), (u, v), (p, q) = self.random, self.vectors, self.zeros
         terms: tuple[Term, ...] = ((a, b), (p, v), (u, q))
         if len(self.shape) == 2:
@@ -79,15 +75,11 @@ class Parts:
         return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
-        """Returns the same parameter with new factors P and Q, filled with zeros: autograd leaves that receive the
-        parameter's gradient.
-        """
+        """Returns the same parameter with new autograd leaves P and Q, filled with zeros."""
         return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
-        """Returns the slice of the parameter at indices ``rows`` of dim ``dim``. Its factors P and Q are new and filled
-        with zeros: autograd leaves that receive its gradient.
-        """
+        """Returns the slice of the parameter at indices ``rows`` of ``dim``, with new zero factors P and Q."""
         where, shape = torch.tensor(rows), list(self.shape)
         shape[dim] = len(rows)
 
@@ -104,9 +96,7 @@ def _leaves(random: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class LowRankWeight(Tensor):
-    """Float64 tensor subclass with the full shape of a weight, or of a view of it, that stores only low-rank factors.
-    Its matrix products compute with the factors.
-    """
+    """Float64 tensor subclass with the full shape of a weight that stores only low-rank factors."""
 
     factors: Factors
     weight: str
@@ -167,11 +157,11 @@ class LowRankWeight(Tensor):
         return f"LowRankWeight({self.weight}, shape={tuple(self.factors.twin.shape)})"
 
     def view_of(self, factors: Factors) -> "LowRankWeight":
-        """Returns a view of this parameter as a low-rank weight with ``factors``, the factors after the view."""
+        """Returns a view of this parameter with the factors ``factors``."""
         return LowRankWeight(factors, self.weight, self.refused)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "LowRankWeight":
-        """Returns a new parameter: the slice of this one at indices ``rows`` of dim ``dim``."""
+        """Returns a new parameter: the slice of this parameter at indices ``rows`` of ``dim``."""
         assert self.parts is not None
         return _parameter(self.parts.shard(dim, rows), self.weight, self.refused)
 
@@ -179,8 +169,7 @@ class LowRankWeight(Tensor):
 def low_rank_parameter(
     shape: Sequence[int], weight: str, generator: torch.Generator, refused: set[str]
 ) -> LowRankWeight:
-    """Returns a random low-rank parameter of ``shape`` [.., O, I]. Its entries have the usual magnitude of a dense
-    parameter, about 1 / sqrt(I).
+    """Returns a random low-rank parameter of ``shape`` [.., O, I], with entries of about 1 / sqrt(I).
 
     ``weight``: the parameter's name; ``refused``: set that collects the names of parameters that code reads in full.
     """
@@ -199,21 +188,14 @@ def low_rank_parameter(
 
 
 def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
-    """Returns the leaf tensors that receive the gradient of ``parameter``: ``parameter`` itself, or for a low-rank
-    weight its two factors of zeros.
-
-    Such a factor has the parameter's dims, with size one for the dims that belong to the other factor of its product,
-    and a last dim of size one.
-    """
+    """Returns the autograd leaves of the gradient of ``parameter``: itself, or two factors of a low-rank weight."""
     if isinstance(parameter, LowRankWeight) and parameter.parts is not None:
         return parameter.parts.zeros
     return (parameter,)
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Returns an integer that identifies the storage of ``tensor``. Views of one tensor have the same number, live
-    tensors with different storages different numbers.
-    """
+    """Returns an integer that identifies the storage of ``tensor``; live views of one tensor share it."""
     whole = tensor.factors.twin if isinstance(tensor, LowRankWeight) else tensor
     return int(whole.untyped_storage()._cdata)
 

@@ -24,8 +24,9 @@ from engine.parallel.tensor.global_tensor.rules.attention import multi_head_in_s
 
 @dataclass(frozen=True, slots=True)
 class MatmulRecord:
-    """Record of one product of the activation ``x`` with a parameter or a view of it. ``weight`` and ``bias`` are
-    parameter names; ``bias`` is None without one.
+    """Record of one product of the activation ``x`` with a parameter or a view of it.
+
+    ``weight`` and ``bias`` are parameter names; ``bias`` may be None.
     """
 
     weight: str
@@ -78,8 +79,7 @@ _NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm
 class MatmulTrace(TorchFunctionMode):
     """Torch function mode that records the products of activations with parameters of ``block`` in its list ``seen``.
 
-    ``cut_off``: names of parameters; the results of products with them are detached from the graph. Inside the mode,
-    ReLU computes leaky ReLU, and norms treat mean and variance as constants, so that gradients show every dependency.
+    Products with the parameters ``cut_off`` are detached from the graph. ReLU computes leaky ReLU.
     """
 
     def __init__(self, block: nn.Module, cut_off: Collection[str] = ()) -> None:

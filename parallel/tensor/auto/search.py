@@ -55,7 +55,7 @@ TRIES = 24
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Strategy that the search has chosen for one parameter group of a block, with the reason for the choice."""
+    """Sharding strategy for one parameter group of a block, with the reason for the choice."""
 
     group: CoupledParameters
     way: ShardingStrategy
@@ -64,7 +64,7 @@ class Decided:
 
     @property
     def why(self) -> str:
-        """Text for reports: reason for this group's strategy, and integer attributes that the strategy divides."""
+        """Reason for this group's strategy, and integer attributes that the strategy divides, as text."""
         return f"divided {', '.join(self.way.changes)}{self.note}" if self.way.changes else self.note
 
 
@@ -72,7 +72,7 @@ class Decided:
 class Search:
     """Search for the cheapest correct sharding strategy of each parameter group of ``block``.
 
-    A strategy is correct if the sharded block reproduces ``truth``: outputs and gradients of the unsharded block.
+    Correct: the sharded block reproduces the outputs and gradients in ``truth``.
     """
 
     block: nn.Module
@@ -83,8 +83,7 @@ class Search:
     """Strategies found for other blocks, which equal parameter groups of this block try first."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """Returns one strategy for each of ``groups`` on ``tp`` ranks. All of them together are proven correct in the
-        block.
+        """Returns one strategy for each of ``groups`` on ``tp`` ranks; all of them together are correct in the block.
 
         A group without a correct strategy gets "replicate".
         """
@@ -232,9 +231,7 @@ _CONFIG = "config."
 
 
 class AttributeReads:
-    """Recorder of the integer attributes that a block's code reads. It watches only the attributes in ``numbers``, and
-    collects the ones read in its set ``seen``.
-    """
+    """Recorder of reads of the integer attributes in ``numbers``, by a block's code. ``seen``: attributes read."""
 
     def __init__(self, numbers: Collection[Number]) -> None:
         self._numbers = frozenset(numbers)
@@ -243,8 +240,9 @@ class AttributeReads:
         self._watching = False
 
     def watch(self, block: nn.Module) -> None:
-        """Makes the modules of ``block`` record reads of the watched attributes: it changes the class of each module
-        that has one to a recording subclass. ``block`` must be a private copy, because the classes are not restored.
+        """Makes the modules of ``block``, a private copy, record reads of the watched attributes.
+
+        The classes of the modules change and are not restored.
         """
         if not self._watching:
             self._watching = True
@@ -286,20 +284,16 @@ def _asked(own: type, note: Callable[[str], None]) -> type:
 
 
 def enclosing_module(group: CoupledParameters) -> str:
-    """Returns the path of the innermost module that contains all modules with sharded parameters of ``group``. The path
-    is "" for the block itself.
-    """
+    """Returns the path of the innermost module around all sharded parameters of ``group``; "" for the block."""
     owners = {tuple(name.split(".")[:-1]) for name in group.cuts}
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))]
     return ".".join(shared[:-1] if owners == {tuple(shared)} else shared)
 
 
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
-    """Returns ``group`` with parameter names relative to the module at ``path``, so that this module can be tried
-    without the rest of the block.
+    """Returns ``group`` with parameter names relative to the module at ``path``.
 
-    Replicated parameters outside the module that have partial gradients in the block are dropped, because in such a
-    trial the gradients of the module's inputs are complete.
+    Drops replicated parameters with partial gradients outside the module.
     """
 
     def local(name: str) -> str:
@@ -317,19 +311,16 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
 
 
 def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
-    """Converts the names in ``way``, a strategy for the module at ``path``, from names relative to this module to names
-    relative to the block.
-    """
+    """Converts the names in ``way`` from names relative to the module at ``path`` to names relative to the block."""
     styles = {f"{path}.{name}".rstrip("."): style for name, style in way.styles.items()}
     return way._replace(styles=styles, changes=tuple(f"{path}.{change}" for change in way.changes))
 
 
 def reference_inside(truth: BlockReference, path: str) -> BlockReference | None:
-    """Returns the unsharded results of the module at ``path``, as the reference for trials of this module without the
-    rest of the block.
+    """Returns the unsharded results of the module at ``path``, taken from ``truth``, a reference of the block.
 
-    ``truth``: the reference of the whole block. Returns None if the block does not call the module exactly once or does
-    not use its outputs, or if the module cannot run on copies of its arguments.
+    Returns None if the module cannot be tested alone: it does not run exactly once, has unused outputs, or fails on
+    copies of its arguments.
     """
     try:
         call = _observed(truth, path, truth.givens[-1])  # the shortest suffice: the block's proof runs all of them

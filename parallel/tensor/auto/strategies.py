@@ -26,9 +26,9 @@ from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
 class ShardingStrategy(NamedTuple):
-    """Sharding of one parameter group: ``styles`` has the style of each module or parameter, by its name in the block.
+    """Sharding strategy of one parameter group. ``how``: "local", "local+", "view" or "replicate".
 
-    ``how``: name of the strategy, "local", "local+", "view" or "replicate".
+    ``styles``: style of each module or parameter, by name in the block.
     """
 
     how: str
@@ -38,11 +38,9 @@ class ShardingStrategy(NamedTuple):
 
 
 def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrategy | None:
-    """Returns the strategy "local": the block's code computes with plain tensors, each with this rank's slice of a
-    parameter.
+    """Returns the strategy "local": the block's code computes with plain tensors, this rank's slices.
 
-    Returns None if this strategy cannot shard ``group``, for example because code outside linear layers multiplies by a
-    parameter.
+    Returns None if this strategy cannot shard ``group``.
     """
     rows = (group.row, *group.beside)
     weights = (*group.columns, *rows)
@@ -68,12 +66,10 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrate
 
 
 def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = True) -> ShardingStrategy:
-    """Returns the strategy "view": the block's code reads each sharded parameter as a DTensor-like global tensor of the
-    full shape.
+    """Returns the strategy "view": the block's code reads each sharded parameter as a DTensor of the full shape.
 
-    With ``partial``, gradients of replicated parameters between column layers and row layer stay partial on each rank,
-    and are summed later. Otherwise backward sums such a gradient wherever the replicated tensor meets a sharded tensor
-    (example: a positional key common to all heads).
+    ``partial``: True sums gradients of replicated parameters once after backward; False sums them in backward at each
+    use.
     """
     styles = {name: "partial" for name in group.partial if partial}
     for name, cut in group.cuts.items():
@@ -121,20 +117,16 @@ def _called(block: nn.Module, layer: str) -> bool:
 
 
 class Number(NamedTuple):
-    """Integer attribute of a module of a block, or of this module's config as "config.NAME". ``module``: the module's
-    path in the block.
-    """
+    """Integer attribute of a module of a block, or of its config as "config.NAME". ``module``: path in the block."""
 
     module: str
     attribute: str
 
 
 def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) -> list[Number]:
-    """Returns the integer attributes that may have to be divided by ``tp`` when ``group`` is sharded: ``tp`` divides
-    their value, or their value divides ``tp``.
+    """Returns the integer attributes that may have to be divided by ``tp`` when ``group`` is sharded.
 
-    It considers the modules with parameters of ``group`` and all modules around them, except linear layers. For each
-    module, attributes that the module's methods read come first.
+    Each value divides ``tp``, or is divisible by ``tp``. Attributes that a module's methods read come first.
     """
     paths: dict[str, None] = {}
     for name in group.cuts:
@@ -175,9 +167,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def with_numbers(way: ShardingStrategy, chosen: Sequence[Number]) -> ShardingStrategy:
-    """Returns the strategy ``way`` changed to "local+": it also divides each integer attribute in ``chosen`` by the
-    number of ranks.
-    """
+    """Returns the strategy "local+": ``way`` with each attribute in ``chosen`` divided by the number of ranks."""
     changed = dict(way.styles)
     for module, attribute in chosen:
         before = changed.get(module)
@@ -189,10 +179,9 @@ STYLE = "vocabulary"
 
 
 def vocabulary_styles(model: nn.Module, called: Mapping[str, nn.Module], tp: int) -> dict[str, str]:
-    """Returns a dict from module name to the style "vocabulary", for each embedding and output head of ``model`` that
-    can be sharded by vocabulary rows.
+    """Returns the style "vocabulary" for each embedding and output head of ``model`` that can be sharded by rows.
 
-    ``called``: the modules that the forward calls, by name; ``tp``: the number of ranks.
+    ``called``: modules that the forward calls, by name; ``tp``: number of ranks.
     """
     embeddings: dict[str, nn.Embedding] = {}
     for name, module in called.items():

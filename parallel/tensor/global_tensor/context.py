@@ -20,8 +20,9 @@ TensorRule = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Table of rules: functions that run a torch function on the shards of global tensors (DTensor-like). ``fallback``
-    serves every torch function without a rule.
+    """Table of rules that run torch functions on the shards of global tensors (DTensor-like).
+
+    ``fallback`` runs all other functions.
     """
 
     by_function: Mapping[Any, TensorRule]
@@ -34,9 +35,7 @@ class Rules:
 
 
 class PlainGradient(Enum):
-    """Kind of gradient that a plain tensor gets on each rank when it meets global tensors. The plain tensor itself has
-    the same elements on all ranks of the axis.
-    """
+    """Kind of gradient, per rank, of a plain replicated tensor that is combined with global tensors."""
 
     EQUAL = auto()
     """The gradient is equal on all ranks too: a sum follows where the tensor meets a shard (tensor parallelism)."""
@@ -45,10 +44,10 @@ class PlainGradient(Enum):
 
 
 class GlobalTensorContext:
-    """Settings and caches common to all global tensors (DTensor-like) of a sharded model, or of one of its units.
+    """Settings and caches of all global tensors (DTensor-like) of a sharded model.
 
-    ``sequence``: True if sums of products stay sharded along the dim before the last one (sequence parallelism).
-    ``regather``: True if the inputs that column layers gather are freed after forward and gathered again in backward.
+    ``sequence``: True for sequence parallelism. ``regather``: True frees the gathered inputs of column layers after
+    forward and gathers them again in backward.
     """
 
     plain = PlainGradient.EQUAL
@@ -72,25 +71,21 @@ class GlobalTensorContext:
         self._found: dict[Hashable, Any] = {}
 
     def sums_once(self, parameter: nn.Parameter) -> bool:
-        """Returns True if the gradient of ``parameter`` stays partial on each rank until the end of the step, and is
-        then summed over the ranks.
+        """Returns True if the gradient of ``parameter`` is summed over the ranks only at the end of the step.
 
-        False: each use of the parameter sums its part of the gradient in backward.
+        False: backward sums it at each use.
         """
         return self.planned is None or parameter in self.planned
 
     def clear(self) -> None:
-        """Drops the copies of plain tensors that :meth:`entered` has cached. It is called at the end of a block's
-        forward.
-        """
+        """Drops the copies that :meth:`entered` has cached; called at the end of a block's forward."""
         self._entered.clear()
 
     def entered(self, key: Hashable, given: Tensor, enter: Callable[[Callable[[], None]], Tensor]) -> Tensor:
-        """Returns a copy of the plain tensor ``given`` for use with global tensors. ``enter(passed)`` makes the copy at
-        the first use, and later uses with this ``key`` get the same copy.
+        """Returns a copy of the plain tensor ``given`` for use with global tensors, cached under ``key``.
 
-        ``key`` must contain the id of ``given``, which the context keeps alive. ``enter``: callback that makes a copy;
-        the copy's backward must call the function ``passed``, which drops the cached copy.
+        ``key`` must contain the id of ``given``. ``enter(passed)`` makes the copy; the copy's backward must call
+        ``passed``, which drops the cached copy.
         """
         hit = self._entered.get(key)
         if hit is not None and hit[0] is given:
@@ -106,9 +101,7 @@ class GlobalTensorContext:
             del self._entered[key]
 
     def find(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Returns ``make()``, or its result cached under ``key``. A NoRuleError of ``make`` is cached too, and raised
-        again for this ``key``.
-        """
+        """Returns ``make()``, or its result cached under ``key``. A NoRuleError is cached and raised again."""
         try:
             found = self._found[key]
         except KeyError:
@@ -122,26 +115,23 @@ class GlobalTensorContext:
         return found  # type: ignore[no-any-return]
 
     def current(self, sets: Sets) -> Sets:
-        """Returns the sharding, in the running forward, of a tensor that had the sharding ``sets`` when the model was
-        traced. This class returns ``sets`` itself; a subclass may return another sharding.
+        """Returns the sharding in the running forward of a tensor with the sharding ``sets`` in the trace.
+
+        This class returns ``sets``; a subclass may return another sharding.
         """
         return sets
 
     def found(self, key: Hashable) -> Any:
-        """Returns the value that :meth:`find` has cached under ``key``, or None without one."""
+        """Returns the value that :meth:`find` has cached under ``key``, or None."""
         return self._found.get(key)
 
     def note_gather(self, name: str) -> None:
-        """Counts one gather of global tensors under ``name``, the torch function that has no suitable rule. The notes
-        of the tensor plan report the count.
-        """
+        """Counts one gather of global tensors under ``name``, a torch function without a suitable rule."""
         self.gathers[name] = self.gathers.get(name, 0) + 1
 
     @contextmanager
     def own_draws(self, device: torch.device) -> Iterator[None]:
-        """Makes random numbers on ``device`` differ between the tensor ranks inside the context. After it, all ranks
-        draw the same numbers again.
-        """
+        """Makes random numbers on ``device`` differ between the tensor ranks inside the context only."""
         if self.axis.size == 1 or self.axis.dry:
             yield
             return

@@ -19,9 +19,7 @@ from engine.parallel.tensor.global_tensor.index_runs import Runs, indices_of, ru
 
 
 class FlexPart(NamedTuple):
-    """Part of a flex attention call that one rank computes, as int32 indices of its batch rows, heads and queries in
-    the full tensors. None in a field: all indices.
-    """
+    """Part of a flex attention call on one rank: int32 indices of batch rows, heads and queries; None: all."""
 
     rows: Tensor | None = None
     heads: Tensor | None = None
@@ -33,8 +31,9 @@ class FlexPart(NamedTuple):
     def of(
         device: torch.device, rows: Runs | None = None, heads: Runs | None = None, queries: Runs | None = None
     ) -> "FlexPart":
-        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``, each a set of indices as runs
-        (first, last + 1). The part stores them as tensors on ``device``. None for a dim: all its indices.
+        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``, runs of (first, last + 1).
+
+        None for a dim means all indices.
         """
 
         def table(runs: Runs | None) -> Tensor | None:
@@ -43,18 +42,15 @@ class FlexPart(NamedTuple):
         return FlexPart(table(rows), table(heads), table(queries), queries)
 
     def call(self, whole: FlexCall, mask: Any) -> FlexCall:
-        """Returns the call ``whole`` restricted to this part. Its score function gets indices that refer to the full
-        tensors.
+        """Returns the call ``whole`` restricted to this part; its score function gets indices of the full tensors.
 
-        ``mask``: the block mask of this part, or None.
+        ``mask``: block mask of this part, or None.
         """
         score = whole.score_mod
         return replace(whole, score_mod=None if score is None else self._through(score, scored=True), block_mask=mask)
 
     def mask(self, whole: Any) -> Any:
-        """Returns the part of ``whole``, the block mask of the full call, that this rank needs. Returns None if
-        ``whole`` is None.
-        """
+        """Returns this rank's part of ``whole``, the block mask of the full call, or None."""
         if whole is None:
             return None
         listed = [whole.kv_num_blocks, whole.kv_indices, whole.full_kv_num_blocks, whole.full_kv_indices]

@@ -30,16 +30,13 @@ Function = Callable[..., Any]
 
 
 class LocalOnlyError(EngineError):
-    """Error of code that needs the memory of a full tensor, for example for an in-place write, although each rank
-    stores only a shard of it.
-    """
+    """Error of code that needs the memory of a full tensor, for example for an in-place write."""
 
 
 class GlobalTensor(WrapperTensor):
     """Tensor subclass with the shape of the full tensor that stores only this rank's shard, comparable to DTensor.
 
-    ``local``: this rank's shard, part of the autograd graph; ``full``: the full shape; ``sets``: for each dim, an Index
-    with the indices that every rank stores, or None for an unsharded dim.
+    ``local``: this rank's shard; ``full``: full shape; ``sets``: sharding of each dim, None for an unsharded dim.
     """
 
     local: Tensor
@@ -120,7 +117,7 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Dtype of the shard; it follows a later conversion of the parameter."""
+        """Dtype of the shard."""
         return self.local.dtype
 
     @property
@@ -174,9 +171,7 @@ class GlobalTensor(WrapperTensor):
 
 
 class Unrepeated(NamedTuple):
-    """Record that a global tensor consists of the elements of ``source``, each one repeated several times in a row
-    along ``dim`` (as ``repeat_interleave`` does).
-    """
+    """Record that a global tensor repeats each element of ``source`` along ``dim``, as ``repeat_interleave`` does."""
 
     source: GlobalTensor
     dim: int
@@ -186,15 +181,11 @@ class Unrepeated(NamedTuple):
 
     @classmethod
     def note(cls, repeated: GlobalTensor, source: GlobalTensor, dim: int) -> None:
-        """Records on ``repeated`` that it has the elements of ``source``, each one repeated several times in a row
-        along ``dim``.
-        """
+        """Records on ``repeated`` that it repeats each element of ``source`` along ``dim``."""
         repeated.unrepeated = cls(source, dim, repeated.local, _version(repeated.local))
 
     def valid(self, repeated: GlobalTensor) -> bool:
-        """Returns True if no code has written to ``repeated`` since the record was made, so that the record still
-        applies.
-        """
+        """Returns True if no code has written to ``repeated`` since the record was made."""
         return repeated.local is self.local and _version(self.local) == self.version
 
 
@@ -203,9 +194,7 @@ def _version(x: Tensor) -> int | None:
 
 
 def global_tensors_in(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
-    """Yields the global tensors in the arguments ``args`` and ``kwargs``, also from lists, tuples and dicts inside
-    them.
-    """
+    """Yields the global tensors in ``args`` and ``kwargs``, also from lists, tuples and dicts inside them."""
     for argument in args:
         if type(argument) is GlobalTensor:
             yield argument
@@ -223,11 +212,9 @@ def has_views(args: Any, kwargs: Any) -> bool:
 
 
 def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
-    """Prepares a call that may mix global tensors over the axes "tp" and "cp": each one over "tp" is wrapped as an
-    unsharded global tensor over "cp", because it is equal on all context ranks.
+    """Prepares a call that mixes global tensors over the axes "tp" and "cp": wraps all as tensors over "cp".
 
-    Returns (context over "cp", arguments, keyword arguments). Without a global tensor over "cp", returns ``context``
-    and the arguments unchanged.
+    Returns (context over "cp", arguments, keyword arguments). Without a tensor over "cp" nothing changes.
     """
     outer = next((x.views for x in global_tensors_in(args, kwargs) if x.views.axis.name == "cp"), None)
     if outer is None:
@@ -243,16 +230,12 @@ def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["
 def show_parameter(
     parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, context: "GlobalTensorContext"
 ) -> GlobalTensor:
-    """Wraps ``parameter``, which stores this rank's shard, as a new global tensor, so that the model's code sees the
-    full shape.
-
-    ``full``: the full shape; ``sets``: the sharding of each dim.
-    """
+    """Wraps ``parameter``, this rank's shard, as a global tensor of the full shape ``full``, sharded as ``sets``."""
     return GlobalTensor(parameter, full, sets, context)
 
 
 def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
-    """Wraps ``local``, a shard of this rank, as a global tensor with the full shape and the sharding of ``x``."""
+    """Wraps ``local``, a shard of this rank, as a global tensor with the full shape and sharding of ``x``."""
     if local is x.local:
         return x
     made = GlobalTensor(local, x.full, x.sets, x.views)
@@ -261,9 +244,7 @@ def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
 
 
 def follow_grad(x: GlobalTensor) -> None:
-    """Copies ``requires_grad`` from this rank's shard to the global tensor ``x``. In-place writes and
-    ``requires_grad_`` call it.
-    """
+    """Copies ``requires_grad`` from this rank's shard to the global tensor ``x``."""
     wanted = x.local.requires_grad
     with torch._C.DisableTorchFunction():  # which also bypasses function modes
         torch._C.TensorBase.requires_grad.__set__(x, wanted)  # type: ignore[attr-defined]
@@ -285,8 +266,7 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:
-    """Raises an error for code below ``__torch_function__``, such as an autograd Function or a kernel, that got a
-    global tensor.
+    """Raises the error for a global tensor in an autograd Function or kernel.
 
     Raises:
         EngineError: always; the text names the code.

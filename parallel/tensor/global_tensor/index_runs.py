@@ -13,9 +13,7 @@ Runs = NDArray[np.int64]
 
 
 def runs_from(indices: NDArray[np.int64]) -> Runs:
-    """Returns the ascending, distinct ``indices`` as runs: an array [m, 2] with one row (first, last + 1) for each
-    group of consecutive indices.
-    """
+    """Returns the ascending ``indices`` as runs: an array [m, 2] of (first, last + 1) of consecutive indices."""
     if not len(indices):
         return np.empty((0, 2), np.int64)
     borders = np.flatnonzero(np.diff(indices) != 1)
@@ -23,7 +21,7 @@ def runs_from(indices: NDArray[np.int64]) -> Runs:
 
 
 def one_run(start: int, stop: int) -> Runs:
-    """Returns the indices from ``start`` to ``stop`` - 1 as one run: an array [1, 2], or [0, 2] if there are none."""
+    """Returns the indices from ``start`` to ``stop`` - 1 as runs: an array [1, 2], or [0, 2] if there are none."""
     return np.array([(start, stop)] if start < stop else [], np.int64).reshape(-1, 2)
 
 
@@ -42,10 +40,9 @@ def run_length(runs: Runs) -> int:
 
 
 def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Adds up, for each index, the ``weights`` of the index sets ``sets`` that contain it. Returns (borders, sums).
+    """Sums, for each index, the ``weights`` of the index sets ``sets`` that contain it; returns (borders, sums).
 
-    ``borders``: the ends of all runs, ascending, each once. ``sums[i]`` is the total for the indices from
-    ``borders[i]`` up to the next border.
+    ``sums[i]`` is the sum for the indices from ``borders[i]`` up to the next border.
     """
     points = np.concatenate([side for runs in sets for side in (runs[:, 0], runs[:, 1])])
     steps = np.concatenate(
@@ -58,7 +55,7 @@ def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDAr
 
 
 def meet(a: Runs, b: Runs) -> Runs:
-    """Returns the indices that are in both ``a`` and ``b``. All three are runs: arrays [m, 2] of (first, last + 1)."""
+    """Returns the indices in both ``a`` and ``b``, as runs: an array [m, 2] of (first, last + 1)."""
     if len(a) == 1 or len(b) == 1:  # the usual case, without a sort
         one, other = (a, b) if len(a) == 1 else (b, a)
         cut = np.clip(other, one[0, 0], one[0, 1])
@@ -71,7 +68,7 @@ def meet(a: Runs, b: Runs) -> Runs:
 
 
 def join_runs(runs: Runs) -> Runs:
-    """Joins runs (first, last + 1) that touch, such as (0, 4) and (4, 6), into one. ``runs`` must be sorted."""
+    """Joins adjacent runs (first, last + 1), such as (0, 4) and (4, 6). ``runs`` must be sorted."""
     if len(runs) < 2:
         return runs
     apart = runs[1:, 0] != runs[:-1, 1]
@@ -79,10 +76,9 @@ def join_runs(runs: Runs) -> Runs:
 
 
 def places_in(held: Runs, wanted: Runs) -> Runs | None:
-    """Returns the positions of the indices ``wanted`` in a shard that stores the indices ``held`` in ascending order.
-    All three are runs: arrays [m, 2] of (first, last + 1).
+    """Returns the positions of the indices ``wanted`` among the ascending indices ``held``, or None if one is missing.
 
-    None: the shard lacks at least one of these indices.
+    All three are runs: arrays [m, 2] of (first, last + 1).
     """
     if not len(wanted):
         return wanted

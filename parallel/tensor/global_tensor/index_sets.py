@@ -34,18 +34,13 @@ Entry = TypeVar("Entry")
 
 
 class NoRuleError(Exception):
-    """Error of a rule that cannot run a torch function on these shards. The caller then gathers the arguments and runs
-    the function on full tensors.
-
-    The gather is recorded under the function's name; the plan's notes show users this name, not the error's text.
-    """
+    """Error of a rule that cannot run a torch function on these shards; the caller then runs it on full tensors."""
 
 
 class Index:
-    """Sharding of a dim of ``size`` indices over the ranks of an axis: ``ranks[r]`` are the ascending indices that rank
-    r stores.
+    """Sharding of a dim of ``size`` indices: ``ranks[r]`` are the ascending indices on rank r.
 
-    Every index is on at least one rank, and may be on several.
+    Every index is on at least one rank.
     """
 
     def __init__(self, ranks: Iterable[Indices], size: int) -> None:
@@ -59,9 +54,7 @@ class Index:
 
     @classmethod
     def of_runs(cls, runs: Iterable[Runs], size: int) -> "Index":
-        """Returns the sharding in which rank r stores the indices in the r-th element of ``runs``, an array [m, 2] of
-        (first, last + 1). The arrays of all indices are only made when they are first read.
-        """
+        """Returns the sharding with the indices ``runs[r]`` on rank r, an array [m, 2] of (first, last + 1)."""
         made = cls.__new__(cls)
         made._describe(runs, size)
         return made
@@ -100,7 +93,7 @@ class Index:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Distinct values among the bit masks :attr:`holders`: each one has all ranks that store some index."""
+        """Distinct values among the bit masks :attr:`holders`."""
         _, masks = depth([one_run(0, self.size), *self.runs], [0, *(1 << rank for rank in range(len(self.runs)))])
         return tuple(np.unique(masks[:-1]).tolist())
 
@@ -111,43 +104,35 @@ class Index:
 
     @cached_property
     def even(self) -> bool:
-        """True if every index is on exactly one rank and all ranks store the same number of indices."""
+        """True if every index is on exactly one rank, and all ranks have equally many."""
         return self.once and len(set(self.counts)) == 1
 
     @cached_property
     def order(self) -> Indices:
-        """Position of each index in the concatenation of all ranks' shards in rank order. Defined only if :attr:`even`
-        is True.
-        """
+        """Position of each index in the concatenation of all shards in rank order, if :attr:`even` is True."""
         return np.argsort(np.concatenate(self.ranks))
 
     @cached_property
     def blocks(self) -> bool:
-        """True if each rank stores one contiguous block, all blocks have the same size, and they are in rank order."""
+        """True if each rank stores one contiguous block of the same size, in rank order."""
         return self.even and len(join_runs(np.concatenate(self.runs))) == 1
 
     @cached_property
     def owned(self) -> "Index":
-        """Sharding in which each index is only on the first of the ranks that store it in this sharding."""
+        """Sharding with each index only on the first rank that stores it."""
         masks = self.holders
         first = masks & -masks
         return Index((held[first[held] == 1 << rank] for rank, held in enumerate(self.ranks)), self.size)
 
     @classmethod
     def even_blocks(cls, size: int, ranks: int) -> "Index":
-        """Returns the sharding of ``size`` indices into ``ranks`` contiguous blocks of equal size, in rank order.
-        ``ranks`` must divide ``size``.
-        """
+        """Returns the sharding of ``size`` indices into ``ranks`` contiguous blocks of equal size, in rank order."""
         step = size // ranks
         return cls.of_runs((one_run(rank * step, (rank + 1) * step) for rank in range(ranks)), size)
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """Returns the sharding over ``ranks`` ranks that ``ranges`` define; each range is a run of rows with the ranks
-        that store it.
-
-        Returns None if every rank stores the full dim.
-        """
+        """Returns the sharding that ``ranges`` define, runs of rows with their ranks; None if every rank stores all."""
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
         return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)
@@ -157,21 +142,21 @@ Sets = tuple[Index | None, ...]
 
 
 def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
-    """Returns the sharding of a dim of ``size`` indices in which rank r stores the indices ``ranks[r]``. Returns None
-    if every rank stores all indices.
+    """Returns the sharding with the indices ``ranks[r]`` on rank r; None if every rank stores all indices.
 
     Raises:
-        NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
+        NoRuleError: a dim of one element would be sharded.
     """
     return index_of_runs([runs_from(held) for held in ranks], size)
 
 
 def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
-    """Returns the sharding of a dim of ``size`` indices in which rank r stores the indices in ``ranks[r]``, an array
-    [m, 2] of runs (first, last + 1). Returns None if every rank stores all indices.
+    """Returns the sharding with the indices ``ranks[r]`` on rank r, an array [m, 2] of runs (first, last + 1).
+
+    Returns None if every rank stores all indices.
 
     Raises:
-        NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
+        NoRuleError: a dim of one element would be sharded.
     """
     if all(run_length(held) == size for held in ranks):
         return None
@@ -181,10 +166,9 @@ def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
 
 
 def common(a: Index | None, b: Index | None) -> Index | None:
-    """Returns the sharding in which each rank has the indices that it stores under both shardings ``a`` and ``b`` of a
-    dim.
+    """Returns the sharding with only the indices that a rank stores under both ``a`` and ``b``.
 
-    None, as argument and as result, means that every rank stores all indices.
+    None means unsharded.
 
     Raises:
         NoRuleError: some index would be on no rank.
@@ -200,22 +184,20 @@ def common(a: Index | None, b: Index | None) -> Index | None:
 
 
 def replaced(entries: Sequence[Entry], place: int, entry: Entry) -> tuple[Entry, ...]:
-    """Returns a copy of ``entries``, one size or index set for each dim, with ``entry`` at index ``place``."""
+    """Returns a copy of ``entries`` with ``entry`` at index ``place``."""
     return (*entries[:place], entry, *entries[place + 1 :])
 
 
 def covers(sets: Iterable[Index | None]) -> bool:
-    """Returns True if every element of a tensor is on at least one rank. ``sets``: the sharding of each dim, None for
-    an unsharded dim.
-    """
+    """Returns True if every element of a tensor is on at least one rank. ``sets``: sharding of each dim, or None."""
     kinds = [index.kinds for index in sets if index is not None]
     return len(kinds) < 2 or all(_meet(masks) for masks in product(*kinds))
 
 
 def held_once(sets: Iterable[Index | None]) -> bool:
-    """Returns True if every element of a tensor is on exactly one rank. Returns False if no dim is sharded.
+    """Returns True if some dim is sharded and every element is on exactly one rank.
 
-    ``sets``: the sharding of each dim, None for an unsharded dim.
+    ``sets``: sharding of each dim, or None.
     """
     kinds = [index.kinds for index in sets if index is not None]
     return bool(kinds) and all(_meet(masks).bit_count() == 1 for masks in product(*kinds))
@@ -229,11 +211,9 @@ def _meet(masks: Iterable[int]) -> int:
 
 
 def positions(have: Index | None, want: Index | None, rank: int) -> Runs | None:
-    """Returns the positions, in the shard of ``rank`` under the sharding ``have``, of the indices that this rank has
-    under the sharding ``want``.
+    """Returns the positions of the indices ``want`` of ``rank`` in its shard ``have``, as runs [m, 2].
 
-    The positions are runs, an array [m, 2] of (first, last + 1); None if both shardings are equal. None as a sharding
-    means that every rank stores all indices.
+    None means that both shardings are equal; as a sharding it means unsharded.
 
     Raises:
         NoRuleError: some index of ``want`` is not on the rank.

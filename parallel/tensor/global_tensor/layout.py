@@ -29,19 +29,16 @@ Shape = tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """Full shape of a tensor and the sharding of each dim: an Index with the indices on each rank, or None for an
-    unsharded dim.
-    """
+    """Full shape of a tensor and the sharding of each dim, None for an unsharded dim."""
 
     shape: Shape
     sets: Sets
 
 
 def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
-    """Returns the layout of the broadcast result of operands with these ``layouts``. For each dim, each rank has the
-    indices that it has in all operands.
+    """Returns the layout of the broadcast of operands with ``layouts``: a rank has the indices common to all.
 
-    The last ``tail`` dims are left out of the broadcast; they have size 1 in the result.
+    The last ``tail`` dims are left out of the broadcast and get size 1.
 
     Raises:
         NoRuleError: some element would be on no rank.
@@ -61,8 +58,7 @@ def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
 
 
 def checked(shape: Shape, sets: Sets) -> Layout:
-    """Returns a :class:`Layout` of the full shape ``shape`` and the shardings ``sets`` of its dims, after a check that
-    every element is on at least one rank.
+    """Returns a :class:`Layout` of the full shape ``shape`` and the shardings ``sets``, after a check.
 
     Raises:
         NoRuleError: some element would be on no rank.
@@ -73,7 +69,7 @@ def checked(shape: Shape, sets: Sets) -> Layout:
 
 
 def local_shape(layout: Layout, rank: int) -> Shape:
-    """Returns the shape of the shard on ``rank`` of a tensor with this ``layout``, its full shape and sharding."""
+    """Returns the shape of the shard on ``rank`` of a tensor with this ``layout``."""
     pairs = zip(layout.shape, layout.sets, strict=True)
     return tuple(size if index is None else index.counts[rank] for size, index in pairs)
 
@@ -82,7 +78,7 @@ def positive_dim(dim: int, dims: int) -> int:
     """Returns ``dim`` counted from the front, for a tensor of ``dims`` dims.
 
     Raises:
-        NoRuleError: there is no such dim; the caller then runs torch's function, which raises its own error.
+        NoRuleError: there is no such dim.
     """
     if not -max(dims, 1) <= dim < max(dims, 1):
         raise NoRuleError("the tensor has no such dim; torch raises its own error.")
@@ -90,7 +86,7 @@ def positive_dim(dim: int, dims: int) -> int:
 
 
 def infer_size(numel: int, shape: Sequence[int]) -> Shape:
-    """Returns ``shape`` with -1 replaced by the size at which the product of all sizes is ``numel``."""
+    """Returns ``shape`` with -1 replaced by the size that gives ``numel`` elements."""
     if -1 not in shape:
         return tuple(shape)
     known = -math.prod(shape)
@@ -101,7 +97,7 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
     """Returns the layout of a tensor with ``layout`` after a reshape to the full shape ``shape``.
 
     Raises:
-        NoRuleError: the elements of some rank are not a shard of the new shape, a set of indices for each dim.
+        NoRuleError: the elements of a rank do not form a shard of the new shape.
     """
     sets: list[Index | None] = [None] * len(shape)
     for old, new in dim_groups(layout.shape, shape):
@@ -113,13 +109,10 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
 
 
 def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields pairs (dims of ``old``, dims of ``new``): a reshape from shape ``old`` to ``new`` turns the first dims of
-    a pair into its second dims.
-
-    Both are lists of neighbouring dims with the same product of sizes, as short as possible.
+    """Yields the smallest pairs (dims of ``old``, dims of ``new``) that a reshape turns into each other.
 
     Raises:
-        NoRuleError: both shapes do not have the same number of elements.
+        NoRuleError: the shapes have different numbers of elements.
     """
     i = j = 0
     while i < len(old) or j < len(new):
@@ -197,11 +190,9 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
-    """Restricts ``index``, the sharding of a dim, to the indices ``taken`` of a slice. Returns (old, new), in which
-    each rank has the taken indices that it stores.
+    """Restricts the sharding ``index`` of a dim to the indices ``taken`` of a slice; returns (old, new).
 
-    ``old`` has indices of the full dim. ``new`` has indices of the sliced dim, which begins at 0; None if every rank
-    stores all taken indices.
+    ``old`` numbers the indices as in the full dim, ``new`` as in the slice; ``new`` is None if every rank stores all.
     """
     asked = runs_from(taken)
     held = [meet(own, asked) for own in index.runs]
@@ -211,9 +202,7 @@ def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
 
 
 def repeated(index: Index, times: int, interleaved: bool) -> Index:
-    """Returns the sharding of a dim after each of its indices is repeated ``times`` times: in the order a a b b if
-    ``interleaved``, otherwise a b a b.
-    """
+    """Returns the sharding of a dim after repetition of its indices: a a b b if ``interleaved``, otherwise a b a b."""
     if interleaved:
         ranks = [(own[:, None] * times + np.arange(times)).ravel() for own in index.ranks]
     else:
@@ -222,8 +211,7 @@ def repeated(index: Index, times: int, interleaved: bool) -> Index:
 
 
 def concatenated(pieces: Sequence[tuple[int, Index | None]], ranks: int) -> Index | None:
-    """Returns the sharding over ``ranks`` ranks of the dim along which operands are concatenated. Returns None if no
-    operand is sharded along it.
+    """Returns the sharding over ``ranks`` ranks of the dim along which operands are concatenated, or None.
 
     ``pieces``: (size of this dim, sharding of this dim or None) of each operand.
     """

@@ -36,9 +36,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 class Joined(NamedTuple):
-    """Result of :func:`broadcast_operands`: full shape and sharding of the broadcast result, and the sharding that each
-    operand needs for it.
-    """
+    """Result of :func:`broadcast_operands`: full shape, sharding, and the sharding that each operand needs."""
 
     shape: Shape
     sets: Sets
@@ -46,8 +44,7 @@ class Joined(NamedTuple):
 
 
 def broadcast_operands(context: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
-    """Returns the full shape and sharding of the broadcast result of ``tensors``, and the sharding that each operand
-    needs for it. No data is moved.
+    """Returns the full shape and sharding of the broadcast of ``tensors``, and the sharding that each operand needs.
 
     The last ``tail`` dims are left out of the broadcast.
 
@@ -72,15 +69,13 @@ def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
 def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
     """Returns this rank's shard of ``tensor``, as operand of an operation with a result sharded as ``sets``.
 
-    Dims of operand and result are aligned from the last dim, as in a broadcast.
+    Dims are aligned from the last, as in a broadcast.
     """
     return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
 
 def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
-    """Returns this rank's shard of ``tensor``, plain or global, in which dim i is sharded as ``wanted[i]``. Further
-    dims are unchanged.
-    """
+    """Returns this rank's shard of ``tensor``, plain or global, with dim i sharded as ``wanted[i]``."""
     if type(tensor) is not GlobalTensor:
         return cut_operand_as(context, tensor, wanted)
     local = tensor.local
@@ -91,11 +86,10 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 
 
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
-    """Returns this rank's shard of ``plain``, a plain tensor, in which dim i is sharded as ``wanted[i]``. Further dims
-    are unchanged.
+    """Returns this rank's shard of the plain tensor ``plain``, with dim i sharded as ``wanted[i]``.
 
-    If each rank then has only a part of the gradient of ``plain``, the parts are summed over the ranks: at the end of
-    the step for most parameters, otherwise in backward.
+    Partial gradients of ``plain`` are summed over the ranks: for most parameters at the end of the step, otherwise in
+    backward.
     """
     if plain.requires_grad and context.plain is PlainGradient.EQUAL:
         # the gradient is complete only after a sum or a gather: once a step, or here
@@ -114,17 +108,12 @@ def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) 
 
 
 def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
-    """Returns a copy of ``plain`` that may be combined with shards. Backward sums the gradient of ``plain`` over the
-    ranks by an all-reduce.
-
-    The copy is cached, so that all uses of ``plain`` share one all-reduce.
-    """
+    """Returns a cached copy of ``plain`` for use with shards. Backward all-reduces the gradient of ``plain``."""
     return context.entered(id(plain), plain, lambda passed: copy_to(plain, context.axis, passed=passed))
 
 
 def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
-    """Slices ``local``, a shard with the index set ``have`` along ``dim``, to the indices of this rank in ``want``. The
-    result is a view if the indices are evenly spaced.
+    """Slices ``local``, a shard with the sharding ``have`` along ``dim``, to the indices of this rank in ``want``.
 
     Raises:
         NoRuleError: some index of ``want`` is not on this rank.
@@ -140,7 +129,7 @@ def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | 
 
 
 def on_device(context: "GlobalTensorContext", key: Any, places: Any, device: torch.device) -> Tensor:
-    """Returns the indices ``places`` as a tensor on ``device``. It is cached in the context under ``key``."""
+    """Returns the indices ``places`` as a tensor on ``device``, cached in the context under ``key``."""
     return context.find(key, lambda: torch.as_tensor(places, device=device))
 
 

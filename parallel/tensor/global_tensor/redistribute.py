@@ -53,7 +53,7 @@ class SequenceError(PlanError):
 def full(x: GlobalTensor, reason: str) -> Tensor:
     """Gathers the global tensor ``x`` into a plain tensor with the full shape, on every rank of its axis.
 
-    ``reason``: the name under which the context counts the gather.
+    ``reason``: name under which the gather is counted.
     """
     context = x.views
     context.note_gather(reason)
@@ -79,8 +79,9 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
 
 
 def gather_global(x: GlobalTensor) -> GlobalTensor:
-    """Returns the global tensor ``x`` unsharded: every rank of its axis stores all elements. Repeated calls share one
-    gather; backward sums the gradient over the ranks.
+    """Gathers the global tensor ``x``: every rank of its axis stores all elements. Backward sums the gradient.
+
+    Repeated calls share one gather.
     """
     context, local = x.views, x.local
     if type(local) is GlobalTensor:
@@ -118,10 +119,9 @@ def _gather_nested(x: GlobalTensor, inner: GlobalTensor) -> Tensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """Returns the sum of ``local`` over the ranks of the context's axis. ``label``: name under which the traffic of
-    this all-reduce is counted.
+    """Returns the sum of ``local`` over the ranks of the context's axis; it may overwrite ``local``.
 
-    The sum may overwrite ``local``, so no other code may read ``local`` afterwards.
+    ``label``: label of the traffic.
     """
     if type(local) is GlobalTensor:
         return GlobalTensor(add(context, local.local, label), local.full, local.sets, local.views)
@@ -131,10 +131,9 @@ def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
 
 
 def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
-    """Shards a plain tensor [B, S, H] evenly along S over the ranks, which gives the layout of activations under
-    sequence parallelism. Each rank takes a slice.
+    """Shards a plain tensor [B, S, H] evenly along S over the ranks, for sequence parallelism.
 
-    A tensor with another number of dims, or with an S that the number of ranks does not divide, is returned unchanged.
+    Returns other tensors, and an S that the number of ranks does not divide, unchanged.
     """
     if context.axis.size == 1 or x.ndim != 3 or x.shape[-2] % context.axis.size:
         return x
@@ -142,9 +141,7 @@ def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
 
 
 def stream_dim(x: GlobalTensor) -> int | None:
-    """Returns the sharded dim of ``x``, if only one dim is sharded and each rank has a block of equal size in rank
-    order; otherwise None.
-    """
+    """Returns the sharded dim of ``x`` if there is exactly one, in equal blocks in rank order; otherwise None."""
     cut = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[cut[0]] if len(cut) == 1 else None
     return cut[0] if index is not None and index.blocks else None
@@ -153,11 +150,10 @@ def stream_dim(x: GlobalTensor) -> int | None:
 def add_rows(
     context: "GlobalTensorContext", local: Tensor, folded: tuple[int, ...] | None = None, label: str = ROW_OUTPUTS
 ) -> GlobalTensor | Tensor:
-    """Sums ``local``, a product's partial result on each rank, over the ranks: by an all-reduce, or with
-    ``context.sequence`` by a reduce-scatter that shards the rows [.., S] along S.
+    """Sums ``local``, the partial result of a product, over the ranks by an all-reduce to a plain tensor.
 
-    Returns a plain tensor after an all-reduce, a global tensor after a reduce-scatter. The sum may overwrite ``local``.
-    ``folded``: if ``local`` has two dims, the sizes of the dims that were flattened into its first one; None otherwise.
+    With ``context.sequence`` it reduce-scatters the rows [.., S] along S to a global tensor. The sum may overwrite
+    ``local``. ``folded``: sizes of the dims that were flattened into the first dim of ``local``, or None.
 
     Raises:
         SequenceError: the number of ranks does not divide the rows.
@@ -185,17 +181,16 @@ def add_rows(
 
 
 def cut_rows(context: "GlobalTensorContext", local: Tensor, shape: tuple[int, ...]) -> GlobalTensor:
-    """Returns the global tensor of full shape ``shape`` [.., S, O], sharded evenly along S, that has ``local`` as this
-    rank's shard. Nothing is communicated.
-    """
+    """Wraps ``local``, this rank's shard, as a global tensor of full shape ``shape`` [.., S, O], sharded along S."""
     ranks = context.axis.size
     index = context.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks)) if ranks > 1 else None
     return GlobalTensor(local, shape, (*(None,) * (len(shape) - 2), index, None), context)
 
 
 def in_order(context: "GlobalTensorContext", joined: Tensor, dim: int, index: Index) -> Tensor:
-    """Returns ``joined``, the shards of all ranks concatenated along ``dim``, with its rows in the order of the full
-    tensor. ``index``: the sharding of ``dim``.
+    """Returns ``joined``, the concatenated shards of all ranks, in the order of the full tensor along ``dim``.
+
+    ``index``: sharding of ``dim``.
     """
     if index.blocks:
         return joined
@@ -236,9 +231,7 @@ def _aligned(sets: Sets, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def gradient_to_owner(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Returns ``x``. Backward passes the gradient on unchanged on the first rank of the axis, and passes zeros on all
-    further ranks.
-    """
+    """Returns ``x``. Backward passes the gradient on the first rank of the axis, and zeros on all other ranks."""
     owner: Tensor = _Owner.apply(x, axis.index == 0)  # type: ignore[no-untyped-call]
     return owner
 

@@ -22,27 +22,24 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class JoinedLayer(nn.Module):
-    """PEFT layer that computes its low-rank adapter pairs between the input and output collectives of the sharded layer
-    that it wraps.
+    """PEFT layer that computes its low-rank adapters between the input and output collectives of a sharded layer.
 
-    Its input and output have the shapes of the wrapped layer. The pairs need no collective of their own: they multiply
-    the shared copy of the input x, or add to the wrapped layer's product before its sum over the ranks.
+    Input and output have the shapes of the wrapped layer. The adapters need no collective of their own.
     """
 
     base_layer: Any
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs the PEFT layer's original forward on this rank's shards, between the input and output collectives of the
-        wrapped layer.
-        """
+        """Runs the PEFT layer's forward on this rank's shards, between the collectives of the wrapped layer."""
         base = self.base_layer
         left: Tensor = base.tensor_leave(super().forward(base.tensor_enter(x), *args, **kwargs))
         return left
 
 
 def join_adapter(around: nn.Module, layer: nn.Module, axis: TensorAxis, patches: ForwardPatches) -> None:
-    """Makes the PEFT layer ``around`` run the collectives of ``layer``, the sharded layer that it wraps, so that they
-    serve the adapter's low-rank pairs too. Removing ``patches`` undoes this.
+    """Makes the PEFT layer ``around`` run the collectives of the sharded layer ``layer`` inside it.
+
+    Removal of ``patches`` undoes this.
     """
     with patches.changing(layer, PatchLayer.TENSOR, "leaves its collectives to the PEFT layer around it"):
         layer.tensor_joined = True  # type: ignore[assignment]
@@ -53,16 +50,14 @@ def join_adapter(around: nn.Module, layer: nn.Module, axis: TensorAxis, patches:
 
 
 class AdapterDropout(nn.Module):
-    """Mixin for an adapter's dropout in a tensor-parallel layer: it draws one mask for all tensor ranks, or a different
-    mask on each rank.
-    """
+    """Mixin for an adapter's dropout in a tensor-parallel layer, with equal or different masks on the ranks."""
 
     tensor_region: Region
     tensor_stream: int | None
     """Number of the random stream shared by all tensor ranks; None: a different stream on each rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the original dropout on ``x``, with a mask from the random stream that ``tensor_stream`` selects."""
+        """Runs the original dropout on ``x``, with the random stream ``tensor_stream``."""
         stream = self.tensor_region.drawing(x.device, self.tensor_stream) if self.training else nullcontext()
         with stream:
             dropped: Tensor = super().forward(x)
@@ -72,8 +67,7 @@ class AdapterDropout(nn.Module):
 def place_dropouts(parent: nn.Module, layer: nn.Module, stream: int | None, patches: ForwardPatches) -> None:
     """Sets the random stream of each ``lora_dropout`` in ``parent``, the PEFT layer around the sharded ``layer``.
 
-    ``stream``: number of a random stream that gives the same numbers on all tensor ranks; None for a different stream
-    on each rank.
+    ``stream``: number of a random stream that is equal on all tensor ranks; None: a different stream on each rank.
     """
     dropouts: Any = getattr(parent, "lora_dropout", None)
     for module in dropouts.values() if isinstance(dropouts, nn.ModuleDict) else ():

@@ -57,18 +57,12 @@ _CONFIG = "config."
 
 
 def local_shard(full: Tensor, cut: ParameterCut, index: int) -> Tensor:
-    """Returns the shard of ``full`` on tensor rank ``index`` under the sharding ``cut``, as a new contiguous tensor.
-
-    :func:`assemble` is the inverse.
-    """
+    """Returns the shard of ``full`` on tensor rank ``index`` under the sharding ``cut``, contiguous and new."""
     return local_rows(full, cut.dim, cut.ranges, index)
 
 
 def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
-    """Joins ``parts``, the shards of all tensor ranks in rank order, to the full tensor under the sharding ``cut``.
-
-    Rows that several ranks store are taken from the first of these ranks.
-    """
+    """Joins ``parts``, the shards of all tensor ranks in rank order, to the full tensor under the sharding ``cut``."""
     taken = [0] * len(parts)
     pieces: dict[int, Tensor] = {}
     for piece in cut.ranges:
@@ -83,11 +77,10 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
 def apply_plan(
     model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str] = ()
 ) -> GlobalTensorContext:
-    """Shards ``model`` in place as ``plan`` says, for this tensor rank, without communication. Returns the context of
-    its global tensors.
+    """Shards ``model`` in place for this tensor rank by ``plan``. Returns the context of its global tensors.
 
-    Parameter objects and state-dict names do not change, so ties, optimizers and hooks stay valid. The model may be on
-    the meta device. ``already_cut``: names of parameters that already contain this rank's shard.
+    Parameter objects and state-dict names do not change. The model may be on the meta device. ``already_cut``: names of
+    parameters that already contain this rank's shard. Communicates nothing.
     """
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis, patches)
@@ -98,10 +91,9 @@ def apply_plan(
 
 
 def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> GlobalTensorContext:
-    """Gives the parameters of ``model`` the shapes of this rank's shards, but no data, for a run that only reads
-    shapes. Returns the context of the model's global tensors, as :func:`apply_plan` does.
+    """Gives the parameters of ``model`` the shapes of this rank's shards, without data, for a run on shapes.
 
-    Removing ``patches`` restores the full weights.
+    Returns the context of the model's global tensors. Removal of ``patches`` restores the full weights.
     """
 
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
@@ -241,8 +233,7 @@ _CLASSES: Mapping[LayerKind, tuple[type[nn.Module], type[nn.Module], type[nn.Mod
 def shown_class(
     own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], context: GlobalTensorContext
 ) -> type:
-    """Returns a subclass of the module class ``own``: a read of a parameter in ``cuts`` returns it as a global tensor
-    of the full shape.
+    """Returns a subclass of the module class ``own`` that reads each parameter in ``cuts`` as a full global tensor.
 
     ``cuts``: (sharding, full shape) by parameter name.
     """

@@ -42,20 +42,17 @@ class _Late:
 
 
 class LazyLMHead(nn.Module):
-    """Language-model head that maps x [.., D] to lazy logits [.., V]: the loss computes them later, in chunks of
-    tokens.
+    """Language-model head with lazy logits [.., V] for x [.., D]: the loss computes them in chunks of tokens.
 
-    If no gradients are needed, it computes the logits at once and returns them.
+    Without gradients, it computes the logits at once.
     """
 
     tensor_late: _Late
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Returns lazy logits: a tensor that stores ``x_D`` until the loss computes the logits from it. Without
-        gradients, returns computed logits.
+        """Returns lazy logits, a tensor that stores ``x_D`` until the loss computes the logits from it.
 
-        A sharded head first applies Megatron-LM's f to ``x_D``: backward sums the gradient over "tp". If context ranks
-        share a sequence, ``x_D`` and the logits have this rank's positions of it.
+        Without gradients, returns computed logits. Backward of a sharded head sums the gradient of ``x_D`` over "tp".
         """
         logits: Tensor = run_on_positions(self._late, x_D)
         return logits
@@ -87,22 +84,18 @@ class LateLinear(LazyLMHead, nn.Linear):
 
 
 def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Patches the head ``module`` so that its logits are computed in the loss; communicates nothing.
+    """Patches the head ``module`` so that the loss computes its logits; communicates nothing.
 
-    ``module``: a linear layer to the vocabulary. A replicated layer takes an ``axis`` of size 1; otherwise
-    ``apply_plan`` has sharded the layer as a head over ``axis``. ``kernels`` select the implementation of a chunk.
+    ``module``: a linear layer to the vocabulary. ``axis``: size 1 for a replicated layer, otherwise the axis over which
+    ``apply_plan`` has sharded the layer. ``kernels``: implementation of a chunk.
 
     Constraints:
-        - The weights are read after the module has returned: by the loss, and at the start of the loss's backward. A
-          head must not be lazy if its weights are freed or replaced by then. (ZeRO 3 does not free the weights of the
-          last gather group.)
-        - Lazy logits stay on their pipeline stage: only a head on the stage of the loss may be lazy.
-        - Lazy logits must be read before the weights are updated; a first read after that raises. The parameter's
-          version counter detects this, so code that writes past autograd must increment the counter.
-        - The loss's backward computes the gradient of the weight: backward hooks on the module miss this gradient;
-          hooks on parameters get it.
-        - Outside training (no gradients, a dry axis, the meta device, a function mode as in traces, compilation) the
-          head returns computed logits.
+        - The weights must stay in memory, unchanged, until the start of the loss's backward.
+        - The head must be on the pipeline stage of the loss.
+        - Lazy logits must be read before the weights are updated; a first read after that raises.
+        - Backward hooks on the module miss the gradient of the weight; hooks on parameters get it.
+        - Outside training (no gradients, a dry axis, the meta device, a function mode, compilation) the head returns
+          computed logits.
 
     Raises:
         PlanError: the module computes more than a matrix product, or its forward has been replaced.

@@ -43,14 +43,12 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Returns True if ``module`` is sharded: its class derives from one of the engine's tensor-parallel layers."""
+    """Returns True if ``module`` is sharded by one of the engine's tensor-parallel layers."""
     return any(_ours(base) for base in type(module).__mro__)
 
 
 def has_plain_forward(module: nn.Module) -> bool:
-    """Returns True if ``module`` uses the forward of ``nn.Linear`` or Hugging Face's ``Conv1D``: only a matrix
-    product.
-    """
+    """Returns True if ``module`` has the unchanged forward of ``nn.Linear`` or Hugging Face's ``Conv1D``."""
     owner = next((base for base in type(module).__mro__ if "forward" in vars(base) and not _ours(base)), nn.Module)
     return owner is nn.Linear or owner.__name__ == "Conv1D"
 
@@ -60,12 +58,7 @@ def _ours(base: type) -> bool:
 
 
 def is_replaced(x: Tensor, kernels: Kernels) -> bool:
-    """Returns True if a layer's product with ``x`` runs as the fused operator ``kernels.ops.linear``, in place of the
-    layer's original forward.
-
-    False if ``kernels`` select the reference implementation, unless weight gradients are added to main gradients (the
-    buffers that sum gradients over microbatches).
-    """
+    """Returns True if the fused operator ``kernels.ops.linear`` computes a layer's product with ``x``."""
     if not kernels.replaces(x.device) or (kernels.mode == "reference" and not kernels.main):
         return False
     # a tracer that matches operations by name must see torch's own product
@@ -73,12 +66,10 @@ def is_replaced(x: Tensor, kernels: Kernels) -> bool:
 
 
 class ColumnLayer(nn.Module):
-    """Linear layer with its outputs sharded over "tp": x [.., I], equal on all tensor ranks -> y [.., P], this rank's P
-    columns of the output.
+    """Linear layer with outputs sharded over "tp": x [.., I], equal on all ranks -> y [.., P], this rank's columns.
 
-    Backward sums the gradient of x over "tp" (label "column inputs"); column layers of one parallel region that receive
-    the same tensor share one sum. Under sequence parallelism x is a global tensor sharded along the sequence: forward
-    gathers it, and backward reduce-scatters its gradient.
+    Backward sums the gradient of x over "tp" (label "column inputs"). Under sequence parallelism x is a global tensor
+    sharded along the sequence: forward gathers it, and backward reduce-scatters its gradient.
     """
 
     tensor_region: Region
@@ -91,27 +82,21 @@ class ColumnLayer(nn.Module):
     """True if a PEFT layer around this one communicates for it and for its pairs."""
 
     def forward(self, x_I: Tensor) -> Tensor:
-        """Computes this rank's columns of the output, from the copy of ``x_I`` [.., I] that all column layers of the
-        parallel region share.
-        """
+        """Computes this rank's columns of the output for ``x_I`` [.., I]."""
         if self.tensor_joined:
             return self.multiply(x_I)
         return self.tensor_leave(self.tensor_region.enter(self, x_I).multiply(self))
 
     def tensor_enter(self, x_I: Tensor) -> Tensor:
-        """Returns the copy of ``x_I`` that all column layers of the parallel region share. Backward sums the gradient
-        of ``x_I`` over "tp".
-        """
+        """Returns the copy of ``x_I`` that all column layers of the region share. Backward sums its gradient."""
         return self.tensor_region.enter(self, x_I).copy
 
     def tensor_leave(self, y_P: Tensor) -> Tensor:
-        """Returns ``y_P``, this rank's columns of the output, unchanged, because the output stays sharded."""
+        """Returns ``y_P``, this rank's columns of the output, unchanged."""
         return y_P
 
     def multiply(self, x_I: Tensor) -> Tensor:
-        """Returns this rank's columns of the output for ``x_I``, after the activation that is fused into the layer, if
-        there is one. Communicates nothing.
-        """
+        """Returns this rank's columns of the output for ``x_I``, after a fused activation. Communicates nothing."""
         kernels = self.tensor_region.axis.kernels
         if self.tensor_plain and is_replaced(x_I, kernels):
             return fused_forward(self, x_I, self.tensor_activation or "none", kernels)
@@ -119,11 +104,10 @@ class ColumnLayer(nn.Module):
 
 
 class RowLayer(nn.Module):
-    """Linear layer with its inputs sharded over "tp": x [.., P], this rank's P features -> y [.., O], equal on all
-    tensor ranks.
+    """Linear layer with inputs sharded over "tp": x [.., P], this rank's features -> y [.., O], equal on all ranks.
 
-    Forward sums the ranks' products over "tp" (label "row outputs") and then adds the bias, which is replicated. Under
-    sequence parallelism the sum is reduce-scattered: y is a global tensor sharded along the sequence.
+    Forward sums the products over "tp" (label "row outputs"), then adds the replicated bias. Under sequence parallelism
+    the sum is reduce-scattered: y is a global tensor sharded along the sequence.
     """
 
     tensor_region: Region
@@ -132,9 +116,7 @@ class RowLayer(nn.Module):
     """True if a PEFT layer around this one sums its product with those of its pairs."""
 
     def forward(self, x_P: Tensor) -> Tensor:
-        """Returns the product of ``x_P`` with this rank's weight, summed over "tp", plus the bias. Closes the parallel
-        region.
-        """
+        """Returns the product of ``x_P`` with this rank's weight, summed over "tp", plus the bias."""
         if self.tensor_joined:
             return self.multiply(x_P)
         return self._after_sum(self.tensor_region.product(self, x_P))
@@ -144,7 +126,7 @@ class RowLayer(nn.Module):
         return x_P
 
     def tensor_leave(self, y_O: Tensor) -> Tensor:
-        """Returns ``y_O``, this rank's partial product, summed over "tp", plus the bias. Closes the parallel region."""
+        """Returns ``y_O``, this rank's partial product, summed over "tp", plus the bias."""
         return self._after_sum(self.tensor_region.combine(y_O))
 
     def _after_sum(self, y_O: Tensor) -> Tensor:
@@ -175,11 +157,10 @@ class RowLayer(nn.Module):
 
 class ColumnLinear(ColumnLayer, nn.Linear):
     """``nn.Linear`` with sharded outputs: each rank stores ``out_features / size`` of them, for ``size`` ranks of
-    ``axis``. The arguments are the sizes of the full layer.
+    ``axis``.
 
-    The full weight is drawn and then sliced, so ranks with the same seed have shards of one matrix. Layers with a
-    common input (query, key and value) share one copy of it if they get the same ``region``; the row layer that follows
-    must get this region too.
+    Ranks with the same seed have shards of one weight. Layers with a common input (query, key and value), and the
+    following row layer, need the same ``region``.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.
@@ -196,10 +177,9 @@ class ColumnLinear(ColumnLayer, nn.Linear):
 
 class RowLinear(RowLayer, nn.Linear):
     """``nn.Linear`` with sharded inputs: each rank stores ``in_features / size`` of them, for ``size`` ranks of
-    ``axis``. The arguments are the sizes of the full layer.
+    ``axis``.
 
-    The full weight is drawn and then sliced, so ranks with the same seed have shards of one matrix. ``region``: the
-    parallel region of the column layers that compute the input.
+    Ranks with the same seed have shards of one weight. ``region``: parallel region of the column layers before it.
 
     Raises:
         PlanError: the number of ranks does not divide ``in_features``.
@@ -220,9 +200,7 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 
 def prepare_column(module: nn.Module, region: Region) -> None:
-    """Adds the column layer ``module``, with its weight already sharded, to ``region``, and sets its output size to the
-    number of columns on this rank.
-    """
+    """Adds the column layer ``module``, with its weight already sharded, to ``region``."""
     plain = has_plain_forward(module)
     region.add(module, plain)
     module.tensor_region, module.tensor_plain = region, plain  # type: ignore[assignment]
@@ -234,9 +212,7 @@ def prepare_column(module: nn.Module, region: Region) -> None:
 
 
 def prepare_row(module: nn.Module, region: Region) -> None:
-    """Sets the parallel region of the row layer ``module``, with its weight already sharded, and its input size: the
-    number of features on this rank.
-    """
+    """Sets the parallel region and the input size of the row layer ``module``, with its weight already sharded."""
     module.tensor_region = region  # type: ignore[assignment]
     weight: Any = module.weight
     plain = has_plain_forward(module)
@@ -249,9 +225,9 @@ def prepare_row(module: nn.Module, region: Region) -> None:
 
 
 def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
-    """Replaces the weight of ``module`` by the shard of rank ``index`` along ``dim``, and for ``dim`` 0 also the bias.
+    """Replaces the weight of ``module`` by the shard of rank ``index`` along ``dim``; for ``dim`` 0 also the bias.
 
-    ``ranges``: all ranges of rows, each with the ranks that store it.
+    ``ranges``: ranges of rows, each with its ranks.
     """
     for name, parameter in module.named_parameters(recurse=False):
         if name == "weight" or dim == 0:
@@ -259,27 +235,23 @@ def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int
 
 
 def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) -> Tensor:
-    """Returns the rows of ``full`` along ``dim`` that rank ``index`` stores, in the order of ``ranges``, as a
-    contiguous copy.
+    """Returns the rows of ``full`` along ``dim`` that rank ``index`` stores, as a contiguous copy.
 
-    ``ranges``: all ranges of rows, each with the ranks that store it.
+    ``ranges``: ranges of rows, each with its ranks.
     """
     return torch.cat([full.narrow(dim, r.start, r.stop - r.start) for r in ranges if index in r.holders], dim)
 
 
 class GatheredColumnLayer(ColumnLayer):
-    """Column layer that gathers its outputs: x [.., I] -> y [.., O], both equal on all tensor ranks.
+    """Column layer that gathers its outputs over "tp": x [.., I] -> y [.., O], both equal on all ranks.
 
-    Forward gathers the ranks' columns over "tp" (label "column outputs"), backward sums the gradient of x over "tp"
-    (label "column inputs").
+    Labels: "column outputs" in forward; "column inputs" in backward, which sums the gradient of x.
     """
 
     tensor_widths: tuple[int, ...]
 
     def tensor_leave(self, y_P: Tensor) -> Tensor:
-        """Returns the full output, gathered over "tp" from ``y_P``, the columns of each rank. Closes the parallel
-        region.
-        """
+        """Returns the full output, gathered over "tp" from ``y_P``, the columns of each rank."""
         y_O = gather_last(y_P, self.tensor_widths, self.tensor_region.axis, COLUMN_OUTPUTS)
         self.tensor_region.leave(y_O.device)
         return y_O
@@ -289,8 +261,7 @@ class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
     """``nn.Linear`` with sharded outputs that are gathered over ``axis``, so that every rank returns all
     ``out_features``.
 
-    The arguments are the sizes of the full layer. The full weight is drawn and then sliced, so ranks with the same seed
-    have shards of one matrix.
+    The arguments are the sizes of the full layer. Ranks with the same seed have shards of one weight.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.
@@ -308,11 +279,10 @@ def prepare_gathered(module: nn.Module, widths: tuple[int, ...]) -> None:
 
 
 class ExpertsLayer(nn.Module):
-    """Module with sharded parameters, such as fused MoE experts, that returns a part of its output on each rank; the
-    parts are summed over "tp".
+    """Module with sharded parameters, such as fused MoE experts; its partial outputs are summed over "tp".
 
-    Inputs and summed outputs are equal on all ranks. Forward sums every float output (label "row outputs"), backward
-    the gradients of the float inputs (label "column inputs").
+    Inputs and summed outputs are equal on all ranks. Backward sums the gradients of the float inputs. Labels: "row
+    outputs" and "column inputs".
     """
 
     tensor_region: Region
@@ -320,9 +290,7 @@ class ExpertsLayer(nn.Module):
     """True: the forward runs within :meth:`tensor_summed`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's original forward on this rank's shards and returns its outputs, with all float tensors
-        summed over "tp".
-        """
+        """Runs the module's original forward on this rank's shards and sums all float outputs over "tp"."""
         if self.tensor_inside:
             return self.tensor_forward(*args, **kwargs)
         return self.tensor_summed(self.tensor_forward, args, kwargs)
@@ -333,7 +301,7 @@ class ExpertsLayer(nn.Module):
         return super().forward
 
     def tensor_summed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls ``run(*args, **kwargs)`` and returns its result, with all float tensors summed over "tp".
+        """Calls ``run(*args, **kwargs)`` and returns its result, with float tensors summed over "tp".
 
         Backward sums the gradients of the float arguments over "tp".
         """
@@ -356,6 +324,6 @@ def _is_float(leaf: Any) -> bool:
 
 
 def prepare_experts(module: nn.Module, region: Region) -> None:
-    """Sets the parallel region of ``module``, a module that computes with the shards of its experts."""
+    """Sets the parallel region of ``module``, which computes with the shards of its experts."""
     region.add(module, plain=False)
     module.tensor_region = region  # type: ignore[assignment]

@@ -29,11 +29,10 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Region:
-    """Parallel region: the part of a model from column layers to the row layer that sums their results. It stores the
-    input copies that column layers share, and separate random streams for dropout.
+    """Parallel region: the part of a model from column layers to the row layer that sums their results.
 
-    ``context``: context of the model's global tensors. With ``context.sequence`` activations outside the region are
-    sharded along the sequence: the region gathers its input and reduce-scatters its output.
+    ``context``: context of the model's global tensors. With ``context.sequence``, activations outside are sharded along
+    the sequence.
     """
 
     def __init__(self, axis: TensorAxis, context: GlobalTensorContext | None = None) -> None:
@@ -50,9 +49,7 @@ class Region:
         self._drawn: int | None = None
 
     def add(self, layer: torch.nn.Module, plain: bool) -> None:
-        """Adds the column layer ``layer`` to the region. ``plain``: True if its forward is a matrix product and nothing
-        else.
-        """
+        """Adds the column layer ``layer`` to the region. ``plain``: True if its forward is only a matrix product."""
         self._entrances.clear()
         if plain:
             self._plain.append(layer)
@@ -60,11 +57,9 @@ class Region:
             self._owned = False
 
     def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
-        """Returns the copy of ``x`` that all column layers of this region share. The first layer with this tensor makes
-        it.
+        """Returns the copy of ``x`` that all column layers of this region share.
 
-        A second call by one ``layer`` begins a new forward of the region, because recomputation may stop before the row
-        layer closes it. ``again``: True if ``x`` is one more input of ``layer`` in the same forward.
+        A second call by one ``layer`` begins a new forward, unless ``again`` is True.
         """
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)
@@ -78,7 +73,7 @@ class Region:
 
     def product(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
         """Returns the product of the row layer ``layer`` with ``x``, this rank's features, summed over "tp", without
-        the bias.
+        bias.
 
         Under sequence parallelism the result is a global tensor sharded along the sequence.
         """
@@ -94,9 +89,7 @@ class Region:
         return self.combine(own.multiply(x))
 
     def combine(self, y: Tensor) -> Tensor:
-        """Returns the sum of ``y`` over the ranks: a plain tensor, or under sequence parallelism a global tensor
-        sharded along the sequence.
-        """
+        """Returns the sum of ``y`` over the ranks, under sequence parallelism sharded along the sequence."""
         return add_rows(self._context, y, self._folded)
 
     def _share(self, x: Tensor, part: Tensor) -> Shared:
@@ -118,9 +111,7 @@ class Region:
         )
 
     def leave(self, device: torch.device) -> None:
-        """Closes the region after the row layer's sum. From then on, random numbers on ``device`` are the same on all
-        ranks.
-        """
+        """Closes the region after the row layer's sum: random numbers on ``device`` are equal on all ranks again."""
         self._close()
         if self._drawn is not None:
             draw_alike(device, self._drawn)
@@ -130,8 +121,7 @@ class Region:
     def drawing(self, device: torch.device, stream: int | None) -> Iterator[None]:
         """Seeds the random generators of ``device`` inside the context.
 
-        ``stream``: number of a random stream that is the same on all tensor ranks; None: each rank draws different
-        numbers.
+        ``stream``: number of a random stream equal on all tensor ranks; None: a different stream on each rank.
         """
         key: tuple[int, ...] = ()
         if stream is None and self.axis.size > 1 and not self.axis.dry:

@@ -36,9 +36,7 @@ _KINDS = 1024
 class ParameterUseCheck:
     """Check that a forward uses parameters, adapters and sharded layers as the tensor plan assumes.
 
-    It runs in the first forward for each combination of input shapes and dtypes. ``plan``: None without tensor
-    parallelism. ``followed``: True if the forward was traced; the trace has then shown that no sharded layer runs
-    inside a transform of torch.func.
+    ``plan``: None without tensor parallelism. ``followed``: True if the forward was traced.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None, followed: bool) -> None:
@@ -71,13 +69,11 @@ class ParameterUseCheck:
     def watch(self, microbatch: Any, run: Callable[[], Any]) -> Any:
         """Calls ``run`` under the check and returns its result. All tensor ranks raise the same error.
 
-        ``microbatch``: the inputs of the forward. For shapes and dtypes that were checked before, it only calls
-        ``run``.
+        ``microbatch``: inputs of the forward; known shapes and dtypes are not checked again.
 
         Raises:
-            PlanError: an adapter was switched on after the plan was made; or a sharded layer runs inside a transform of
-                torch.func; or a parameter is applied to full activations, but was applied only to activations sharded
-                along the sequence when the plan was made.
+            PlanError: an adapter was switched on after the plan was made, a sharded layer runs in a transform of
+                torch.func, or a parameter is used on full activations against the plan.
         """
         if self._adapted:
             self._check_adapters()
@@ -131,13 +127,9 @@ def _kind(microbatch: Any) -> object:
 
 
 class OutsideReads(TorchFunctionMode):
-    """Recorder of sharded parameters that are read by code outside the module that owns them, in one run of the
-    unsharded model.
+    """Recorder of sharded parameters that code outside their module reads, in one run of the unsharded model.
 
-    ``names``: names of these parameters, in the order of their first read.
-
-    Reads of shape, dtype and device do not count, because Hugging Face models read them from weights. Freezing does not
-    count either, because X-LoRA freezes its experts in every forward.
+    ``names``: names of these parameters, in the order of first reads. Reads of shape, dtype and device do not count.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan) -> None:
@@ -158,8 +150,10 @@ class OutsideReads(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the torch functions of this thread inside the context. Adds to ``names`` the sharded parameters that
-        code outside their module reads, and to ``plain`` the parameters that meet only plain tensors in some operation.
+        """Watches the torch functions of this thread inside the context.
+
+        Adds to ``names`` the sharded parameters that code outside their module reads, and to ``plain`` the parameters
+        that some operation combines only with plain tensors.
         """
         handles: list[RemovableHandle] = []
         for layer in self._layers:
@@ -189,10 +183,9 @@ class OutsideReads(TorchFunctionMode):
 
 
 class PlainReads(TorchFunctionMode):
-    """Recorder of the ``parameters`` that meet only plain tensors, and no global tensor, in some operation of a sharded
-    model's forward.
+    """Recorder of the ``parameters`` that some operation of a forward combines only with plain tensors.
 
-    ``names``: their names, in the order of the first such read.
+    ``names``: their names, in the order of first reads.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -21,9 +21,7 @@ LABEL = "replicated gradients"
 
 
 class PartialSums:
-    """All-reduce over "tp" that completes, in place, the gradients of parameters for which each tensor rank has only a
-    part. All ranks must pass the same parameters.
-    """
+    """Sum of partial gradients over "tp", in place, by an all-reduce. All ranks must pass the same parameters."""
 
     def __init__(self, table: ShardTable, comm: Comm) -> None:
         self._rows = {row.name: row for row in table if row.partial}

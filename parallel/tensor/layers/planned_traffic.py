@@ -40,7 +40,7 @@ from engine.parallel.trace.model_trace import FreeTensor, FromValue, Glue, Model
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Record of one planned collective of a forward or backward over ``axis``: its operation, label and bytes."""
+    """Record of one planned collective over ``axis``: operation, label and bytes."""
 
     module: str
     """Innermost running module; outside all modules, the last one that ran."""
@@ -51,12 +51,10 @@ class Sent:
 
 
 class CollectiveRecorder:
-    """Recorder of the collectives that a model would run. The model runs on shapes only, and its ``axes`` are dry: they
-    send nothing and report each collective.
+    """Recorder of the collectives that a model would run. The model runs on shapes, and its ``axes`` send nothing.
 
-    ``recomputed``: modules with recomputed activations, by name; recomputation stops at the last tensor that backward
-    needs, so a collective counts twice only if a tensor is saved after it. ``partly``: modules recomputed except for
-    saved operators; their sums over "tp" are saved too and count once, collectives over other axes count twice.
+    ``recomputed``: modules with recomputed activations, by name. ``partly``: modules recomputed except for saved
+    operators. A collective that recomputation repeats counts twice.
     """
 
     def __init__(
@@ -80,13 +78,11 @@ class CollectiveRecorder:
 
     @property
     def sent(self) -> tuple[Sent, ...]:
-        """The collectives of the last recorded run, in the order of their calls."""
+        """Collectives of the last recorded run, in the order of their calls."""
         return tuple(self._sent)
 
     def cut(self) -> AbstractContextManager[None]:
-        """Returns the context for a run: inside it the model has the shapes of one rank's shards. This base class
-        changes no shapes; a subclass does.
-        """
+        """Returns a context in which the model has the shapes of one rank's shards; here, no change."""
         return nullcontext()
 
     def _watching(self) -> AbstractContextManager[object]:
@@ -94,7 +90,7 @@ class CollectiveRecorder:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Records the collectives of one model run inside the context. Records of an earlier run are discarded."""
+        """Records the collectives of one model run inside the context, and discards earlier records."""
         self._sent.clear()
         self._nodes.clear()
         with ExitStack() as stack:
@@ -113,9 +109,7 @@ class CollectiveRecorder:
                 self._running.clear()
 
     def keep_reached(self, loss: Tensor) -> None:
-        """Discards the recorded collectives of backward that the backward of ``loss`` would not run, for example after
-        ``detach``.
-        """
+        """Discards the recorded backward collectives that the backward of ``loss`` would not run."""
         reached = _nodes_before(loss.grad_fn)
         kept = [sent for sent, node in zip(self._sent, self._nodes, strict=True) if node is None or node in reached]
         self._sent, self._nodes = kept, [None] * len(kept)
@@ -153,9 +147,8 @@ class CollectiveRecorder:
 class TrafficRecorder(CollectiveRecorder):
     """Recorder of the collectives that ``model`` would run, sharded by ``plan`` over ``tp`` tensor ranks.
 
-    ``wire``: encoding of activations for transfers, or None. ``others``: further dry axes, which send nothing and
-    report each collective. ``recomputed``: modules with recomputed activations, by name; ``partly``: modules recomputed
-    except for saved operators.
+    ``wire``: encoding of activations for transfers, or None. ``others``: further dry axes. ``recomputed``, ``partly``:
+    modules with recomputed activations, as in :class:`CollectiveRecorder`.
     """
 
     def __init__(
@@ -178,20 +171,19 @@ class TrafficRecorder(CollectiveRecorder):
 
     @property
     def read_outside(self) -> tuple[str, ...]:
-        """Names of sharded parameters that are read by code outside their own modules."""
+        """Names of sharded parameters that code outside their own modules reads."""
         return tuple(self._reads.names)
 
     @property
     def partial(self) -> frozenset[str]:
-        """Names of replicated parameters that are used with sharded activations, so that each rank has only a part of
-        their gradient.
-        """
+        """Names of replicated parameters with partial gradients: they are used with sharded activations."""
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in self._partial)
 
     @property
     def used_both_ways(self) -> frozenset[str]:
-        """Names of replicated parameters that are used with sharded activations and also with full ones. Parameters
-        with partial gradients in the plan are left out.
+        """Names of replicated parameters that are used with sharded and with full activations.
+
+        Parameters with partial gradients in the plan are left out.
         """
         both = self._partial & self._reads.plain
         names = (name for name, p in self._model.named_parameters() if id(p) in both)
@@ -199,13 +191,13 @@ class TrafficRecorder(CollectiveRecorder):
 
     @property
     def used_one_way(self) -> frozenset[str]:
-        """Names of replicated parameters that are used with sharded activations, and never with full ones."""
+        """Names of replicated parameters that are used only with sharded activations."""
         one = self._partial - self._reads.plain
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Replaces the model's parameters by the shapes of one tensor rank's shards inside the context."""
+        """Gives the model's parameters the shapes of one tensor rank's shards inside the context."""
         patches, sizes = ForwardPatches(), WholeSizeAnswers(self._model, self._plan)
         context = apply_shapes(self._model, self._plan, self._axis, patches)
         sizes.install(self._model, patches)
@@ -232,10 +224,9 @@ def _nodes_before(last: Node | None) -> set[Node]:
 
 
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, rank: int = 0) -> dict[int, Tally]:
-    """Returns one rank's traffic for forward and backward of one microbatch: a dict from an index into
-    ``timeline.calls``, the traced module calls, to the number of collectives and bytes sent by axis and label.
+    """Returns one rank's traffic for forward and backward of one microbatch, by index into ``timeline.calls``.
 
-    ``rank``: index of this rank; it matters on axes over which ranks send different numbers of rows.
+    Each value counts collectives and bytes by axis and label. ``rank``: index of this rank.
     """
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):
@@ -255,9 +246,7 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, rank: int = 0)
 
 @dataclass(frozen=True, slots=True)
 class LogitUse:
-    """Collectives that one tensor rank runs for one microbatch's logits after the head, and the functions that gather
-    the full logits.
-    """
+    """Collectives of one tensor rank for one microbatch's logits, and the functions that gather the full logits."""
 
     sent: tuple[Expected, ...]
     gathers: tuple[str, ...]
@@ -267,10 +256,9 @@ class LogitUse:
 
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
-    """Returns the traffic (collectives and bytes by axis and label) of one of ``tp`` tensor ranks for the logits after
-    the head: in the vocabulary-parallel loss, or to gather the full logits.
+    """Returns the traffic of one of ``tp`` tensor ranks for the logits after the head, by axis and label.
 
-    ``use``: the result of :func:`find_logit_use`.
+    ``use``: result of :func:`find_logit_use`.
     """
     return Tally([_traffic(DryAxis(tp), sent) for sent in use.sent])
 
@@ -281,11 +269,9 @@ def _traffic(axis: TensorAxis, sent: Expected | ExpectedRows, rank: int = 0) -> 
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
-    """Returns the collectives that one of ``tp`` tensor ranks runs for the logits of the sharded heads in ``plan``, and
-    the functions that gather the full logits.
+    """Returns the collectives that one of ``tp`` tensor ranks runs for the logits, and functions that gather them.
 
-    ``timeline``: trace of the model together with its loss. Its operations on logits are replayed on meta tensors,
-    without communication.
+    ``timeline``: trace of the model with its loss. Communicates nothing.
     """
     told: list[Expected] = []
     axis = DryAxis(tp, lambda what, _: told.append(what))

@@ -14,27 +14,22 @@ from engine.parallel.trace.torch_function import map_leaves
 
 
 class PositionLayer(nn.Module):
-    """Mixin for a layer that is sharded over "tp" in a model with sequences sharded over "cp": each rank computes only
-    its own positions of the sequences.
+    """Mixin for a layer sharded over "tp" in a model with sequences sharded over "cp".
 
-    Arguments and results are global tensors over "cp". The layer computes with their shards, which may themselves be
-    global tensors over "tp". An argument with its features sharded over "cp" is gathered first; no other argument
-    communicates over "cp".
+    Each rank computes its own positions. Arguments and results are global tensors over "cp". Only arguments with
+    features sharded over "cp" are communicated.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer on this rank's positions of the sequences, and returns global tensors over "cp" with these
-        positions.
-        """
+        """Runs the layer on this rank's sequence positions and returns global tensors over "cp"."""
         return run_on_positions(super().forward, *args, **kwargs)
 
 
 def run_on_positions(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs ``forward``, which computes each sequence position independently, with this rank's positions of all
-    arguments.
+    """Runs ``forward`` on this rank's sequence positions of all arguments; results are global tensors.
 
-    The results are global tensors sharded along the sequence like the first floating-point argument. Without an
-    argument sharded along a sequence, it calls ``forward`` unchanged.
+    ``forward`` must compute each position independently. Without an argument sharded along a sequence, calls
+    ``forward``.
     """
     args, kwargs = map_leaves(_entered, (args, kwargs))
     positions = [each for each in global_tensors_in(args, kwargs) if _has_positions(each)]
@@ -46,9 +41,7 @@ def run_on_positions(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def layer_input(x: Tensor) -> Tensor:
-    """Returns ``x``. An active torch function mode can intercept this call and return a global tensor over "cp" in
-    place of ``x``.
-    """
+    """Returns ``x``; an active torch function mode may replace it by a global tensor over "cp"."""
     if has_torch_function_unary(x):
         entered: Tensor = handle_torch_function(layer_input, (x,), x)
         return entered

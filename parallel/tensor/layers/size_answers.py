@@ -24,11 +24,10 @@ _WHOLE, _RUNNING = "_whole_values", "_running_modules"
 
 
 class WholeSizeAnswers:
-    """Installer of patches by which code outside sharded blocks still reads full shapes and integer attributes from the
-    sharded layers of ``model``. Code inside a running block reads the sizes of shards.
+    """Installer of patches that show full shapes and integer attributes of sharded layers to other code.
 
-    The constructor records the full sizes, so it runs before sharding, and :meth:`install` after it. Parameters of a
-    subclass of ``nn.Parameter`` always show the sizes of their shards. ``plan``: None installs nothing.
+    Code inside a running block reads the sizes of shards. Construct it before sharding; :meth:`install` follows after
+    it. ``plan``: None installs nothing.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:
@@ -47,10 +46,10 @@ class WholeSizeAnswers:
         self._homes = [name for name in dict.fromkeys(_homes(self._modules, plan)) if _has_code(self._modules[name])]
 
     def install(self, model: nn.Module, patches: ForwardPatches, passed: Collection[str] = ()) -> None:
-        """Makes sharded layers and parameters of ``model`` show full sizes to code outside their blocks. Removing
-        ``patches`` undoes it.
+        """Makes sharded layers and parameters of ``model`` show full sizes to code outside their blocks.
 
-        ``passed``: names of parameters that show the sizes of their shards to all code.
+        Removal of ``patches`` undoes it. ``passed``: names of parameters that show the sizes of their shards to all
+        code.
         """
         running, classes = RunningModules(), dict[tuple[type, tuple[str, ...]], type]()
         for name, parameter in self._parameters.items():

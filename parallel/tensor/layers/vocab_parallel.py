@@ -28,23 +28,19 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class EmbeddingLayer(nn.Module):
-    """Embedding with its vocabulary rows sharded over "tp": ids int64 [..] -> vectors [.., D], summed over "tp".
+    """Embedding with vocabulary rows sharded over "tp": ids int64 [..] -> vectors [.., D], summed over "tp".
 
-    Each rank looks up the ids in its shard and sets the vectors of all other ids to zero. One all-reduce with the label
-    "embedding" adds the ranks' vectors; under sequence parallelism it is a reduce-scatter along the sequence. The
-    lookup is the layer's original forward, so it may also scale the vectors.
+    The sum is an all-reduce, label "embedding", or under sequence parallelism a reduce-scatter along the sequence.
 
     Raises:
-        EngineError: an id is outside the vocabulary, on the CPU; a GPU raises its own assertion, as in torch.
+        EngineError: an id is outside the vocabulary, on the CPU; a GPU raises its own assertion.
     """
 
     tensor_vocabulary: Vocabulary
     tensor_context: GlobalTensorContext
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up the ids in this rank's rows, sets the vectors of all other ids to zero, and sums the vectors over
-        "tp".
-        """
+        """Looks up the ids in this rank's rows, with zeros for all other ids, and sums the vectors over "tp"."""
         vocabulary = self.tensor_vocabulary
         if not vocabulary.axis.dry:
             _check_ids(ids, vocabulary.size)
@@ -69,11 +65,9 @@ def _check_ids(ids: Tensor, size: int) -> None:
 
 
 class HeadLayer(nn.Module):
-    """Output head with its vocabulary rows sharded over "tp": x [.., D], equal on all ranks -> logits [.., V], of which
-    each rank computes its columns (:class:`ShardedLogits`).
+    """Output head with vocabulary rows sharded over "tp": x [.., D], equal on all ranks -> sharded logits [.., V].
 
-    Forward communicates nothing; backward sums the gradient of x over "tp" (label "column inputs"). In a dry run,
-    without communication, the logits are a plain tensor of the full shape.
+    Forward communicates nothing; backward sums the gradient of x over "tp" (label "column inputs").
     """
 
     tensor_vocabulary: Vocabulary
@@ -89,15 +83,11 @@ class HeadLayer(nn.Module):
         return self.tensor_leave(share_input(*self.entrance(x_D), plain).multiply(self))
 
     def tensor_enter(self, x_D: Tensor) -> Tensor:
-        """Returns ``x_D``, gathered over "tp" if it is sharded along the sequence, as input of the head's product.
-        Backward sums its gradient over "tp".
-        """
+        """Returns ``x_D``, gathered over "tp" if sharded along the sequence. Backward sums the gradient over "tp"."""
         return enter_region(*self.entrance(x_D))
 
     def tensor_leave(self, logits_W: Tensor) -> Tensor:
-        """Returns ``logits_W``, this rank's W columns, as sharded logits. In a dry run, without communication, returns
-        a plain tensor of the full shape.
-        """
+        """Returns ``logits_W``, this rank's W columns, as sharded logits; in a dry run as a plain full tensor."""
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
         if axis.dry:
@@ -105,9 +95,7 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """Returns (this rank's shard of ``x_D``, settings of the operation that gathers it over "tp"). If ``x_D`` is
-        not sharded along the sequence, the first is the full tensor and the operation gathers nothing.
-        """
+        """Returns (this rank's shard of ``x_D``, settings of the operation that gathers it over "tp")."""
         dim = None
         if type(x_D) is GlobalTensor:
             dim = stream_dim(x_D)
@@ -115,7 +103,7 @@ class HeadLayer(nn.Module):
         return x_D, Entrance(self.tensor_vocabulary.axis, self.tensor_owned, dim=dim)
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """Returns the product of ``x_D`` with this rank's rows of the weight: this rank's columns of the logits."""
+        """Returns this rank's columns of the logits: ``x_D`` times this rank's rows of the weight."""
         kernels = self.tensor_vocabulary.axis.kernels
         if self.tensor_owned and is_replaced(x_D, kernels):
             return fused_forward(self, x_D, "none", kernels)
@@ -152,10 +140,9 @@ class VocabularyHead(HeadLayer, nn.Linear):
 
 
 def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
-    """Sets attributes of an embedding that stores this rank's rows: the distribution of the vocabulary, and the number
-    of rows and the padding index of this rank.
+    """Sets the attributes of an embedding that stores this rank's rows: vocabulary, row count and padding index.
 
-    ``context``: context of the model's global tensors; None for a new one.
+    ``context``: context of the model's global tensors; None for a new context.
     """
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_context = context or global_context(vocabulary.axis)  # type: ignore[assignment]
@@ -167,9 +154,7 @@ def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: Global
 
 
 def prepare_head(module: nn.Module, vocabulary: Vocabulary) -> None:
-    """Sets attributes of the head ``module`` that stores this rank's rows: the distribution of the vocabulary, and the
-    number of outputs of this rank.
-    """
+    """Sets the attributes of a head that stores this rank's rows: vocabulary and number of outputs."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_owned = has_plain_forward(module)  # type: ignore[assignment]
     if is_conv1d(module):

@@ -34,8 +34,7 @@ def attention_arguments(args: Any, options: Mapping[str, Any]) -> tuple[Any, Any
 
 
 def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs ``F.scaled_dot_product_attention`` on this rank's batch entries or heads of query, key and value; forward
-    communicates nothing.
+    """Runs ``F.scaled_dot_product_attention`` on this rank's batch entries or heads, without communication in forward.
 
     Raises:
         NoRuleError: positions or the head size are sharded.
@@ -80,10 +79,10 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
 
 
 def matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
-    """Returns this rank's shards of query, key and value for grouped-query attention, if every rank stores exactly the
-    key heads that its query heads use. Otherwise returns None.
+    """Returns this rank's shards of query, key and value for grouped-query attention.
 
-    ``tensors``: (query, key, value); ``times``: number of query heads per key head.
+    Returns None if a rank lacks key heads of its query heads. ``tensors``: (query, key, value); ``times``: query heads
+    per key head.
     """
     if any(type(tensor) is not GlobalTensor for tensor in tensors):
         return None
@@ -99,18 +98,14 @@ _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
 def multi_head(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``F.multi_head_attention_forward`` on global tensors by :func:`multi_head_in_steps`: each of its steps runs
-    on shards by its own rule.
-    """
+    """Runs ``F.multi_head_attention_forward`` on global tensors by :func:`multi_head_in_steps`."""
     return multi_head_in_steps(*args, **kwargs)
 
 
 def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
-    """Computes ``F.multi_head_attention_forward`` by a sequence of simpler torch functions, so that torch function
-    modes and global tensors can follow each step.
+    """Computes ``F.multi_head_attention_forward`` by a sequence of simpler torch functions.
 
-    Takes torch's arguments: inputs [length, batch, width] or [length, width]; one weight for q, k and v together, or
-    three weights. Returns (output, attention weights or None).
+    Takes torch's arguments and returns (output, attention weights or None).
 
     Raises:
         NoRuleError: ``bias_k``, ``bias_v``, ``static_k``, ``static_v`` or ``add_zero_attn`` is set.
@@ -185,12 +180,10 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
 
 
 def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
-    """Applies rotary embeddings to this rank's shards of ``q`` and ``k`` and returns both. A plain ``q`` or ``k`` gives
-    a plain result.
+    """Applies rotary embeddings to this rank's shards of ``q`` and ``k`` and returns both.
 
     ``angles_and_form``: cos, sin, form and kernels of the operator. The fused operator runs if ``q`` and ``k`` have the
-    same sharding along batch and positions and the angles are plain tensors without gradients; heads may be sharded in
-    any way. In other cases the reference implementation runs step by step, each step by its own rule.
+    same batch and position sharding and the angles are plain; otherwise the reference runs.
     """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim

@@ -45,8 +45,9 @@ def dropout(
     training: bool | None = None,
     inplace: bool = False,
 ) -> Any:
-    """Runs ``F.dropout`` or ``F.alpha_dropout`` on this rank's shard of ``input``. Ranks that store different elements
-    draw different random numbers.
+    """Runs ``F.dropout`` or ``F.alpha_dropout`` on this rank's shard of ``input``.
+
+    Ranks with different elements draw different random numbers.
     """
     if training is None:
         training = func.__name__ == "dropout"  # the default of F.dropout; F.alpha_dropout's default is False
@@ -61,22 +62,20 @@ def dropout_(
     training: bool | None = None,
     train: bool = False,
 ) -> Any:
-    """Runs ``torch.dropout`` or ``torch.alpha_dropout`` on this rank's shard of ``input``. These functions have no
-    argument ``inplace``, and no default for ``p``.
-    """
+    """Runs ``torch.dropout`` or ``torch.alpha_dropout`` on this rank's shard of ``input``."""
     return drop(context, func, input, (p, train if training is None else training), None)
 
 
 def drop(
     context: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
 ) -> Any:
-    """Runs the dropout function ``func`` on this rank's shard of ``input``. ``how``: (probability, training);
+    """Runs the dropout function ``func`` on this rank's shard of ``input``. ``how``: (probability, training).
+
     ``inplace``: None if ``func`` has no such argument.
 
-    If some elements are on several ranks but not on all, ``F.dropout`` multiplies by one mask that all ranks draw.
-
     Raises:
-        NoRuleError: ``input`` is a plain tensor; or such elements exist and ``func`` is not ``F.dropout``.
+        NoRuleError: ``input`` is a plain tensor; or some elements are on several ranks but not on all, and ``func`` is
+            not ``F.dropout``.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("dropout got a plain tensor.")
@@ -93,11 +92,7 @@ def drop(
 
 
 def draws_alone(sets: Sets, p: float) -> bool:
-    """Returns True if each rank must draw its own dropout mask for a tensor sharded as ``sets``, because ranks store
-    different elements.
-
-    False: the tensor is unsharded, so all ranks draw the same mask; or the dropout probability ``p`` is 0, so none is
-    drawn.
+    """Returns True if each rank must draw its own dropout mask for a tensor sharded as ``sets``.
 
     Raises:
         NoRuleError: some elements are on several ranks but not on all.
@@ -110,11 +105,10 @@ def draws_alone(sets: Sets, p: float) -> bool:
 
 
 def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs the elementwise function ``func`` on the shards of its operands, which are broadcast; forward communicates
-    nothing.
+    """Runs the elementwise function ``func`` on the shards of its operands, without communication in forward.
 
     Raises:
-        NoRuleError: ``out`` is given, or the operands' shards leave some element of the result on no rank.
+        NoRuleError: ``out`` is given, or some element of the result would be on no rank.
     """
     if not kwargs:
         first: Any = args[0]
@@ -141,7 +135,7 @@ def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args:
     """Runs the in-place function ``func``, such as ``add_``, on this rank's shard of ``target``. Returns ``target``.
 
     Raises:
-        EngineError: the shard is a copy of memory that an unsharded model would write into.
+        EngineError: the shard is a copy, so the write would be lost.
         NoRuleError: ``target`` is a plain tensor, or another operand is larger than ``target``.
     """
     if type(target) is not GlobalTensor:
@@ -160,7 +154,8 @@ def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args:
 
 
 def check_memory(target: GlobalTensor, name: str) -> None:
-    """Checks that a write into the shard of ``target`` also changes the tensor from which ``target`` was sliced.
+    """Checks that the shard of ``target`` is a view of the tensor from which ``target`` was sliced.
+
     ``name``: function that writes, for the error text.
 
     Raises:
@@ -174,9 +169,7 @@ def check_memory(target: GlobalTensor, name: str) -> None:
 
 
 def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Converts this rank's shard of ``given`` to a dtype or device, or to the dtype and device of another tensor, by
-    ``Tensor.to`` or a similar function ``func``.
-    """
+    """Converts the dtype or device of this rank's shard of ``given``, by ``func``, such as ``Tensor.to``."""
     args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
     kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
     if type(given) is GlobalTensor:
@@ -188,7 +181,7 @@ def where(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: 
     """Runs ``torch.where`` with condition and two values on shards.
 
     Raises:
-        NoRuleError: only the condition is given: the shape of the result would depend on the data of all shards.
+        NoRuleError: only the condition is given.
     """
     if len(args) + len(kwargs) == 1:
         raise NoRuleError("where with one argument returns positions, which depend on the content of all shards.")

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 
 def flex_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
-    """Runs flex attention on this rank's batch entries and heads of ``q``, ``k`` and ``v`` [B, heads, S, D]. ``call``:
-    score function, block mask and options of the call.
+    """Runs flex attention on this rank's batch entries and heads of ``q``, ``k`` and ``v`` [B, heads, S, D].
 
-    Key heads that do not match this rank's query heads are repeated first.
+    ``call``: score function, block mask and options.
 
     Raises:
         NoRuleError: positions or the head size are sharded.
@@ -53,7 +52,7 @@ def _part(context: "GlobalTensorContext", sets: Sets, device: torch.device) -> F
 def on_ranks(context: "GlobalTensorContext", made: Any, shape: Shape, sets: Sets) -> Any:
     """Wraps this rank's results ``made`` of flex attention as global tensors sharded as ``sets``.
 
-    ``shape``: full shape of the output. Log-sum-exps and maxima have this shape without the last dim.
+    ``shape``: full shape of the output.
     """
 
     def wrapped(one: Tensor) -> GlobalTensor:

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 
 class EinsumSpec(NamedTuple):
-    """Letters of the dims of a product's operands and of its result ``out``, as in ``einsum``: dims with one letter are
-    matched, and a letter missing in ``out`` is summed over.
-    """
+    """Letters of the dims of a product's operands and of its result ``out``, as in ``einsum``."""
 
     operands: tuple[str, ...]
     out: str
@@ -56,14 +54,13 @@ def multiply_parts(
     run: Callable[..., Tensor],
     bias: Tensor | None = None,
 ) -> GlobalTensor | Tensor:
-    """Runs the product ``run`` on this rank's shards of ``tensors``. If the ranks' results are partial sums, they are
-    summed over the ranks, and ``bias`` is added after the sum.
+    """Runs the product ``run`` on this rank's shards of ``tensors``; sums partial results over the ranks.
 
-    ``product``: letters of the operands' dims; ``bias``: tensor that is broadcast to the result, or None. If the shards
-    do not suit the product, an operand is gathered first.
+    ``product``: letters of the operands' dims; ``bias``: tensor added after the sum, or None. Operands with unsuitable
+    shards are gathered first.
 
     Raises:
-        NoRuleError: the sizes of the operands do not agree; torch raises its own error.
+        NoRuleError: the sizes of the operands do not agree.
     """
     layouts = tuple(map(layout_of, tensors))
     try:
@@ -86,7 +83,7 @@ def multiply_parts(
 
 
 def plus_bias(out: GlobalTensor | Tensor, bias: Tensor | None) -> GlobalTensor | Tensor:
-    """Returns ``out`` plus ``bias``. If possible it adds in place, so no other code may read ``out``."""
+    """Returns ``out`` plus ``bias``, added in place if possible."""
     if bias is None:
         return out
     if type(bias) is GlobalTensor and type(out) is not GlobalTensor:
@@ -169,8 +166,9 @@ def _sum_once(cut: dict[str, Index | None], out: str) -> None:
 
 
 def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
-    """Runs ``functional.linear`` on this rank's shards of ``input`` [.., I] and ``weight`` [O, I] or [I]. If I is
-    sharded, the products are summed over the ranks before ``bias`` [O] is added.
+    """Runs ``functional.linear`` on this rank's shards of ``input`` [.., I] and ``weight`` [O, I] or [I].
+
+    If I is sharded, the ranks' products are summed before ``bias`` [O] is added.
     """
     rows = "abcdefgh"[: input.ndim - 1]
     columns = "O" if weight.ndim == 2 else ""
@@ -181,10 +179,10 @@ def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weig
 def fused_linear(
     context: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
 ) -> Any:
-    """Runs the fused linear operator ``kernels.ops.linear.linear`` on this rank's shards of ``x`` and ``weight``. The
-    activation and the addition of ``residual`` follow after the sum over the ranks.
+    """Runs the fused linear operator ``kernels.ops.linear.linear`` on this rank's shards of ``x`` and ``weight``.
 
-    ``rest``: bias, form (activation, memory order of the weight) and kernels of the operator.
+    ``rest``: bias, form (activation, memory order of the weight) and kernels. Activation and ``residual`` follow after
+    the sum over the ranks.
     """
     bias, form, kernels = rest
     rows, plain = "abcdefgh"[: x.ndim - 1], form._replace(activation="none")
@@ -199,8 +197,9 @@ def fused_linear(
 
 
 def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any = None, **named: Any) -> Any:
-    """Runs ``matmul``, ``mm``, ``bmm``, ``mv`` or ``dot`` on this rank's shards of ``input`` and ``other``. If the dim
-    that the product sums over is sharded, the products are summed over the ranks.
+    """Runs ``matmul``, ``mm``, ``bmm``, ``mv`` or ``dot`` on this rank's shards of ``input`` and ``other``.
+
+    Partial products are summed over the ranks.
     """
     other = other if other is not None else next(iter(named.values()))
     return multiply_parts(context, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
@@ -229,9 +228,9 @@ def addmm(
     beta: Any = 1,
     **named: Any,
 ) -> Any:
-    """Computes ``beta * input + alpha * first @ second`` on this rank's shards, for ``addmm``, ``baddbmm`` and
-    ``addmv``. If the dim that the product sums over is sharded, the products are summed over the ranks before ``input``
-    is added.
+    """Computes ``beta * input + alpha * first @ second`` on shards, for ``addmm``, ``baddbmm`` and ``addmv``.
+
+    Partial products are summed over the ranks before ``input`` is added.
     """
     alpha = named.pop("alpha", 1)
     if "out" in named:
@@ -251,8 +250,7 @@ def _add_product(first: Tensor, second: Tensor, bias: Tensor | None = None) -> T
 
 
 def einsum(context: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
-    """Runs ``einsum`` on this rank's shards of ``operands``. If a dim that ``equation`` sums over is sharded, the
-    results are summed over the ranks. An ellipsis stands for leading dims.
+    """Runs ``einsum`` on this rank's shards of ``operands``; partial results are summed over the ranks.
 
     Raises:
         NoRuleError: ``equation`` is not a string, or it repeats a letter in one operand.
@@ -281,10 +279,9 @@ def _letters(equation: str, dims: list[int]) -> EinsumSpec:
 def grouped_mm(
     context: "GlobalTensorContext", func: Function, mat_a: Any, mat_b: Any, *, offs: Any = None, **options: Any
 ) -> Any:
-    """Multiplies groups of rows of ``mat_a`` [S, I], each with the matrix of its expert in ``mat_b`` [E, I, O], for I
-    or O sharded.
+    """Multiplies groups of rows of ``mat_a`` [S, I], each by its expert's matrix in ``mat_b`` [E, I, O].
 
-    ``offs`` [E]: the end of each expert's group of rows. The result [S, O] is summed over the ranks if I is sharded.
+    ``offs`` [E]: end of each expert's group of rows. The result [S, O] is summed over the ranks if I is sharded.
 
     Raises:
         NoRuleError: S or E is sharded, ``offs`` is a global tensor, or a bias is given.
@@ -300,8 +297,9 @@ def grouped_mm(
 def embedding(
     context: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any
 ) -> Any:
-    """Returns the rows of the table ``weight`` [V, H] at the ids ``input``, by ``functional.embedding``. The ids may be
-    sharded, and the table along H. The result [.., H] is then sharded in the same dims.
+    """Returns the rows of the table ``weight`` [V, H] at the ids ``input``, by ``functional.embedding``.
+
+    The ids may be sharded, and the table along H; the result [.., H] is sharded accordingly.
 
     Raises:
         NoRuleError: V is sharded, or ``max_norm`` is set.
@@ -321,8 +319,8 @@ def embedding(
 def added_rows(
     context: "GlobalTensorContext", func: Function, weight: Tensor, ids: Tensor, padding: int | None, kernels: Kernels
 ) -> Any:
-    """Returns the rows of the table ``weight`` [V, H] at the indices ``ids``, as :func:`embedding` does, but by
-    ``look_up_rows``. If the table has a main gradient (the buffer that sums its gradients over microbatches), the
-    backward may add to it in place. ``func`` is not used.
+    """Returns the rows of the table ``weight`` [V, H] at the indices ``ids``, as :func:`embedding` does.
+
+    Backward may add the gradient in place to the table's gradient buffer.
     """
     return embedding(context, lambda rows, table: look_up_rows(table, rows, padding, kernels), ids, weight)

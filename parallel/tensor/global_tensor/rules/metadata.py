@@ -12,16 +12,15 @@ if TYPE_CHECKING:
 
 
 def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``func`` with the shards of its global tensors. It serves properties that are the same for shard and full
-    tensor, such as dtype and device.
-    """
+    """Runs ``func`` on the shards, for properties common to shard and full tensor, such as dtype and device."""
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
 
 def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``zeros_like``, ``new_zeros`` or a similar function for a global tensor ``input``: it reads only the full
-    shape, dtype and device of ``input``. Returns a plain tensor on every rank.
+    """Runs ``zeros_like``, ``new_zeros`` or a similar function with the full shape, dtype and device of ``input``.
+
+    Returns a plain tensor.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("the result copies the shape of a plain tensor.")
@@ -34,9 +33,7 @@ def size_of(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
 
 
 def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
-    """Returns the strides that a contiguous tensor of the full shape would have, or the stride of ``dim``. The shard's
-    strides differ.
-    """
+    """Returns the strides that a contiguous tensor of the full shape would have, or the stride of ``dim``."""
     steps = [1]
     for size in reversed(input.full[1:]):
         steps.insert(0, steps[0] * max(size, 1))
@@ -45,36 +42,29 @@ def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int
 
 
 def gradient(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """Returns the gradient of the shard, wrapped as a global tensor with the sharding of ``input``, for ``x.grad``;
-    None without a gradient.
-    """
+    """Returns the gradient of the shard as a global tensor sharded as ``input``, for ``x.grad``; None without one."""
     return None if input.local.grad is None else GlobalTensor(input.local.grad, input.full, input.sets, context)
 
 
 def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Runs ``detach`` or ``data`` of a global tensor: returns a global tensor outside the autograd graph that shares
-    memory with this rank's shard.
-    """
+    """Runs ``detach`` or ``data``: returns a global tensor without autograd graph that shares the shard's memory."""
     made = like(input, func(input.local, *args))
     made.copied = input.copied
     return made
 
 
 def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Runs ``retain_grad`` or ``requires_grad_`` on this rank's shard, and copies the shard's ``requires_grad`` to the
-    global tensor ``input``.
-    """
+    """Runs ``retain_grad`` or ``requires_grad_`` on this rank's shard, and copies ``requires_grad`` to ``input``."""
     func(input.local, *args)
     follow_grad(input)
     return input if func.__name__.endswith("_") else None
 
 
 def register_hook(context: "GlobalTensorContext", func: Function, input: Any, hook: Any) -> Any:
-    """Registers the gradient hook ``hook`` on this rank's shard of ``input``. The hook gets the gradient as a global
-    tensor, and may return another gradient or None.
+    """Registers the gradient hook ``hook`` on this rank's shard of ``input``; it gets a global tensor.
 
     Raises:
-        NoRuleError: some elements are on several ranks, so that each of these ranks has only a part of their gradient.
+        NoRuleError: some elements are on several ranks.
     """
     if not held_once(input.sets):
         raise NoRuleError("a hook cannot get the gradient of a shard with elements on several ranks, which is partial.")

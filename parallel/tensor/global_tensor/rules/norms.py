@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 def layer_norm(
     context: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
 ) -> Any:
-    """Runs ``layer_norm`` on this rank's shard of ``input``. If normalized dims are sharded, the statistics are summed
-    over the ranks.
+    """Runs ``layer_norm`` on this rank's shard of ``input``; statistics of sharded dims are summed over the ranks.
 
-    ``affine``: weight, bias and eps, as in torch; weight and bias may be full, or sharded as the normalized dims.
+    ``affine``: weight, bias and eps; weight and bias may be full, or sharded as the normalized dims.
     """
     weight, bias, eps = _affine(affine, named, ("weight", "bias", "eps"), (None, None, 1e-5))
     dims = _dims(input, normalized_shape)
@@ -46,10 +45,9 @@ def layer_norm(
 def rms_norm(
     context: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
 ) -> Any:
-    """Runs ``rms_norm`` on this rank's shard of ``input``. If normalized dims are sharded, the squares are summed over
-    the ranks.
+    """Runs ``rms_norm`` on this rank's shard of ``input``; statistics of sharded dims are summed over the ranks.
 
-    ``affine``: weight and eps, as in torch; the weight may be full, or sharded as the normalized dims.
+    ``affine``: weight and eps; the weight may be full, or sharded as the normalized dims.
     """
     weight, eps = _affine(affine, named, ("weight", "eps"), (None, None))
     dims = _dims(input, normalized_shape)
@@ -92,11 +90,10 @@ def _scaled(func: Function, x: GlobalTensor, normal: Any, weight: Tensor | None,
 
 
 def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine_and_form: Any) -> Any:
-    """Runs the fused norm :func:`kernels.ops.norm.norm` over the last dim of this rank's shard of ``x``. If the last
-    dim is sharded, the reference implementation runs and sums the statistics over the ranks.
+    """Runs the fused norm :func:`kernels.ops.norm.norm` over the last dim of this rank's shard of ``x``.
 
-    ``affine_and_form``: weight, bias, form and kernels of the operator; weight and bias may be full, or sharded as the
-    last dim.
+    ``affine_and_form``: weight, bias, form and kernels. If the last dim is sharded, the reference implementation runs
+    and sums the statistics over the ranks.
     """
     weight, bias, form, kernels = affine_and_form
     sets = layout_of(x).sets[-1:]
@@ -110,9 +107,8 @@ def add_norm_rule(
     context: "GlobalTensorContext", func: Function, x: Tensor, residual: Tensor, *affine_and_form: Any
 ) -> Any:
     """Runs the fused operator :func:`kernels.ops.norm.add_norm` on this rank's shards of ``x`` and ``residual``.
-    Returns (norm of ``x + residual``, ``x + residual``).
 
-    ``affine_and_form``: (weight, bias), form and kernels of the operator.
+    Returns (norm of ``x + residual``, ``x + residual``). ``affine_and_form``: (weight, bias), form and kernels.
     """
     (weight, bias), form, kernels = affine_and_form
     joined = broadcast_operands(context, (x, residual))

@@ -28,17 +28,14 @@ _TopK = type(torch.zeros(1).topk(1))
 
 
 def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
-    """Returns the dims of ``x`` that ``dim`` names, one or several, counted from the front; None and empty sequences
-    name all dims.
-    """
+    """Returns the dims of ``x`` that ``dim`` names, counted from the front; None names all dims."""
     if dim is None or dim == () or dim == []:
         return tuple(range(x.ndim))
     return tuple(positive_dim(one, x.ndim) for one in (dim if isinstance(dim, tuple | list) else (dim,)))
 
 
 def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
-    """Runs a function that works along ``dim`` and preserves the shape, such as softmax or cumsum, on this rank's shard
-    of ``input``.
+    """Runs a function along ``dim`` that preserves the shape, such as softmax or cumsum, on this rank's shard.
 
     Raises:
         NoRuleError: ``dim`` is sharded; the caller then gathers ``input``.
@@ -49,8 +46,7 @@ def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any =
 
 
 def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``flip`` on this rank's shard of ``input``. The dims to flip are given one by one or as one sequence in
-    ``sizes``, or by name in ``dims``.
+    """Runs ``flip`` on this rank's shard of ``input``, along the dims in ``sizes`` or ``dims``.
 
     Raises:
         NoRuleError: a dim to flip is sharded; the caller then gathers ``input``.
@@ -62,8 +58,7 @@ def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any
 
 
 def extremes(context: "GlobalTensorContext", func: Function, input: Any, **kwargs: Any) -> Any:
-    """Runs ``aminmax`` on this rank's shard of ``input`` and returns (minima, maxima) as global tensors. ``dim`` and
-    ``keepdim`` are keyword arguments, as in torch.
+    """Runs ``aminmax`` on this rank's shard of ``input`` and returns (minima, maxima) as global tensors.
 
     Raises:
         NoRuleError: a reduced dim is sharded; the caller then gathers ``input``.
@@ -99,8 +94,7 @@ def corner(context: "GlobalTensorContext", func: Function, input: Any, *args: An
 def pad(
     context: "GlobalTensorContext", func: Function, input: Any, pad: Sequence[int], *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs ``F.pad`` on this rank's shard of ``input``. ``pad``: pairs of widths (before, after), the first pair for
-    the last dim, as in torch.
+    """Runs ``F.pad`` on this rank's shard of ``input``. ``pad``: pairs of widths as in torch, last dim first.
 
     Raises:
         NoRuleError: a padded dim is sharded; the caller then gathers ``input``.
@@ -118,11 +112,12 @@ def pad(
 def reduced(
     context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    """Runs a reduction such as max, argmax, logsumexp or any on this rank's shard of ``input``. Returns global tensors
-    in the structure of torch's result: one tensor, or (values, indices).
+    """Runs a reduction such as max, argmax, logsumexp or any on this rank's shard of ``input``.
+
+    Returns a global tensor, or (values, indices).
 
     Raises:
-        NoRuleError: a reduced dim is sharded, or ``dim`` is a tensor (the elementwise maximum of two tensors).
+        NoRuleError: a reduced dim is sharded, or ``dim`` is a tensor.
     """
     if type(input) is not GlobalTensor or isinstance(dim, Tensor):
         raise NoRuleError("the rule reduces one global tensor, not the elementwise extreme of two tensors.")
@@ -192,8 +187,7 @@ def total(
 ) -> Any:
     """Runs ``sum`` or ``mean`` on this rank's shard of ``input``.
 
-    If a reduced dim is sharded, one all-reduce completes the result, and it is returned as a plain tensor; otherwise as
-    a global tensor.
+    Returns a plain tensor, all-reduced, if a reduced dim is sharded; otherwise a global tensor.
     """
     dims = dims_of(input, dim)
     if not any(input.sets[one] is not None for one in dims):
@@ -205,13 +199,10 @@ def total(
 
 
 def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the sum of ``x`` over ``dims`` as a plain tensor: each rank sums its shard, then one all-reduce sums over
-    the ranks of the axis.
-
-    ``x`` must have only one sharded dim, and ``dims`` must contain it.
+    """Returns the sum of ``x`` over ``dims`` as a plain tensor, all-reduced over the ranks of the axis.
 
     Raises:
-        NoRuleError: another dim of ``x`` is sharded, or ``dims`` lack the sharded one.
+        NoRuleError: another dim of ``x`` is sharded, or ``dims`` lack the sharded dim.
     """
     context = x.views
     (cut, *others) = [one for one in range(x.ndim) if x.sets[one] is not None]
@@ -232,11 +223,7 @@ def variance(
     keepdim: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Runs ``var`` or ``std`` on this rank's shard of ``input``.
-
-    If a reduced dim is sharded, two all-reduces compute first the mean, then the squared deviations from it. One pass
-    over x and x^2 would lose digits.
-    """
+    """Runs ``var`` or ``std`` on this rank's shard of ``input``; two all-reduces if a reduced dim is sharded."""
     correction = kwargs.get("correction")
     if correction is None:
         correction = 1 if unbiased is None or unbiased else 0
@@ -254,8 +241,9 @@ def variance(
 
 
 def mean_and_variance(x: GlobalTensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns the mean of ``x`` over ``dims`` and the mean squared deviation from it. Both are plain tensors,
-    all-reduced over the ranks, in which ``dims`` have size one.
+    """Returns the mean of ``x`` over ``dims`` and the mean squared deviation from it, all-reduced plain tensors.
+
+    The dims ``dims`` have size one.
     """
     count = math.prod(x.full[one] for one in dims)
     mean = summed(x, dims, True) / count

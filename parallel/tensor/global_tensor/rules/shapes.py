@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool = False) -> GlobalTensor:
-    """Wraps ``local``, a view or copy of this rank's shard of ``x``, as a global tensor with full shape ``full``,
-    sharded as ``sets``.
+    """Wraps ``local``, a view or copy of this rank's shard of ``x``, as a global tensor.
 
-    ``copied``: True if ``local`` does not share memory with the shard of ``x``.
+    ``full``: full shape; ``sets``: sharding of each dim; ``copied``: True if ``local`` does not share memory with the
+    shard.
     """
     made = GlobalTensor(local, full, sets, x.views)
     made.copied = x.copied or copied
@@ -38,9 +38,7 @@ def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool 
 
 
 def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
-    """Returns the sizes or dims given to a function such as ``view`` as a tuple of ints. Callers pass them one by one
-    or as one sequence in ``sizes``, or by name in ``named``.
-    """
+    """Returns the sizes or dims in ``sizes``, separate or as one sequence, or in ``named``, as a tuple of ints."""
     found: Any = next((value for value in named.values() if value is not None), sizes)
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         found = sizes[0]
@@ -48,17 +46,14 @@ def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
 
 
 def is_view_of(piece: Tensor, local: Tensor) -> bool:
-    """Returns True if ``piece``, the result of an operation on ``local``, shares the memory of ``local``: as a view, or
-    as ``local`` itself.
-    """
+    """Returns True if ``piece``, a result of an operation on ``local``, shares the memory of ``local``."""
     return piece is local or piece._is_view()
 
 
 def reshape(
     context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, shape: Any = None, size: Any = None
 ) -> Any:
-    """Runs ``view`` or ``reshape`` of a global tensor to a new full shape; -1 stands for the remaining size, as in
-    torch.
+    """Runs ``view`` or ``reshape`` of a global tensor to a new full shape.
 
     Raises:
         NoRuleError: ``view`` gets a dtype, or a rank's elements do not form a shard of the new shape.
@@ -76,9 +71,7 @@ def reshape_as(context: "GlobalTensorContext", func: Function, input: Any, other
 
 
 def to_shape(x: GlobalTensor, shape: Shape) -> GlobalTensor:
-    """Returns ``x`` reshaped to the full shape ``shape``. The result is a view if the strides of this rank's shard
-    allow it, otherwise a copy.
-    """
+    """Returns ``x`` reshaped to the full shape ``shape``, as a view if possible."""
     context = x.views
     if shape == x.full:
         return moved(x, x.local.view_as(x.local), x.full, x.sets)
@@ -121,7 +114,7 @@ def transpose(
     dim1: int | None = None,
     **names: int,
 ) -> Any:
-    """Runs ``transpose`` or ``swapaxes`` of a global tensor; the latter names the dims ``axis0`` and ``axis1``."""
+    """Runs ``transpose`` or ``swapaxes`` of a global tensor."""
     a, b = (dim0, dim1) if dim0 is not None and dim1 is not None else (names["axis0"], names["axis1"])
     dims = list(range(input.ndim))
     dims[a], dims[b] = dims[b], dims[a]
@@ -157,9 +150,7 @@ def flatten(context: "GlobalTensorContext", func: Function, input: Any, start_di
 
 
 def unflatten(context: "GlobalTensorContext", func: Function, input: Any, dim: int, sizes: Any) -> Any:
-    """Runs ``unflatten`` of a global tensor: splits ``dim`` into dims of the full sizes ``sizes``, one of which may be
-    -1.
-    """
+    """Runs ``unflatten`` of a global tensor: splits ``dim`` into the full sizes ``sizes``."""
     dim, full = positive_dim(dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:dim], *infer_size(full[dim], given_sizes((tuple(sizes),))), *full[dim + 1 :]))
 
@@ -172,9 +163,7 @@ def unsqueeze(context: "GlobalTensorContext", func: Function, input: Any, dim: i
 
 
 def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None) -> Any:
-    """Runs ``squeeze`` of a global tensor: removes the dims in ``dim`` (all dims for None) that have full size one. A
-    shard of size one does not count.
-    """
+    """Runs ``squeeze`` of a global tensor: removes dims of full size one, all of them or only ``dim``."""
     dims = (
         range(input.ndim)
         if dim is None
@@ -187,9 +176,7 @@ def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 
 
 def expand(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, size: Any = None) -> Any:
-    """Runs ``expand`` of a global tensor: dims of size one, and new dims in front, get the given full sizes without a
-    copy.
-    """
+    """Runs ``expand`` of a global tensor to the given full sizes."""
     return to_expanded(input, given_sizes(sizes, size=size))
 
 
@@ -210,7 +197,7 @@ def to_expanded(x: GlobalTensor, sizes: Shape) -> GlobalTensor:
 
 
 def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, repeats: Any = None) -> Any:
-    """Runs ``repeat`` of a global tensor: repeats the elements along each dim the given number of times, as a b a b."""
+    """Runs ``repeat`` of a global tensor: repeats each dim the given number of times, as a b a b."""
     times = given_sizes(sizes, repeats=repeats)
     new = len(times) - input.ndim
     full = (1,) * new + tuple(input.full)
@@ -222,9 +209,7 @@ def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
 
 
 def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``tile`` of a global tensor: as ``repeat``, but with fewer numbers than dims, only the last dims are
-    repeated.
-    """
+    """Runs ``tile`` of a global tensor: repeats the last dims the given numbers of times, as a b a b."""
     times = given_sizes(sizes, dims=dims)
     return repeat(context, func, input, repeats=(*(1,) * (input.ndim - len(times)), *times))
 

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 
 def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``torch.cat``: joins ``tensors``, global or plain, along ``dim``. Each rank joins its shards, so along a
-    sharded ``dim`` its indices are then spread over the result.
-    """
+    """Runs ``torch.cat``: joins ``tensors``, global or plain, along ``dim``. Each rank joins its shards."""
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
     dim = positive_dim(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]
@@ -47,9 +45,7 @@ def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int =
 
 
 def stack(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``torch.stack``: joins ``tensors``, global or plain, along a new, unsharded dim at position ``dim``. Each
-    rank joins its shards.
-    """
+    """Runs ``torch.stack``: joins ``tensors``, global or plain, along a new dim. Each rank joins its shards."""
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return cat(context, func, [tensor.unsqueeze(dim) for tensor in tensors], dim)
 
@@ -64,7 +60,7 @@ def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
     """Returns the slice ``taken`` of the global tensor ``x`` along ``dim``; each rank slices its shard.
 
-    If at most one index of a sharded dim remains, it is sent to all ranks, and the result is a plain tensor.
+    A single index of a sharded dim is sent to all ranks, and the result is a plain tensor.
     """
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])
@@ -94,9 +90,7 @@ def _sent(x: GlobalTensor, dim: int, chosen: range) -> Tensor:
 
 
 def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
-    """Runs ``narrow`` of a global tensor: returns ``length`` indices of ``dim``, from index ``start`` of the full dim;
-    each rank slices its shard.
-    """
+    """Runs ``narrow`` of a global tensor: returns ``length`` indices of ``dim`` from ``start``."""
     dim = positive_dim(dim, input.ndim)
     first = int(start) + (input.full[dim] if start < 0 else 0)
     if not 0 <= first <= first + int(length) <= input.full[dim]:
@@ -105,8 +99,9 @@ def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int,
 
 
 def select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """Runs ``select`` of a global tensor: returns index ``index`` of ``dim``. If ``dim`` is sharded, the selected
-    elements are sent to all ranks and returned as a plain tensor.
+    """Runs ``select`` of a global tensor: returns index ``index`` of ``dim``.
+
+    If ``dim`` is sharded, all ranks get the elements as a plain tensor.
     """
     dim = positive_dim(dim, input.ndim)
     place = positive_dim(int(index), input.full[dim])
@@ -133,9 +128,7 @@ def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int 
 
 
 def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``split`` of a global tensor into slices of one size, or of the given sizes, counted in the full dim. Takes
-    the arguments of all variants of torch's ``split``.
-    """
+    """Runs ``split`` of a global tensor into slices of one size, or of the given sizes, counted in the full dim."""
     x, sizes, dim = _split_arguments(*args, **kwargs)
     length = x.full[dim]
     if (sizes < 1) if isinstance(sizes, int) else (sum(sizes) != length):
@@ -158,9 +151,7 @@ def _cut_at(x: GlobalTensor, dim: int, borders: list[int]) -> tuple[GlobalTensor
 
 
 def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
-    """Runs ``chunk`` of a global tensor: returns at most ``chunks`` slices of one size, counted in the full dim; the
-    last may be smaller.
-    """
+    """Runs ``chunk`` of a global tensor: returns at most ``chunks`` slices of ``dim``, counted in the full dim."""
     if chunks < 1:
         raise NoRuleError("chunk needs at least one slice; torch raises its own error.")
     size = -(-input.full[positive_dim(dim, input.ndim)] // chunks)
@@ -170,10 +161,7 @@ def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: in
 def tensor_split(
     context: "GlobalTensorContext", func: Function, input: Any, indices_or_sections: Any, dim: int = 0
 ) -> Any:
-    """Runs ``tensor_split`` of a global tensor: ``indices_or_sections`` is the number of slices, or the indices of the
-    full dim at which slices begin.
-
-    If the number of slices does not divide the dim, the first slices have one index more.
+    """Runs ``tensor_split`` of a global tensor into a number of slices, or at the given indices of the full dim.
 
     Raises:
         NoRuleError: the borders are a tensor, or are not ascending.
@@ -192,11 +180,11 @@ def tensor_split(
 
 
 def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Runs ``x[index]`` of a global tensor. ``index`` may have integers, slices, None, an ellipsis, and one tensor of
-    positions along an unsharded dim.
+    """Runs ``x[index]`` of a global tensor.
 
     Raises:
-        NoRuleError: ``index`` has other entries, or positions along a sharded dim; the caller then gathers ``input``.
+        NoRuleError: ``index`` has other entries than integers, slices, None, an ellipsis, and one tensor of positions
+            along an unsharded dim.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("a global tensor cannot index a plain tensor on shards.")

@@ -53,8 +53,7 @@ _MEMORY = frozenset((
 
 
 def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Gathers the global tensors among the arguments over their axis, and runs ``func`` on the full plain tensors. It
-    serves every torch function without a rule.
+    """Runs ``func``, a torch function without a rule, on plain tensors: gathers its global tensors over their axis.
 
     Raises:
         LocalOnlyError: ``func`` writes into a global tensor, or reads its memory.
@@ -239,8 +238,7 @@ TENSOR_RULES = Rules(by_function=_table(), fallback=gathered)
 
 
 def global_context(axis: TensorAxis, sequence: bool = False, regather: bool = False) -> GlobalTensorContext:
-    """Returns a new context for global tensors over ``axis``. It has the rules for all torch functions that run on
-    shards.
+    """Returns a new context for global tensors over ``axis``, with all rules.
 
     ``sequence`` and ``regather``: settings of :class:`GlobalTensorContext`.
     """
