@@ -146,8 +146,7 @@ class _Tiles(NamedTuple):
 
 
 def over_places(modifier: Modifier, places: Sequence[Tensor], scores: Tensor | None = None) -> Tensor:
-    """Calls ``modifier``, a mask or score function, for each row, head, query and key; returns the results [B, G, Q,
-    K].
+    """Calls ``modifier``, a mask or score function, for each row, head, query and key; returns [B, G, Q, K].
 
     ``places``: four vectors of row, head, query and key indices. ``scores`` [B, G, Q, K]: first argument of a score
     function.

@@ -107,7 +107,9 @@ class MuonRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "MuonRule":
-        """Returns the rule with the hyperparameters in ``group``, a parameter group as of ``torch.optim.Muon``."""
+        """Returns the rule with the hyperparameters in ``group``, a parameter group with the options of
+        ``torch.optim.Muon``.
+        """
         return cls(
             lr=float(group["lr"]),
             weight_decay=group["weight_decay"],

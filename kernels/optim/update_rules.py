@@ -111,7 +111,7 @@ def adam_(
 
 @dataclass(frozen=True, slots=True)
 class SGDRule:
-    """Hyperparameters of SGD with momentum for one update, as of ``torch.optim.SGD``."""
+    """Hyperparameters of SGD with momentum for one update, named as in ``torch.optim.SGD``."""
 
     lr: float
     momentum: float
@@ -224,7 +224,7 @@ Moments = Sequence[Tensor]
 
 
 class LayerRule(Protocol):
-    """Interface of optimizer rules with a trust ratio (LARS, LAMB) between weights and step.
+    """Interface of optimizer rules with a trust ratio, such as LARS and LAMB.
 
     A rule updates a slice of a parameter; the caller computes norms over the full parameter.
     """
@@ -363,7 +363,9 @@ class AdafactorRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "AdafactorRule":
-        """Returns the rule with the options in ``group``, a parameter group as of ``torch.optim.Adafactor``."""
+        """Returns the rule with the options in ``group``, a parameter group with the options of
+        ``torch.optim.Adafactor``.
+        """
         eps, least = group["eps"]
         return cls(float(group["lr"]), group["beta2_decay"], eps, least, group["d"], group["weight_decay"])
 
