@@ -40,9 +40,7 @@ def add_outer_options(command: ArgumentParser) -> None:
 
 
 def run_outer(options: Namespace) -> None:
-    """Runs ``trine outer``: serves a store that merges the weights of several training sites.
-
-    With other arguments, it prints the state of a running store, or repeats the merges of a store.
+    """Runs ``trine outer``: serves a store that merges the weights of several training sites, or prints its state.
 
     Raises:
         EngineError: the configuration has no store, the address cannot be served, or the store does not answer.

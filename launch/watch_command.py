@@ -41,8 +41,6 @@ def add_watch_options(command: ArgumentParser) -> None:
 def show_ranks(options: Namespace) -> None:
     """Prints a table with the state of each rank, from the watchdog's records on this host or its report in a folder.
 
-    With ``--every``, it prints the table repeatedly until Ctrl-C.
-
     Raises:
         EngineError: the folder contains no report, or a damaged one.
     """
@@ -128,10 +126,7 @@ def rank_table(views: list[RankView]) -> list[str]:
 
 
 def wait_table(views: list[RankView]) -> list[str]:
-    """Returns the lines of a table with the time that each rank in ``views`` has waited for communication.
-
-    A rank has a row per stream, the longest wait first.
-    """
+    """Returns the lines of a table with the time that each rank of ``views`` has waited for communication."""
     rows = [
         (str(view.rank), f"{one.axis} {one.stream!r}", name_ranks(one.ranks), str(one.count), f"{one.seconds:.3f} s")
         for view in sorted(views, key=lambda view: view.rank)

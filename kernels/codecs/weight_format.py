@@ -54,8 +54,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Storage format of quantized frozen weights: int8 or nf4 codes, and one fp32 scale per ``block`` columns of a row.
-    """
+    """Storage format of quantized frozen weights: int8 or nf4 codes, and one fp32 scale per ``block`` columns."""
 
     kind: WeightKind
     block: int

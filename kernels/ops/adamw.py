@@ -24,8 +24,7 @@ from engine.kernels.optim.update_rules import AdamRule
 
 @dataclass(frozen=True, slots=True)
 class DeviceDecision:
-    """Two fp64 scalars on the device for an update: a factor for the gradient, and a flag that is 0 to skip the update.
-    """
+    """Decision on an update, as two fp64 scalars on the device: a factor for the gradient, and 0 to skip the update."""
 
     factor: Tensor
     """Factor applied to the gradients."""

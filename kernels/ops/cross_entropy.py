@@ -28,8 +28,7 @@ from engine.kernels.dispatch import Kernels, fused_operator
 
 
 class Question(NamedTuple):
-    """Request for two optional softmax statistics per row: the logit at ``target``, and a weighted sum of the logits.
-    """
+    """Request for two optional softmax statistics per row: the logit at ``target``, and a weighted sum of logits."""
 
     target: Tensor | None = None
     """Target columns in the full vocabulary, [N] int64, equal on all ranks."""

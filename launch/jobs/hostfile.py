@@ -89,9 +89,7 @@ def _problems_of(host: Host, before: list[Host], place: str) -> Iterator[LaunchE
 
 
 def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """Returns the ``hosts`` that the option ``--include`` or ``--exclude`` selects, with their selected GPUs.
-
-    Without either option, it returns all hosts.
+    """Returns ``hosts``, restricted to the hosts and GPUs that the option ``--include`` or ``--exclude`` selects.
 
     Raises:
         LaunchError: both options are given, an option names an unlisted host or missing GPUs, or no host remains.

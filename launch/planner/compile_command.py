@@ -178,8 +178,7 @@ def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
 
 
 def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
-    """Compiles the kernels ``noted`` that are not in Triton's cache, in up to ``processes`` processes; prints progress.
-    """
+    """Compiles the kernels ``noted`` that are not in Triton's cache, in up to ``processes`` processes."""
     from engine.kernels.gpu.warm_cache import compile_kernel, is_compiled
 
     if not noted:

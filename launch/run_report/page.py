@@ -279,7 +279,8 @@ KEYS = '<span class="key k0">planned</span><span class="key k1">measured</span>'
 
 
 def memory_table(ranks: Sequence[RecordedRank]) -> str:
-    """Returns an HTML table with each rank's planned bytes of model and optimizer state, and its measured peak memory.
+    """Returns an HTML table with each rank's planned bytes of weights, gradients and optimizer state, and its peak
+    memory.
     """
     kinds = list(dict.fromkeys(kind for rank in ranks for kind, count in rank.state.items() if count))
     hosted = any(rank.host_bytes for rank in ranks)
@@ -319,8 +320,7 @@ def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
 
 
 def bubble_table(run: RecordedRun, predicted: float) -> str:
-    """Returns an HTML table with the idle fraction of each pipeline in the last recorded step, predicted and measured.
-    """
+    """Returns an HTML table with each pipeline's idle fraction in the last recorded step, predicted and measured."""
     found = run.timelines()
     rows = [
         [

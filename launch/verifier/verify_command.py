@@ -42,9 +42,8 @@ def add_verify_options(command: ArgumentParser) -> None:
 
 
 def run_verify(options: Namespace) -> int:
-    """Runs ``trine verify``: trains a model on the configured grid and in one process, and prints the deviations.
-
-    Returns exit status 0 if both agree, otherwise 1.
+    """Runs ``trine verify``: compares training on the configured grid and in one process. Returns exit status 0 if both
+    agree, otherwise 1.
 
     Raises:
         EngineError: the model or the configuration is refused.
