@@ -86,7 +86,7 @@ class MainGradients:
     def use(self, weight: Tensor) -> MainGradient | None:
         """Returns the main gradient of the parameter ``weight``, or None.
 
-        The result is None for views, for weights without gradient, and inside torch.compile.
+        It is None for views, for weights that need no gradient, and inside torch.compile.
         """
         if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
             return None

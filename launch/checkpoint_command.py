@@ -48,7 +48,8 @@ def info(folder: Path) -> None:
 def verify_checkpoint(folder: Path, everything: bool) -> None:
     """Verifies the checksum of every block of a checkpoint, and prints one line.
 
-    ``folder``: checkpoint, or run with its newest checkpoint. ``everything``: verifies all checkpoints of the run.
+    ``folder``: folder of a checkpoint, or of a run with its newest checkpoint. ``everything``: verifies all
+    checkpoints.
 
     Raises:
         CheckpointError: a checkpoint is damaged; the message names file and tensor, or the damaged checkpoints.
@@ -236,7 +237,7 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """Returns one line with the names of the other checkpoints and files in the folder of the checkpoint ``step``."""
+    """Returns one line with the names of all other checkpoints and files in the run folder of ``step``."""
     steps = [path.name for path in committed(files, step.parent) if path != step]
     hidden = {step.name, "latest", LOCK, *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]

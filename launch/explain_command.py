@@ -27,7 +27,7 @@ def add_explain_options(parser: ArgumentParser) -> None:
 def explain(options: Namespace) -> int:
     """Prints the engine's error messages that best match the user's words; with ``--all``, every matching message.
 
-    Returns exit status 0, 1 if none matches, or 2 without words and ``--all``.
+    Returns exit status 0, 1 if no message matches, or 2 if neither words nor ``--all`` are given.
     """
     given = " ".join(options.words)
     errors = list({(error.kind, error.text): error for error in raised_errors()}.values())

@@ -40,7 +40,7 @@ def add_outer_options(command: ArgumentParser) -> None:
 
 
 def run_outer(options: Namespace) -> None:
-    """Runs ``trine outer``: serves a store that merges the weights of several training sites, or prints its state.
+    """Runs ``trine outer``: serves, queries or replays a store, the server that merges the weights of several sites.
 
     Raises:
         EngineError: the configuration has no store, the address cannot be served, or the store does not answer.

@@ -40,7 +40,7 @@ def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, sh
     Only rank 0 calls it, before it builds its engine.
 
     Returns:
-        A context that ends the lock.
+        A context that releases the lock.
 
     Raises:
         EngineError: another process trains in the folder; the run in it has another text, model or seed; or ``--fresh``

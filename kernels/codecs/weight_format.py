@@ -91,9 +91,7 @@ class QuantizedShape:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Blocks in this shard, in column order: (index of the block in a full row, number of its columns in this
-        shard).
-        """
+        """Blocks of columns in this shard: pairs (index of the block in a full row, number of columns in the shard)."""
         block, found = self.format.block, []
         for start, stop in self.runs or ((0, self.shape[-1]),):
             for number in range(start // block, -(-stop // block)):
@@ -288,7 +286,7 @@ View = Callable[[Tensor], Tensor]
 class QuantizedWeight(Tensor):
     """Read-only tensor for frozen quantized weights, which stores only codes and scales.
 
-    Its shape and ``dtype`` are the ones of the decoded weights. Operators decode it when they use it.
+    It has the shape and ``dtype`` of the decoded weights, and is decoded for each operation.
     """
 
     packed: Tensor

@@ -64,7 +64,7 @@ def grouped_weight_gradient_kernel(
     x, d, out, ends, experts, N, K, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Computes x' d for the rows of each expert in ``x`` [R, K] and ``d`` [R, N]; writes ``out`` [X, K, N].
+    """Multiplies each expert's rows in ``x`` [R, K], transposed, by its rows in ``d`` [R, N]; writes ``out`` [X, K, N].
 
     The rows are sorted by expert; ``ends`` [X] has the end index of each expert's rows.
     """
@@ -102,7 +102,7 @@ def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, t
 
 
 def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """Returns x' d for the rows of each expert in ``x_RK`` and ``d_RN``, [X, K, N].
+    """Returns each expert's rows in ``x_RK``, transposed, times its rows in ``d_RN``, [X, K, N].
 
     Both operands are contiguous and sorted by expert. ``ends_X`` (integers on the device): end index of each expert's
     rows. ``tile``: launch shape; None: the default.

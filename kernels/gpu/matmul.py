@@ -218,9 +218,12 @@ def launch_matmul(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns (f(a b + bias) + residual, input of the activation f); ``follows`` has bias, f and residual.
 
-    The second result is empty unless ``follows.keeps``; it excludes the bias unless f is relu. Operands and their
-    transposes are contiguous, with rows of a multiple of 16 bytes. ``out_MN``: tensor for the first result. ``tf32``:
-    fp32 operands are multiplied as TF32; None: as torch is set.
+    The second result is empty unless ``follows.keeps``. Each operand, or its transpose, is contiguous, with rows of a
+    multiple of 16 bytes.
+
+    Args:
+        out_MN: tensor for the first result; None: a new one.
+        tf32: fp32 operands are multiplied as TF32; None: as torch is set.
     """
     a, a_transposed = as_it_lies(a_MK)
     b, b_transposed = as_it_lies(b_KN)

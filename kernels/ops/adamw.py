@@ -24,7 +24,7 @@ from engine.kernels.optim.update_rules import AdamRule
 
 @dataclass(frozen=True, slots=True)
 class DeviceDecision:
-    """Decision on an update, as two fp64 scalars on the device: a factor for the gradient, and 0 to skip the update."""
+    """Decision on an update, as two fp64 scalars on the device: gradient factor, and flag (0: skip the update)."""
 
     factor: Tensor
     """Factor applied to the gradients."""

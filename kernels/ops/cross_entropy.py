@@ -157,7 +157,7 @@ def find_gradient(
 ) -> Tensor:
     """Returns the gradient of ``logits_NW`` from ``slopes``, the gradients of the softmax statistics.
 
-    ``question`` and ``softmax`` belong to the forward. ``inplace``: overwrites the logits and returns them.
+    ``question`` and ``softmax``: as in the forward. ``inplace``: overwrites the logits and returns them.
     """
     if slopes.log_sum is None:
         slopes = slopes._replace(log_sum=torch.zeros_like(softmax.largest))

@@ -46,8 +46,8 @@ def linear(
 ) -> Tensor:
     """Computes f(x W' + b) + residual: x [.., I] -> [.., O], with the activation f of ``form``. Differentiable.
 
-    ``weight`` W is [O, I], or [I, O] without transposition if ``form.transposed``. The backward may add to the weight's
-    main gradient in place.
+    ``weight`` is W [O, I], or W' [I, O] with ``form.transposed``. The backward may add to the weight's main gradient in
+    place.
     """
     given = x, weight, bias, residual
     if has_torch_function(given):
@@ -78,7 +78,7 @@ def linear_reference(
 ) -> Tensor:
     """Computes f(x W' + b) + residual in PyTorch, with the activation f of ``form``.
 
-    ``weight`` W is not transposed if ``form.transposed``.
+    ``weight`` is W, or W' with ``form.transposed``.
     """
     y = ACTIVATIONS[form.activation](functional.linear(x, weight.t() if form.transposed else weight, bias))
     return y if residual is None else y + residual

@@ -50,8 +50,8 @@ class MatrixRule(Protocol):
 def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: float, add: float) -> None:
     """Updates ``left`` [A, A] and ``right`` [B, B], the statistics of gradients G = ``grad_AB``, in place.
 
-    ``left`` becomes ``keep`` * left + ``add`` * G G', and ``right`` becomes ``keep`` * right + ``add`` * G' G. None is
-    skipped.
+    ``left`` becomes ``keep`` * left + ``add`` * G G', and ``right`` becomes ``keep`` * right + ``add`` * G' G. A
+    statistic of None is skipped.
     """
     if left is not None:
         left.addmm_(grad_AB, grad_AB.T, beta=keep, alpha=add)
@@ -123,7 +123,7 @@ class MuonRule:
         )
 
     def rate(self, shape: tuple[int, ...]) -> float:
-        """Returns the learning rate for a matrix of ``shape``: ``lr`` times a factor from ``shape``."""
+        """Returns the learning rate for a matrix of ``shape``: ``lr`` times a factor that depends on ``shape``."""
         rows, columns = shape
         ratio = 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1, rows / max(1, columns)))
         return self.lr * ratio

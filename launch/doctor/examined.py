@@ -81,9 +81,9 @@ class HostFacts:
     infiniband: bool = False
 
     def carrier(self) -> InterfaceFacts | None:
-        """Returns the network interface of gloo, or None.
+        """Returns the network interface that gloo uses, or None.
 
-        GLOO_SOCKET_IFNAME names it; otherwise it has an address of the host name.
+        GLOO_SOCKET_IFNAME names it, or else it has an address of the host's name.
         """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
@@ -225,7 +225,7 @@ class Hosts:
 
 
 def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
-    """Collects the facts about this host that do not need torch, so without GPUs.
+    """Collects the facts about this host that do not need torch; GPUs are missing.
 
     ``variables``: environment variables. ``target``: address of the rendezvous.
     """

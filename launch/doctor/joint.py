@@ -84,7 +84,9 @@ class Examination:
         )
 
     def run(self) -> Examined:
-        """Runs all phases of the check, each with a timeout; returns the results, on rank 0 of all ranks."""
+        """Runs all phases of the check, each with a timeout; returns this rank's results, or on rank 0 all ranks'
+        results.
+        """
         ended = threading.Event()
         self._enter(self._phase, _MEETING_GRACE_SECONDS)
         threading.Thread(target=self._work, args=(ended,), daemon=True).start()
@@ -126,7 +128,7 @@ class Examination:
         self._limited(speak, 2 * _GRACE_SECONDS)
 
     def hear(self) -> dict[str, Any] | None:
-        """Returns rank 0's conclusion as a JSON object on another rank; None if it does not arrive in time."""
+        """Waits for rank 0's conclusion; returns it as a JSON object, or None after the timeout."""
         store, heard = self._store, list[dict[str, Any]]()
         if store is None:
             return None

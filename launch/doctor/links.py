@@ -97,7 +97,7 @@ class PairTimes:
 
 
 def measure_pairs(group: HostGroup, leaders: Sequence[int]) -> list[PairTimes]:
-    """Measures the links between pairs of hosts; returns the pairs in which this rank's host is first.
+    """Measures the links between pairs of hosts; returns the results of the pairs with this rank's host first.
 
     ``leaders``: one rank per host; all of them must call this function.
 

@@ -176,7 +176,7 @@ ENVIRONMENT_FILE = ".deepspeed_env"
 def add_deepspeed_options(command: ArgumentParser) -> None:
     """Adds the options of DeepSpeed's launcher to ``trine launch``, hidden from its help.
 
-    They have the effect of an existing option, no effect, or are refused with advice.
+    Some have an effect, some have none, and some are refused with advice.
     """
     command.set_defaults(became=[], refused=[])
     known = command._option_string_actions

@@ -43,7 +43,7 @@ class RendezvousEndpoint:
 def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: RendezvousEndpoint | None) -> list[str]:
     """Returns torchrun's command for one node, ``python -m torch.distributed.run ...``, as a list of words.
 
-    ``ranks``: ranks on this node. ``nodes``: value of ``--nnodes``. ``meeting``: None: the job runs on this host only.
+    ``ranks``: ranks on this node. ``nodes``: value of ``--nnodes``. ``meeting`` None: the job runs on this host only.
     """
     here = ["--standalone"]
     if request.port is not None:

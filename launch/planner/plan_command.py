@@ -355,8 +355,8 @@ def _write(path: Any, settings: dict[str, Any]) -> None:
 
 
 def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns an engine configuration for ``layout``. Keys without relation to the layout come from ``base``, or from a
-    default with bf16 and AdamW.
+    """Returns an engine configuration for ``layout``. All other keys come from ``base``, or from a default with bf16
+    and AdamW.
     """
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}

@@ -42,7 +42,7 @@ class Planned:
 
 
 def as_text(planned: Planned) -> str:
-    """Formats ``planned`` for the terminal: the startup banner of a run, memory, step time, and if the layout fits."""
+    """Formats ``planned`` for the terminal: the startup banner of a run, memory and step time."""
     from engine.reporting.banner import banner_text
 
     lines = [banner_text(planned.plan, "no device: a plan")]
@@ -181,9 +181,7 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def offload_text(smallest: LayoutEstimate | None) -> str:
-    """Returns a clause with the GPU memory of ``smallest``, a layout, if its optimizer state were offloaded; "" for
-    None.
-    """
+    """Returns a clause with the GPU memory of ``smallest``, a layout, with offloaded optimizer state; "" for None."""
     if smallest is None:
         return ""
     left = (smallest.memory.total - smallest.memory.optimizer) / GIB

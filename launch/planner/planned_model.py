@@ -309,8 +309,7 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
 
 
 def kernels_of(config: Config, gpu: GpuSpec) -> PlannedKernels | None:
-    """Returns the choice of Triton kernels for a dry run on ``gpu`` under ``config``; None: only torch operators run.
-    """
+    """Returns the choice of Triton kernels for a dry run on ``gpu`` under ``config``; None: only torch operators."""
     return None if config.kernels == "reference" else PlannedKernels(config.kernels, gpu.name)
 
 

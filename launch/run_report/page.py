@@ -279,9 +279,7 @@ KEYS = '<span class="key k0">planned</span><span class="key k1">measured</span>'
 
 
 def memory_table(ranks: Sequence[RecordedRank]) -> str:
-    """Returns an HTML table with each rank's planned bytes of weights, gradients and optimizer state, and its peak
-    memory.
-    """
+    """Returns an HTML table with each rank's planned bytes by kind, such as weights, and its measured peak memory."""
     kinds = list(dict.fromkeys(kind for rank in ranks for kind, count in rank.state.items() if count))
     hosted = any(rank.host_bytes for rank in ranks)
     most = max(max(rank.peak_bytes, sum(rank.state.values())) for rank in ranks) or 1

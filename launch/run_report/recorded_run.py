@@ -212,7 +212,7 @@ def _rank(path: Path) -> Iterator[RecordedRank]:
 
 
 def damaged_file(path: Path, error: Exception) -> EngineError:
-    """Returns an EngineError for the damaged file ``path``, with the exception ``error`` from reading it."""
+    """Returns an EngineError for the damaged file ``path``; ``error``: exception from reading the file."""
     cause = f"{type(error).__name__}: {error}".rstrip(".")
     return EngineError(f"{path} cannot be read ({cause}); it may be damaged: restore it, or train another step.")
 

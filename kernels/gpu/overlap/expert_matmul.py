@@ -93,8 +93,7 @@ def product_return_kernel(
     RANKS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies rows of ``whole`` [R, K] by the matrices of their experts, and returns them to the ranks of the
-    tokens.
+    """Multiplies rows of ``whole`` [R, K] by the matrices of their experts; sends the products to the tokens' ranks.
 
     ``matrices`` is [X, K, N]; ``received`` is a table of tiles (:class:`ExpertRows`); ``out`` gives the dtype.
     """
@@ -160,8 +159,7 @@ def launch_dispatch_product(
 
 
 def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall) -> None:
-    """Multiplies rows of ``rows_RK`` by the matrices of their experts, and returns the products to the ranks of the
-    tokens.
+    """Multiplies rows of ``rows_RK`` by the matrices of their experts; sends the products to the tokens' ranks.
 
     ``rows_RK`` is contiguous and sorted by expert. :func:`launch_collect_rows` receives the products.
     """

@@ -91,10 +91,9 @@ def gather_product_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Sends ``part`` [B, L, K] to all ranks; writes ``out`` [B, W, L, N], the rows of all W ranks times ``matrix`` +
-    ``bias``.
+    """Sends ``part`` [B, L, K] to all W ranks, and multiplies the rows of all ranks by ``matrix`` [K, N].
 
-    PUSHES: sends; MULTIPLIES: receives and multiplies.
+    It writes ``out`` [B, W, L, N], plus ``bias`` [N] with BIAS. PUSHES: sends; MULTIPLIES: receives and multiplies.
 
     Args:
         patience: number of polls after which a signal counts as lost.
@@ -295,7 +294,10 @@ Half = Literal["push", "multiply", "both"]
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Parameters of a call of communicating kernels, such as the call number ``epoch`` (from 1), equal on all ranks."""
+    """Parameters of one call of kernels that communicate between ranks.
+
+    All ranks pass the same call number ``epoch`` (from 1) and launch shape.
+    """
 
     mailbox: Mailbox
     epoch: int
@@ -311,7 +313,7 @@ class KernelCall:
     def grid(self, device: torch.device) -> tuple[int]:
         """Returns the launch grid for ``device``: (number of programs,); 1 on the CPU.
 
-        All programs run at once, because they wait for others.
+        All programs must run at once, because they wait for each other.
         """
         return (1 if is_host(device) else self.programs or processors(device),)
 
@@ -380,10 +382,10 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
 
 
 def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
-    """Sums this rank's rows [rows, columns] over the products of all ranks through the NVLink switch, for all ranks.
+    """Sums this rank's rows over the products of all ranks through the NVLink switch, and sends the sums to all ranks.
 
-    The products are written by :func:`launch_product_scatter` with ``stays`` in the same call. The sums are received by
-    :func:`launch_collect_slots` in the next call.
+    :func:`launch_product_scatter` with ``stays`` computes the products in this call. :func:`launch_collect_slots`
+    receives the sums in the next call.
     """
     shape, mailbox = call.shape(dtype), call.mailbox
     like = torch.empty(0, dtype=dtype, device=mailbox.status.device)
