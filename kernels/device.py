@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Properties of a device type, such as "cuda", that torch does not report; a value of :data:`ACCELERATORS`."""
+    """Properties of a device type, such as "cuda", that torch does not report."""
 
     collectives: str
     """Backend of ``torch.distributed`` for tensors of the type."""
@@ -69,7 +69,7 @@ def count_devices(kind: str) -> int:
 
 
 def is_host(device: torch.device) -> bool:
-    """Returns True if ``device`` is the CPU, where an operator has run when its call returns."""
+    """Returns True if ``device`` is the CPU."""
     return device.type == "cpu"
 
 
@@ -86,9 +86,7 @@ def multiplies_wide(device: torch.device) -> bool:
 
 
 def collectives_for(device: torch.device) -> str:
-    """Returns the torch.distributed backend for tensors on ``device``, such as "nccl"; "gloo" for device types other
-    than the known accelerators.
-    """
+    """Returns the torch.distributed backend for tensors on ``device``, such as "nccl"; "gloo" for unknown types."""
     row = ACCELERATORS.get(device.type)
     return "gloo" if row is None else row.collectives
 
@@ -107,15 +105,13 @@ _GLOO_LINK = (200e-6, 1e9)
 
 
 def use_device(device: torch.device) -> None:
-    """Makes ``device`` the current device of this thread, as ``torch.cuda.set_device`` does; does nothing for the
-    CPU.
-    """
+    """Makes ``device`` the current device of this thread; does nothing for the CPU."""
     if _is_accelerator(device):
         _module(device.type).set_device(device)
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Returns ``device`` if it has an index, such as "cuda:1"; otherwise this thread's current device of the same type.
+    """Returns ``device`` with an index: its own, or the index of this thread's current device.
 
     The CPU is returned unchanged.
     """
@@ -132,9 +128,9 @@ def finish(device: torch.device) -> None:
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """Records an event in the current stream of ``device``, and returns it; it completes with the work queued so far.
+    """Records an event in the current stream of ``device``, and returns it; returns None on the CPU.
 
-    ``device`` must be the current device of this thread. Returns None on the CPU, which queues no work.
+    ``device`` must be the current device of this thread.
     """
     if not _is_accelerator(device):
         return None
@@ -156,8 +152,7 @@ def device_generator(device: torch.device) -> torch.Generator | None:
 def host_words(count: int, device: torch.device) -> torch.Tensor:
     """Returns ``count`` int32 zeros in host memory.
 
-    If ``device`` is an accelerator, the memory is page-locked, so that kernels on ``device`` read it in place, without
-    a copy.
+    The memory is page-locked if ``device`` is an accelerator, so that its kernels can read the numbers.
     """
     return torch.zeros(count, dtype=torch.int32, pin_memory=_is_accelerator(device))
 
@@ -165,7 +160,7 @@ def host_words(count: int, device: torch.device) -> torch.Tensor:
 def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an uninitialized tensor in host memory with the shape and dtype of ``tensor``.
 
-    If ``tensor`` is on an accelerator, the memory is page-locked, so that copies from it run asynchronously.
+    The memory is page-locked if ``tensor`` is on an accelerator.
     """
     if not _is_accelerator(tensor.device):
         return torch.empty_like(tensor)
@@ -173,10 +168,7 @@ def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns ``count`` zeros of ``dtype`` in host memory.
-
-    If ``device`` is an accelerator, the memory is page-locked, so that copies to ``device`` run asynchronously.
-    """
+    """Returns ``count`` zeros of ``dtype`` in host memory, page-locked if ``device`` is an accelerator."""
     return torch.zeros(count, dtype=dtype, pin_memory=_is_accelerator(device))
 
 
@@ -186,16 +178,12 @@ def host_bytes(count: int, pinned: bool) -> torch.Tensor:
 
 
 def peak_allocated(device: torch.device) -> int | None:
-    """Returns the peak number of bytes that torch has allocated on ``device``; None on the CPU, where torch does not
-    count them.
-    """
+    """Returns the peak number of bytes that torch has allocated on ``device``; None on the CPU."""
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Returns the size of the memory of ``device`` in bytes; None on the CPU, because other processes use its memory
-    too.
-    """
+    """Returns the size of the memory of ``device`` in bytes; None on the CPU."""
     if not _is_accelerator(device):
         return None
     memory: int = _module(device.type).get_device_properties(device).total_memory
@@ -203,9 +191,7 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def attends_in_blocks(device: torch.device) -> bool:
-    """Returns True if torch has flash attention kernels on ``device`` that return log-sum-exps and accept them in the
-    backward.
-    """
+    """Returns True if torch has flash attention kernels with log-sum-exps for ``device``."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -223,10 +209,10 @@ def triton_target(capability: tuple[int, int]) -> Any:
 
 
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Lets the current stream of ``device`` use ``tensors`` of another stream, after ``event`` of the other stream.
+    """Makes the current stream of ``device`` wait for ``event``, and lets it use ``tensors`` of another stream.
 
-    The memory of ``tensors`` is not reused before the work of the current stream on them has ended. If ``event`` is
-    None, nothing happens.
+    The memory of ``tensors`` is not reused before this stream's work on them has ended. An ``event`` of None does
+    nothing.
     """
     if event is None:
         return
@@ -238,33 +224,30 @@ def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable
 
 
 class PostedCopy:
-    """Copy of ``tensor`` for another rank, a thread of this process, which may read the copy on any stream."""
+    """Copy of a tensor that another thread may read on any stream."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.detach().clone()
         self._event = record_event(tensor.device)
 
     def read_on(self, device: torch.device) -> torch.Tensor:
-        """Returns the copy as a tensor on ``device``; the current stream of ``device`` may read it at once."""
+        """Returns the copy as a tensor on ``device``, ready for the current stream of ``device``."""
         if self._copy.device == device:
             hand_over(device, self._event, (self._copy,))
         return self._copy.to(device)
 
 
 class PinnedCopies:
-    """Asynchronous copies to a device from host memory that is not page-locked, by way of page-locked memory.
+    """Asynchronous copies of host tensors to a device, through page-locked memory.
 
-    The object refers to each page-locked tensor until the device has read it. A direct copy could make the host wait
-    for the device's queue.
+    The object refers to the page-locked memory until the device has read it.
     """
 
     def __init__(self) -> None:
         self._unread: deque[tuple[torch.Event, torch.Tensor]] = deque()
 
     def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns a copy of ``tensor`` on ``device``, which must be the current device of this thread; the host does
-        not wait.
-        """
+        """Returns a copy of ``tensor`` on ``device``, the current device of this thread; the host does not wait."""
         pageable = _is_accelerator(device) and is_host(tensor.device) and tensor.numel() and not tensor.is_pinned()
         if not pageable:
             return tensor.to(device, non_blocking=True)
@@ -278,9 +261,7 @@ class PinnedCopies:
 
 
 class SideStream:
-    """Stream of ``device`` in addition to its current stream; on the CPU, which has no streams, work runs
-    immediately.
-    """
+    """Second stream of ``device``; on the CPU, work runs immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -288,7 +269,7 @@ class SideStream:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Queues the work inside the context on this stream, after all work queued on the current stream so far."""
+        """Makes this stream wait for the current stream, then queues the work inside the context on this stream."""
         if self._stream is None:
             yield
             return
@@ -298,7 +279,7 @@ class SideStream:
 
     @contextmanager
     def after(self, events: Iterable[torch.Event | None]) -> Iterator[None]:
-        """Queues the work inside the context on this stream, after ``events``, but not after the current stream."""
+        """Queues the work inside the context on this stream, after ``events``."""
         if self._stream is None:
             yield
             return

@@ -39,7 +39,7 @@ logger = logging.getLogger("trine")
 
 
 class OpenSum(NamedTuple):
-    """Gradient sum of one parameter, to which the backward of a matrix product may now add the product in place."""
+    """Gradient sum of a parameter, open for additions in place."""
 
     into: Tensor
     """Gradient sum in the shape of the parameter; fp32, or the parameter's dtype."""
@@ -48,26 +48,25 @@ class OpenSum(NamedTuple):
 
 
 class MainGradient(Protocol):
-    """Interface to the main gradient of a parameter: the tensor that sums its gradients over microbatches.
+    """Interface to a parameter's main gradient, the tensor that sums its gradients over microbatches.
 
     Megatron-LM calls this tensor ``main_grad``.
     """
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the gradient sum to which the running backward adds its product in place.
+        """Returns the gradient sum for an addition in place; None: the backward must return its gradient to autograd.
 
-        None: the backward must return its gradient to autograd instead. ``node``: autograd node that accumulates the
-        parameter's gradients; None: the caller runs outside of autograd.
+        ``node``: autograd node that accumulates the parameter's gradients; None: outside of autograd.
         """
 
     def end(self, node: Any | None) -> None:
-        """Ends the addition that ``begin(node)`` has opened; call it once the kernel that adds has been launched."""
+        """Ends the addition that :meth:`begin` has started; call it after the launch of the kernel that adds."""
 
 
 class MainGradients:
-    """Registry of the main gradients of an engine: for each parameter, the tensor that sums its gradients.
+    """Registry of an engine's main gradients: for each parameter, the tensor that sums its gradients.
 
-    Gradients of a parameter without an entry are returned to autograd.
+    Gradients of other parameters are returned to autograd.
     """
 
     def __init__(self) -> None:
@@ -77,20 +76,17 @@ class MainGradients:
         return bool(self._of)
 
     def register(self, parameter: Tensor, main: MainGradient) -> None:
-        """Registers ``main`` as the sum to which the backward of a matrix product with ``parameter`` adds its
-        gradient.
-        """
+        """Registers ``main`` as the sum of the gradients of ``parameter``."""
         self._of[id(parameter)] = parameter, main
 
     def clear(self) -> None:
-        """Removes all entries, so that products return the gradients of all parameters to autograd."""
+        """Removes all entries; all gradients are then returned to autograd."""
         self._of.clear()
 
     def use(self, weight: Tensor) -> MainGradient | None:
-        """Returns the main gradient to which the backward of a matrix product with ``weight`` may add.
+        """Returns the main gradient of the parameter ``weight``, or None.
 
-        None: ``weight`` is not itself a registered parameter (a view is not), needs no gradient, or is used inside
-        torch.compile.
+        It is None for views, for weights that need no gradient, and inside torch.compile.
         """
         if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
             return None
@@ -99,10 +95,7 @@ class MainGradients:
 
 
 def is_executed(node: Any) -> bool:
-    """Returns True if the running backward executes the autograd node ``node``.
-
-    A nested ``torch.autograd.grad`` inside a recomputed block computes other gradients, and may skip the node.
-    """
+    """Returns True if the running backward executes the autograd node ``node``."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch raises this if backward returns the gradient of this node itself
@@ -110,11 +103,9 @@ def is_executed(node: Any) -> bool:
 
 
 def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
-    """Returns the gradient sum to which the running backward of a matrix product adds its product in place.
+    """Returns the gradient sum for an addition in place by the running backward.
 
-    None: the backward must return its gradient to autograd instead. This is so if ``main`` is None, if the backward is
-    itself differentiated, or if autograd does not execute ``node``. ``node`` is the argument of
-    :meth:`MainGradient.begin`.
+    None: the backward must return its gradient to autograd. ``node``: as for :meth:`MainGradient.begin`.
     """
     if main is None or torch.is_grad_enabled() or (node is not None and not is_executed(node)):
         return None
@@ -128,9 +119,10 @@ NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
-    """Row of ``tuned.json``: the faster implementation of an operator, Triton or PyTorch, for widths from ``width`` on.
+    """Row of ``tuned.json``: the faster implementation, Triton or PyTorch, of an operator on rows of ``width``
+    elements.
 
-    The row applies up to the ``width`` of the next row of the same operator, device and dtype.
+    It also applies to longer rows, up to the ``width`` of the next row with the same operator, device and dtype.
     """
 
     operator: str
@@ -146,25 +138,20 @@ class TunedChoice:
 
 
 def read_choices(text: str) -> tuple[TunedChoice, ...]:
-    """Returns the rows of a table of choices between Triton and PyTorch, parsed from JSON text like that of
-    ``tuned.json``.
-    """
+    """Parses JSON text like ``tuned.json``; returns its choices between Triton and PyTorch."""
     return tuple(TunedChoice(**row) for row in json.loads(text)["winners"])
 
 
 @cache
 def shipped_choices() -> tuple[TunedChoice, ...]:
-    """Returns the rows of ``tuned.json``, which ships with this package: measured choices between Triton and
-    PyTorch.
-    """
+    """Returns the choices between Triton and PyTorch in the shipped ``tuned.json``."""
     return read_choices((Path(__file__).resolve().parent / "tuned.json").read_text(encoding="utf-8"))
 
 
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
-    """Returns the row in ``rows`` that applies to ``operator`` on rows of ``width`` elements; None if there is none.
+    """Returns the row for ``operator`` on rows of ``width`` elements; None if there is none.
 
-    Rows that name the ``device`` precede rows for "*", which means any GPU, but not the CPU. Of several such rows, the
-    one with the largest width up to ``width`` applies.
+    Rows for ``device`` precede rows for "*", any GPU. The row with the largest width up to ``width`` applies.
     """
     held = [
         row
@@ -194,9 +181,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 class Kernels:
-    """Choice between Triton and PyTorch for each operator of a run; it is cached by operator, device, dtype and
-    width.
-    """
+    """Choice between Triton and PyTorch for each operator, cached by device, dtype and width."""
 
     def __init__(self, mode: Mode = "auto", winners: tuple[TunedChoice, ...] | None = None) -> None:
         self.mode = mode
@@ -213,24 +198,21 @@ class Kernels:
     def replaces(self, device: torch.device) -> bool:
         """Returns True if models on ``device`` use this package's operators in place of torch's.
 
-        False only for the mode "auto" on the CPU, where models stay unchanged.
+        It is False only for the mode "auto" on the CPU.
         """
         return self.mode != "auto" or not is_host(device)
 
     def takes(self, operator: str, x: Tensor) -> bool:
-        """Returns True if ``operator`` should run in Triton on ``x``, and the Triton kernels support the dtype of
-        ``x``.
+        """Returns True if ``operator`` should run in Triton on ``x``, and Triton supports the dtype.
 
-        The choice depends on the width, the size of the last dim of ``x``.
+        The choice depends on the size of the last dim of ``x``.
         """
         return self.mode != "reference" and is_narrow(x) and self.triton(operator, x, x.shape[-1])
 
     def for_products(self, x: Tensor) -> "Kernels":
-        """Returns the object that chooses the implementation of a linear layer's matrix products with inputs like
-        ``x``.
+        """Returns the kernel selection for the matrix products of a linear layer with inputs like ``x``.
 
-        It is ``self``, or ``REFERENCE`` (always PyTorch) if Triton is not faster at any width, so that the layer's
-        three products need no further lookups.
+        It is ``REFERENCE`` (always PyTorch) if Triton is not faster at any width, otherwise ``self``.
         """
         if self.mode == "reference":
             return self
@@ -243,18 +225,14 @@ class Kernels:
         return found
 
     def summary(self) -> str:
-        """Returns all choices between Triton and PyTorch made so far, as text for one log line; "" if there are none.
-
-        A line at debug level reports each choice when it is made, with dtype, width and measured speedup.
-        """
+        """Returns all choices between Triton and PyTorch so far, as text for one log line; "" if there are none."""
         return "; ".join(
             why.format("; ".join(f"{', '.join(operators)}: {name}" for name, operators in sorted(names.items())[::-1]))
             for why, names in sorted(self._chosen.items())
         )
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
-        """Returns True if ``operator`` should run in Triton on ``x``, with rows of ``width`` elements; False: in
-        PyTorch.
+        """Returns True if ``operator`` should run in Triton on ``x``, with rows of ``width`` elements.
 
         Each new choice is logged once, at debug level.
         """
@@ -316,17 +294,12 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def is_narrow(x: Tensor) -> bool:
-    """Returns True if the Triton kernels support ``x``: its dtype is fp32, fp16 or bf16, and its last dim is not
-    empty.
-    """
+    """Returns True if the Triton kernels support ``x``: fp32, fp16 or bf16, with a last dim that is not empty."""
     return x.dtype in NARROW and x.dim() > 0 and x.shape[-1] > 0
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Returns ``x`` [.., H] as a matrix [N, H] with contiguous rows: all leading dims are merged into N.
-
-    It is a view of ``x`` if the strides of ``x`` allow one, otherwise a copy.
-    """
+    """Returns ``x`` [.., H] as a matrix [N, H] with contiguous rows: a view if possible, otherwise a copy."""
     x_NH = x.reshape(-1, x.shape[-1])
     return x_NH if x_NH.stride(1) == 1 or x_NH.shape[1] == 1 else x_NH.contiguous()
 
@@ -363,9 +336,7 @@ def _is_seen(tensor: Tensor) -> bool:
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Returns a faster equivalent of ``function.apply`` for eager mode, without torch.compile; calls pass a tensor as
-    first argument.
-    """
+    """Returns a faster ``function.apply`` for eager mode; its first argument must be a tensor."""
     plain = _plain_apply(function)
 
     def apply(x: Tensor, *more: Any) -> Any:
@@ -377,10 +348,9 @@ def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 class FusedOperator(Generic[R]):
-    """Torch custom operator made from a Python function of tensors; eager mode calls the function directly.
+    """Torch custom operator made from a Python function; eager mode calls the function directly.
 
-    The function takes positional arguments and returns new tensors. It may write only to the arguments named in
-    ``mutates``.
+    The function takes positional arguments, returns new tensors, and writes only to the arguments in ``mutates``.
     """
 
     def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
@@ -393,8 +363,7 @@ class FusedOperator(Generic[R]):
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
         """Registers the callback ``fake``, and returns it.
 
-        ``fake`` gets tensors without content (meta or fake tensors), and returns outputs without content, of the
-        correct shape and dtype.
+        ``fake`` gets meta or fake tensors, and returns outputs of the correct shape and dtype.
         """
 
         def on_shapes(*args: Any) -> R:
@@ -407,11 +376,10 @@ class FusedOperator(Generic[R]):
         return fake
 
     def register_autograd(self, gradients: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
-        """Registers the backward of the operator, as two callbacks.
+        """Registers the backward of the operator.
 
-        The forward calls ``setup_context(ctx, inputs, output)`` to save tensors on ``ctx``. The backward calls
-        ``gradients(ctx, *slopes)``: ``slopes`` are the gradients of the outputs, and the callback returns the gradients
-        of the inputs.
+        The forward calls ``setup_context(ctx, inputs, output)``, and the backward ``gradients(ctx,
+        *output_gradients)``.
         """
         self.registered.register_autograd(gradients, setup_context=setup_context)
         function: Callable[..., R] = self._function
@@ -452,11 +420,7 @@ class FusedOperator(Generic[R]):
 
 @contextmanager
 def launching_on_shapes() -> Iterator[None]:
-    """Makes operators launch their kernels inside the context even if their tensors have no content (meta or fake
-    tensors).
-
-    ``warm_cache`` records these launches, which run nothing, in order to compile the kernels.
-    """
+    """Makes operators launch their kernels inside the context even for meta or fake tensors."""
     token = _LAUNCHES.set(True)
     try:
         yield
@@ -473,10 +437,9 @@ def _without_content(given: Any) -> Any:
 
 
 def fused_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], FusedOperator[R]]:
-    """Returns a decorator that registers a function as the torch operator ``name``, such as "trine::dequantize".
+    """Returns a decorator that makes a function the torch operator ``name``, such as "trine::dequantize".
 
-    ``mutates`` names the arguments that the function writes to; the decorated function becomes a
-    :class:`FusedOperator`.
+    ``mutates`` names the arguments that the function writes to.
     """
     return lambda function: FusedOperator(name, function, mutates)
 

@@ -47,7 +47,7 @@ IN_KERNEL: frozenset[Way] = frozenset({"fused", "copied"})
 
 
 class ProductSizes(NamedTuple):
-    """Sizes of a matrix product [rows, depth] x [depth, columns]; ``rows`` counts the rows of all ranks together."""
+    """Sizes of a matrix product [rows, depth] x [depth, columns]; ``rows`` counts the rows of all ranks."""
 
     rows: int
     columns: int
@@ -56,9 +56,9 @@ class ProductSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapChoice:
-    """Row of ``overlap.json``: the fastest way, by measurement, to overlap one matrix product with its communication.
+    """Row of ``overlap.json``: the fastest measured way to overlap a matrix product with its communication.
 
-    It applies to products with its ``columns`` and ``depth``, and at least ``rows`` rows.
+    It applies to products with at least ``rows`` rows, and the same ``columns`` and ``depth``.
     """
 
     operation: Operation
@@ -78,7 +78,7 @@ class OverlapChoice:
 
     @property
     def fuses(self) -> bool:
-        """True if this way runs a kernel that multiplies while it communicates."""
+        """True if a kernel multiplies while it communicates."""
         return self.way in IN_KERNEL
 
 
@@ -89,10 +89,9 @@ class OverlapChoices:
         self.rows = tuple(rows)
 
     def find(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> OverlapChoice | None:
-        """Returns the row for ``operation`` on a product of ``sizes`` in ``dtype``; None if no such product was
-        measured.
+        """Returns the row for ``operation`` on a product of ``sizes`` in ``dtype``; None if there is none.
 
-        Of several measured products with at most ``sizes.rows`` rows, the largest one's table row is returned.
+        The row with the most rows up to ``sizes.rows`` applies.
         """
         product = (sizes.columns, sizes.depth)
         held = [
@@ -104,10 +103,9 @@ class OverlapChoices:
         self, operation: Operation, rows: int, dtype: torch.dtype, *, columns: int | None = None,
         depth: int | None = None,
     ) -> bool:  # fmt: skip
-        """Returns True if a kernel that multiplies while it communicates was measured as the fastest way for
-        ``operation``.
+        """Returns True if a kernel that multiplies while it communicates may be the fastest for ``operation``.
 
-        The product has ``rows`` rows in ``dtype``. ``columns``, ``depth``: its other sizes; None: any measured size.
+        The product has ``rows`` rows; ``columns`` or ``depth`` None: any measured size.
         """
         products = {
             ProductSizes(rows, row.columns, row.depth)
@@ -123,18 +121,14 @@ class OverlapChoices:
 
 
 def read_overlap(text: str) -> tuple[OverlapChoice, ...]:
-    """Returns the rows in ``text``, JSON like that of ``overlap.json``: measured ways to overlap products with
-    communication.
-    """
+    """Parses JSON text like ``overlap.json``; returns its rows."""
     rows = json.loads(text)["winners"]
     return tuple(OverlapChoice(**(row | {"tile": tuple(row["tile"])} if row.get("tile") else row)) for row in rows)
 
 
 @cache
 def shipped_overlap() -> tuple[OverlapChoice, ...]:
-    """Returns the rows of ``overlap.json``, which ships with this package: measured ways to overlap matrix products
-    with their communication.
-    """
+    """Returns the rows of the shipped ``overlap.json``: measured ways to overlap matrix products with communication."""
     return read_overlap((Path(__file__).resolve().parent / "overlap.json").read_text(encoding="utf-8"))
 
 
@@ -145,9 +139,9 @@ def overlap_choices(device: str, ranks: int) -> OverlapChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mailbox:
-    """Addresses of memory for messages between the ranks of a parallel axis; each rank can write to the memory of all.
+    """Addresses of memory that all ranks of a parallel axis can write, for messages between them.
 
-    The addresses are valid on the rank ``rank``, which has mapped the memory of the other ranks.
+    The addresses are valid only on the rank ``rank``.
     """
 
     rank: int
@@ -175,7 +169,7 @@ class Mailbox:
 
 
 class Missing(NamedTuple):
-    """First missing signal: ``rank`` has not reported that it has written ``tile`` in call number ``epoch``."""
+    """First missing signal: ``rank`` did not report ``tile`` in call number ``epoch``."""
 
     rank: int
     tile: int
@@ -183,9 +177,7 @@ class Missing(NamedTuple):
 
 
 def read_status(word: int) -> Missing | None:
-    """Decodes ``word``, the status word of a :class:`Mailbox`: returns the first missing signal, or None if none is
-    missing.
-    """
+    """Decodes the status word of a :class:`Mailbox`; returns the first missing signal, or None."""
     return Missing(word >> 24 & 0xFF, (word & 0xFFFFFF) - 1, word >> 32) if word else None
 
 
@@ -225,19 +217,17 @@ class ExpertRows:
 
     @cached_property
     def received(self) -> Tensor:
-        """Number of rows that each rank sends to each of this rank's experts, int64 [sending ranks, experts of this
-        rank].
-        """
+        """Number of rows that each rank sends to each of this rank's experts, int64 [ranks, experts of this rank]."""
         return self.counts.view(self.ranks, self.ranks, -1)[:, self.rank].long()
 
     @property
     def own(self) -> int:
-        """Number of rows that this rank sends, to experts on all ranks together."""
+        """Number of rows that this rank sends to all experts."""
         return int(self.sent.sum())
 
     @property
     def here(self) -> int:
-        """Number of rows that this rank's experts receive, from all ranks together."""
+        """Number of rows that this rank's experts receive from all ranks."""
         return int(self.received.sum())
 
     @property
@@ -246,34 +236,31 @@ class ExpertRows:
         return self.received.sum(0)
 
     def most_rows(self) -> int:
-        """Returns the largest number of rows that any rank sends to the experts of one rank, possibly its own."""
+        """Returns the largest number of rows from one rank to the experts of one rank."""
         return int(self.counts.view(self.ranks, self.ranks, -1).sum(2).max())
 
     def most_tiles(self, height: int) -> int:
-        """Returns the largest number of tiles that any rank sends to the experts of one rank, possibly its own.
+        """Returns the largest number of tiles from one rank to the experts of one rank, at least 1.
 
-        A tile is a run of at most ``height`` rows for one expert. The result is at least 1.
+        A tile is a run of at most ``height`` rows for one expert.
         """
         tiles = -(-self.counts.view(self.ranks, self.ranks, -1) // height)
         return max(1, int(tiles.sum(2).max()))
 
     def source_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Returns a table of this rank's own rows in tiles (runs for one expert) of at most ``height`` rows, int32 [n,
-        6], on the host.
+        """Returns a table of this rank's rows in tiles of at most ``height`` rows for one expert, int32 [n, 6], on the
+        host.
 
-        ``sends``: True: the order in which rows are sent to the experts; False: the order in which results come back.
-        The six fields of a tile are the other rank, the tile's number, the expert, the first row in the memory for
-        messages (slot), the number of rows, and the first row in this rank's tensor.
+        The fields are peer rank, tile number, expert, first row in the message, number of rows, and first row on this
+        rank. ``sends`` True: in the order of sending; False: in the order in which results come back.
         """
         starts = (self.sent.flatten().cumsum(0) - self.sent.flatten()).view_as(self.sent)
         return self._tiles(self.sent, starts, height, sends)
 
     def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Returns a table of the rows for this rank's experts in tiles (runs for one expert) of at most ``height``
-        rows, int32 [n, 6], on the host.
+        """Returns a table of the rows for this rank's experts, with the fields of :meth:`source_tiles`, int32 [n, 6].
 
-        ``sends``: True: the order in which results are sent back; False: the order in which rows are received. A tile
-        has the six fields of :meth:`source_tiles`.
+        ``sends`` True: in the order in which results are sent back; False: in the order in which rows are received.
         """
         return self._tiles(self.received, self._starts(), height, sends)
 
@@ -286,8 +273,7 @@ class ExpertRows:
         return torch.cat([piece[expert] for expert in range(self.experts) for piece in pieces])
 
     def by_rank(self, rows: Tensor) -> list[Tensor]:
-        """Splits ``rows`` [R, ..], results of this rank's experts, into one tensor for each rank from which the rows
-        came.
+        """Splits ``rows`` [R, ..] of this rank's experts by source rank; returns one tensor per rank.
 
         ``rows`` has the order of the result of :meth:`by_expert`.
         """
@@ -295,8 +281,8 @@ class ExpertRows:
         return [torch.cat(pieces[rank :: self.ranks]) for rank in range(self.ranks)]
 
     def to_owners(self, tokens: Tensor) -> list[Tensor]:
-        """Splits this rank's ``tokens`` [T, ..], sorted by expert, into one tensor for each rank, with the rows for its
-        experts.
+        """Splits this rank's ``tokens`` [T, ..], sorted by expert, by the rank of the expert; returns one tensor per
+        rank.
         """
         return list(torch.split(tokens, self.sent.sum(1).tolist()))
 

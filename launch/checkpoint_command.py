@@ -31,7 +31,7 @@ def info(folder: Path) -> None:
     """Prints the content of a checkpoint, read from its manifest alone.
 
     Args:
-        folder: folder of a checkpoint, or of a run; for a run, its newest checkpoint is shown.
+        folder: folder of a checkpoint, or of a run; its newest checkpoint is shown.
 
     Raises:
         CheckpointError: the folder has no checkpoint, or its manifest is damaged.
@@ -46,12 +46,13 @@ def info(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path, everything: bool) -> None:
-    """Verifies the checksum of every block of the checkpoint that ``folder`` denotes, and prints one line. With
-    ``everything``, does so for every checkpoint of the run.
+    """Verifies the checksum of every block of a checkpoint, and prints one line.
+
+    ``folder``: folder of a checkpoint, or of a run with its newest checkpoint. ``everything``: verifies all
+    checkpoints.
 
     Raises:
-        CheckpointError: a checkpoint is damaged; the message names file and tensor, or the damaged checkpoints if
-            several were verified.
+        CheckpointError: a checkpoint is damaged; the message names file and tensor, or the damaged checkpoints.
     """
     newest = find(folder)
     beside_it = committed(Files(), newest.parent)
@@ -73,14 +74,12 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
-    """Copies a checkpoint's model in Hugging Face format to the folder ``out``, and verifies every block during the
-    copy.
+    """Copies a checkpoint's model in Hugging Face format to the folder ``out``, and verifies every block.
 
-    The copy is made under a temporary name, and renamed to ``out`` when it is complete.
+    ``out`` appears only when it is complete.
 
     Args:
-        single: True: writes all tensors to one ``model.safetensors``; False: one file per rank that saved the
-            checkpoint.
+        single: True: one file ``model.safetensors``; False: one file per rank that saved the checkpoint.
 
     Raises:
         CheckpointError: ``out`` exists and is not empty, the checkpoint is damaged, or the disk is full.
@@ -107,11 +106,10 @@ def export(folder: Path, out: Path, single: bool) -> None:
 
 
 def find(folder: Path) -> Path:
-    """Returns the folder of the checkpoint that ``folder`` denotes: ``folder`` itself if it is a checkpoint, or the
-    newest checkpoint of the run in ``folder``.
+    """Returns ``folder`` itself if it is a checkpoint, or the newest checkpoint of the run in ``folder``.
 
     Raises:
-        CheckpointError: ``folder`` is neither a checkpoint nor a run with one.
+        CheckpointError: ``folder`` has no checkpoint.
     """
     path, files = folder.absolute(), Files()
     with _plain_errors(path):
@@ -166,7 +164,7 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
 
 
 def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
-    """Returns the content of a checkpoint as one line of text for each title, such as "grid" or "optimizer"."""
+    """Returns the content of a checkpoint as one line of text per title, such as "grid" or "optimizer"."""
     return {
         "saved": _saved(manifest),
         "grid": _grid(manifest),
@@ -239,9 +237,7 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """Returns one line with the names of the other checkpoints and files in the run folder that contains the checkpoint
-    ``step``.
-    """
+    """Returns one line with the names of all other checkpoints and files in the run folder of ``step``."""
     steps = [path.name for path in committed(files, step.parent) if path != step]
     hidden = {step.name, "latest", LOCK, *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]

@@ -30,8 +30,9 @@ from engine.launch.verifier import verify_command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one ``trine`` command and returns its exit status. ``arguments``: the words after ``trine``; None: they are
-    read from ``sys.argv``.
+    """Runs one ``trine`` command and returns its exit status.
+
+    ``arguments``: the words after ``trine``; None: from ``sys.argv``.
     """
     options = make_parser().parse_args(arguments)
     try:
@@ -42,16 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class CommandParser(ArgumentParser):
-    """Argument parser with more helpful errors than argparse: they contain the command's usage, and for an unknown
-    option the most similar known option.
+    """Argument parser with the command's usage in its errors, and a similar known option for an unknown option.
 
     Options may stand before, between and after positional arguments, up to ``--``.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses ``args`` as argparse does and returns (namespace, unknown words), but exits with a usage error if
-        there are unknown words.
-        """
+        """Parses ``args`` as argparse does; exits with a usage error if there are unknown words."""
         if not any(action.nargs in (PARSER, REMAINDER) for action in self._actions):
             args = self._options_first(args)
         found, left = super().parse_known_args(args, namespace)
@@ -229,8 +227,7 @@ def _checkpoint_export(options: Namespace) -> None:
 
 
 def check_configuration(options: Namespace) -> None:
-    """Checks a configuration file without a model or GPU. Prints its notes, the checks that were not made, and the
-    result.
+    """Checks a configuration file without a model or GPU, and prints the result.
 
     Raises:
         ConfigError, PlanError, ScheduleError: the error that ``engine.initialize`` would raise.
@@ -250,8 +247,7 @@ def check_configuration(options: Namespace) -> None:
 
 
 def unchecked(config: Config, sized: bool) -> Iterator[str]:
-    """Yields a line for each check that only ``engine.initialize`` can make, because it depends on ranks, model or
-    device.
+    """Yields a line for each check that only ``engine.initialize`` can make.
 
     ``sized``: True if the number of ranks is known.
     """

@@ -25,8 +25,9 @@ def add_explain_options(parser: ArgumentParser) -> None:
 
 
 def explain(options: Namespace) -> int:
-    """Prints the engine's error messages that best match the user's words; with ``--all``, every matching one, or all
-    without words. Returns exit status 0, 1 if none matches, or 2 if neither words nor ``--all`` are given.
+    """Prints the engine's error messages that best match the user's words; with ``--all``, every matching message.
+
+    Returns exit status 0, 1 if no message matches, or 2 if neither words nor ``--all`` are given.
     """
     given = " ".join(options.words)
     errors = list({(error.kind, error.text): error for error in raised_errors()}.values())
@@ -50,8 +51,9 @@ def explain(options: Namespace) -> int:
 
 
 def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
-    """Returns the error messages that are most similar to the text ``given``, best first. If ``given`` contains all
-    constant text of a message (the text between its placeholders), only that message is returned.
+    """Returns the error messages that are most similar to the text ``given``, best first.
+
+    If ``given`` contains a full message, only this message is returned.
     """
     asked = spelled(given, errors)
     known = [(share_of_words(error, given, asked), constant(error), error) for error in errors]
@@ -63,8 +65,9 @@ def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
 
 
 def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
-    """Splits the user's text ``given`` into words, without numbers and paths. A misspelled word, which occurs in none
-    of ``errors``, is replaced by the most similar word of these messages, if there is one.
+    """Splits the user's text ``given`` into words, without numbers and paths.
+
+    A word that is not in ``errors`` is replaced by the most similar word of ``errors``, if any.
     """
     vocabulary = {word for error in errors for word in words_of(error.text)}
     words = [word for word in words_of(given) if not re.search(r"[\d/]", word)]
@@ -73,14 +76,13 @@ def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
 
 
 def share_of_words(error: RaisedError, given: str, asked: Sequence[str] | None = None) -> float:
-    """Returns a number for how well an error message matches the text ``given``: a fraction from 0 to 1, or 2 for a
-    certain match.
+    """Returns the similarity of an error message and the text ``given``, from 0 to 1; 2 if ``given`` contains the
+    message.
 
-    It is 2 if ``given`` contains all constant text of the message (the text between its placeholders) in order.
-    Otherwise it is the fraction of the words of ``given`` that the message contains. If ``given`` and the message are
-    long, it is at least the fraction of the message's constant words that are in ``given`` in order.
+    The similarity is the fraction of the words of ``given`` in the message. For long texts it may be the fraction of
+    the message in ``given``.
 
-    ``asked``: words of ``given`` to compare; None: all of them.
+    ``asked``: words of ``given`` to compare; None: all.
     """
     said = " ".join(given.split())
     if constant(error) >= 12 and re.search(".*?".join(map(re.escape, pieces(error.text))), said, flags=re.DOTALL):
@@ -111,17 +113,13 @@ def constant(error: RaisedError) -> int:
 
 
 def readable(text: str) -> str:
-    """Returns the error message ``text`` for display: with <value> for each placeholder, and [text] for a text that
-    only some errors contain.
-    """
+    """Formats the error message ``text`` for display: <value> for each placeholder, and [text] for optional text."""
     text = re.sub(r"\{\?([^{}]*)\}", r"[\1]", text)
     return re.sub(r"\{([^{}\"']*)\}", r"<\1>", text)
 
 
 def described(error: RaisedError) -> str:
-    """Returns a description of an error message for the terminal: its text, its remedy, the raising function, and that
-    function's docstring.
-    """
+    """Formats an error message for the terminal: text, remedy, raising function, and the function's docstring."""
     text = readable(error.text)
     clauses = re.split(r"; (?=[^;]*$)", text, maxsplit=1)
     rule, remedy = clauses if len(clauses) == 2 else (text, "the sentence has no separate remedy.")

@@ -128,7 +128,7 @@ def write_starter(options: Namespace) -> None:
     """Writes a starter ``train.py`` and ``engine.json`` for the user's model, and prints the next commands.
 
     Raises:
-        ConfigError, PlanError: one of the two files exists already, or the model does not exist.
+        ConfigError, PlanError: one of the files exists already, or the model does not exist.
     """
     for name in (SCRIPT, CONFIG):
         if (options.out / name).exists():

@@ -40,8 +40,7 @@ def add_outer_options(command: ArgumentParser) -> None:
 
 
 def run_outer(options: Namespace) -> None:
-    """Runs ``trine outer``. Depending on the arguments it serves a store, a server that merges the weights of several
-    training sites; prints the state of a running store; or replays a store's merges.
+    """Runs ``trine outer``: serves, queries or replays a store, the server that merges the weights of several sites.
 
     Raises:
         EngineError: the configuration has no store, the address cannot be served, or the store does not answer.
@@ -85,12 +84,12 @@ def _serve(options: Namespace) -> None:
 
 
 def store_config(source: str | Mapping[str, Any], overrides: list[str]) -> Config:
-    """Returns the configuration for a store, the server that merges the weights of several training sites. ``source``:
-    configuration of the training, as a path or mapping; only the keys that a store needs are read. ``overrides``:
-    changes as KEY=VALUE.
+    """Returns the configuration for a store, the server that merges the weights of several training sites.
+
+    ``source``: configuration of the training, as a path or mapping. ``overrides``: changes as KEY=VALUE.
 
     Raises:
-        ConfigError: a needed key is invalid, or there is no section "outer" with a store.
+        ConfigError: a key is invalid, or there is no section "outer" with a store.
     """
     raw = load_raw(source, overrides)
     outer = raw.get("outer")

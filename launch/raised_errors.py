@@ -24,7 +24,7 @@ REFUSALS = "RefusedError"
 
 
 class RaisedError(NamedTuple):
-    """Error message that the source code can raise, with placeholders in braces, and its location in the sources."""
+    """Error message in the source code, with placeholders in braces, and its location."""
 
     kind: str
     """Name of the exception class."""
@@ -39,8 +39,9 @@ class RaisedError(NamedTuple):
 
 
 def raised_errors(root: Path = ROOT) -> Iterator[RaisedError]:
-    """Parses all Python sources below ``root``, and yields every error message that a user can see. Variable parts of a
-    message are placeholders in braces.
+    """Yields every error message in the Python sources below ``root`` that a user can see.
+
+    Variable parts of a message are placeholders in braces.
     """
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
@@ -92,16 +93,15 @@ def _message(call: ast.Call, scope: "Scope") -> tuple[str, ast.expr | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Function and module of the source code that contain an error message. The possible texts of the message's
-    variables are derived from them.
-    """
+    """Function and module with an error message, to find the possible texts of its variables."""
 
     function: ast.AST | None
     tree: ast.Module
 
     def texts(self, node: ast.expr, depth: int = 3) -> list[str]:
-        """Returns every text that the expression ``node`` may have; an unknown part of a text is a placeholder in
-        braces. ``depth``: maximum number of assignments and calls that are followed to find the value of a name.
+        """Returns every text that the expression ``node`` may have, with placeholders in braces for unknown parts.
+
+        ``depth``: maximum number of assignments and calls to follow.
         """
         match node:
             case ast.Constant(value=str() as text):
@@ -118,9 +118,7 @@ class Scope:
         return [text for value in found for text in self.texts(value, depth - 1)] or [_placeholder(node)]
 
     def public(self, name: str) -> str:
-        """Returns ``name`` if it is a public error class. If it is a class of this source file that derives from a
-        public error class, returns that class's name; otherwise an empty string.
-        """
+        """Returns the public error class ``name``, or the public base class of the class ``name``; otherwise ""."""
         if name in PUBLIC:
             return name
         classes = (node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name)

@@ -35,11 +35,12 @@ RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 
 def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> ExitStack:
-    """Creates or reopens the run folder ``options.out``, locks it, and writes a record of training text, model and
-    configuration. Only rank 0 calls it, before it builds its engine.
+    """Creates or reopens the run folder ``options.out``, locks it, and writes the record of the run.
+
+    Only rank 0 calls it, before it builds its engine.
 
     Returns:
-        A context of the open folder; the lock ends with it, or with this process.
+        A context that releases the lock.
 
     Raises:
         EngineError: another process trains in the folder; the run in it has another text, model or seed; or ``--fresh``
@@ -63,9 +64,9 @@ def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, sh
 
 
 def check_same(folder: Path, record: Mapping[str, Any]) -> None:
-    """Checks that this start, described by ``record``, can continue the run in ``folder``: text, seed and model sizes
-    must be the same. The number of processes, the batch size and the learning rate may differ. A folder without a run
-    passes.
+    """Checks that the run in ``folder`` has the text, seed and model sizes of ``record``.
+
+    A folder without a run passes.
 
     Raises:
         EngineError: text, seed or model sizes differ; the message names the first difference.
@@ -87,9 +88,7 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def go_on(options: Namespace, made: int) -> list[str]:
-    """Prepares the log of the run for a continuation after step ``made``, the step of the loaded checkpoint. Later rows
-    are removed from it, since these steps are trained again. Returns lines for the user; none if there is nothing to
-    report.
+    """Removes log rows after step ``made``, the step of the loaded checkpoint; returns lines for the user.
 
     A log outside the run folder is left unchanged.
     """
@@ -179,8 +178,9 @@ DATA_CONFIG = Path("configs/dp_zero1.json")
 
 
 def training_options(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parses the command line of the reference run ``train.py``; every option has a default. ``arguments``: words of
-    the command line; None: they are read from ``sys.argv``.
+    """Parses the command line of the reference run ``train.py``; every option has a default.
+
+    ``arguments``: words of the command line; None: from ``sys.argv``.
     """
     parser = ArgumentParser(
         prog="train.py",

@@ -46,8 +46,7 @@ def add_options(command: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Runs ``trine schedule``: prints pipeline schedules as pictures, with figures such as their idle time, and writes
-    the files that the options request.
+    """Runs ``trine schedule``: prints pipeline schedules as pictures, with figures such as their idle time.
 
     Raises:
         EngineError: the kind of schedule does not exist or refuses these sizes, or a file is malformed or cannot be

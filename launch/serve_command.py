@@ -30,8 +30,8 @@ def add_serve_options(command: ArgumentParser) -> None:
 
 
 def run_serve(options: Namespace) -> None:
-    """Runs ``trine serve``: serves a model for training and sampling until SIGTERM or SIGINT. With ``--replay``, it
-    only checks the journal (log of commands) of an earlier service.
+    """Runs ``trine serve``: serves a model for training and sampling, or checks an earlier service's log
+    (``--replay``).
 
     Raises:
         EngineError: configuration, model, address or journal have a mistake.
@@ -54,8 +54,8 @@ def _sized(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve_settings(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
-    """Returns the configuration section ``serve``, with host, port and token variable replaced by the options of the
-    command line, if given. ``serve`` None: the section has default values.
+    """Returns the section ``serve`` (None: defaults) with host, port and token variable from the command line, if
+    given.
     """
     given = {"host": options.host, "port": options.port, "token_env": options.token_env}
     return replace(serve or ServeConfig(), **{name: value for name, value in given.items() if value is not None})

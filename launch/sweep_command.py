@@ -28,11 +28,10 @@ def add_sweep_options(command: ArgumentParser) -> None:
 
 
 def run_sweep(options: Namespace) -> None:
-    """Runs ``trine sweep``, a hyperparameter search: prints one line for each trial at its end, then a table of all
-    trials and the best one.
+    """Runs ``trine sweep``, a hyperparameter search: prints a line per trial, then a table with the best trial.
 
     Raises:
-        EngineError: the settings have a mistake (found before any rank communicates), or a trial raises the error.
+        EngineError: the settings have a mistake, or a trial fails.
     """
     settings = read_sweep(options.sweep)
     if settings.metric is None:

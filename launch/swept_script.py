@@ -35,10 +35,10 @@ def sweep_script(
 
     Args:
         promote: number of pruned trials that continue from their checkpoints.
-        show: callback, called on rank 0 with a trial's result row when the trial ends.
+        show: callback on rank 0 for each finished trial.
 
     Raises:
-        ConfigError: the settings or the script's configuration have a mistake; raised on all ranks.
+        ConfigError: the settings or the script's configuration have a mistake.
         PlanError: the script ends without an engine that trains.
     """
     sweep = Sweep(settings, promote)

@@ -39,9 +39,7 @@ def add_watch_options(command: ArgumentParser) -> None:
 
 
 def show_ranks(options: Namespace) -> None:
-    """Prints a table with the state of each rank. The states come from the watchdog's records of the jobs on this host,
-    or, if the command line names a folder, from the watchdog's report in it. With ``--every``, prints it again and
-    again until Ctrl-C.
+    """Prints a table with the state of each rank, from the watchdog's records on this host or its report in a folder.
 
     Raises:
         EngineError: the folder contains no report, or a damaged one.
@@ -123,14 +121,12 @@ def _tables(views: list[RankView], waits: bool) -> list[str]:
 
 
 def rank_table(views: list[RankView]) -> list[str]:
-    """Returns the lines of a table, sorted by rank: the present action of each rank of ``views``, and its duration."""
+    """Returns the lines of a table with the current action of each rank in ``views`` and its duration."""
     return aligned([_HEAD, *(_row(view) for view in sorted(views, key=lambda view: view.rank))])
 
 
 def wait_table(views: list[RankView]) -> list[str]:
-    """Returns the lines of a table with the time that each rank of ``views`` has waited for communication. A rank has a
-    row for each stream of collectives or messages, the longest wait first.
-    """
+    """Returns the lines of a table with the time that each rank of ``views`` has waited for communication."""
     rows = [
         (str(view.rank), f"{one.axis} {one.stream!r}", name_ranks(one.ranks), str(one.count), f"{one.seconds:.3f} s")
         for view in sorted(views, key=lambda view: view.rank)

@@ -41,10 +41,10 @@ _BITS = 8
 
 @torch.no_grad()
 def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = None) -> Tensor:
-    """Encodes each row of ``values_Rs`` [R, s] to a message of m bytes; returns the R messages, uint8 [R, m].
+    """Encodes each row of ``values_Rs`` [R, s] to one sign bit per number and one fp32 scale per block; returns uint8
+    [R, m].
 
-    A message has one sign bit per number, then one fp32 scale for each ``block`` numbers: the mean of their absolute
-    values. ``residual_Rs`` [R, s] is added to the values first, and then overwritten with the rounding errors.
+    ``residual_Rs`` [R, s] is added to the values, and then overwritten with the rounding errors.
     """
     rows, elements = values_Rs.shape
     given = values_Rs.float()
@@ -65,7 +65,7 @@ def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = Non
 
 
 def decoded_signs(messages_Rm: Tensor, block: int, elements: int) -> Tensor:
-    """Decodes R messages of :func:`encode_signs`, uint8 [R, m], and returns the values, fp32 [R, elements].
+    """Decodes R messages of :func:`encode_signs`, uint8 [R, m]; returns the values, fp32 [R, elements].
 
     ``block``: numbers per scale, as in the encoding.
     """
@@ -86,9 +86,7 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Format of encoded numbers: one integer code of ``bits`` bits per number, and one fp32 scale per ``block``
-    numbers.
-    """
+    """Format of numbers with ``bits`` bits per number, and one fp32 scale per ``block`` numbers."""
 
     bits: int
     """Bits per code: 8 or 4; 1: signs alone (:func:`encode_signs`)."""
@@ -106,7 +104,7 @@ class BlockFormat:
         return f"int{self.bits}" if self.bits > 1 else "signs"
 
     def code_bytes(self, elements: int) -> int:
-        """Returns the size in bytes of the codes of ``elements`` numbers, not including their scales."""
+        """Returns the size in bytes of the codes of ``elements`` numbers, without their scales."""
         return elements * self.bits // 8
 
     def padded(self, elements: int) -> int:
@@ -114,26 +112,17 @@ class BlockFormat:
         return -(-elements // self.block) * self.block
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the size in bytes of a message with ``elements`` numbers: their codes and one scale per block.
-
-        ``elements`` is a multiple of the block size.
-        """
+        """Returns the size in bytes of a message with ``elements`` numbers; ``elements`` is a multiple of ``block``."""
         return self.code_bytes(elements) + elements // self.block * _SCALE_BYTES
 
     def elements(self, message_bytes: int) -> int:
-        """Returns the number of encoded numbers in a message of ``message_bytes`` bytes; inverse of
-        :meth:`message_bytes`.
-        """
+        """Returns the number of encoded numbers in a message of ``message_bytes`` bytes."""
         return message_bytes * 8 * self.block // (self.bits * self.block + 8 * _SCALE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class CastFormat:
-    """Format of encoded numbers in 16 bits: each is rounded to the nearest number of ``dtype``, bf16 or fp16.
-
-    The relative rounding error of bf16 is at most 2^-8, and of fp16 at most 2^-11. The error of numbers below 2^-14 in
-    fp16 is at most 2^-25.
-    """
+    """Format of numbers in 16 bits: each is rounded to the nearest number of ``dtype``, bf16 or fp16."""
 
     dtype: torch.dtype
 
@@ -155,48 +144,43 @@ NumberFormat = BlockFormat | CastFormat
 
 
 class Codec(Protocol):
-    """Interface of codecs: they encode each row of numbers to a message of fewer bytes, and decode messages to numbers.
+    """Interface of codecs, which encode rows of numbers as messages with fewer bytes.
 
-    Shapes: R rows of s numbers, [R, s], have R messages of m bytes, uint8 [R, m]. ``s`` is a multiple of the block
-    size: the count of numbers that share a scale.
+    R rows of s numbers, [R, s], are encoded as R messages of m bytes, uint8 [R, m].
     """
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Encodes each of R rows of ``values_Rs`` [R, s] to a message of m bytes; returns the messages, uint8 [R, m].
+        """Encodes each row of ``values_Rs`` [R, s] to a message of m bytes; returns the messages, uint8 [R, m].
 
-        ``residual_Rs`` [R, s]: rounding errors of an earlier encoding. They are added to the values, and then
-        overwritten with the errors of this encoding.
+        ``residual_Rs`` [R, s] is added to the values, and then overwritten with the rounding errors.
         """
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decodes each of R messages [R, m] into a row of the contiguous ``out_Rs`` [R, s]; values are rounded once."""
+        """Decodes each of R messages [R, m] into a row of the contiguous ``out_Rs`` [R, s]."""
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
         """Decodes R messages [R, m], and overwrites ``out_s`` [s] with their sum.
 
-        The messages are added in fp32, in their order, and the sum is rounded once to the dtype of ``out_s``.
+        The sum is computed in fp32, in the order of the messages.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """Codec for numbers in blocks, each block with one fp32 scale; runs in Triton or PyTorch, as ``kernels``
-    selects.
-    """
+    """Codec with one fp32 scale per block of numbers; ``kernels`` selects Triton or PyTorch."""
 
     wire: BlockFormat
     kernels: Kernels
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Encodes each of R rows of ``values_Rs`` [R, s] to a message of codes and scales; returns uint8 [R, m].
+        """Encodes each row of ``values_Rs`` [R, s] to a message of codes and scales; returns uint8 [R, m].
 
-        ``residual_Rs`` is added to the values and then overwritten with the rounding errors, as in
-        :func:`encode_blocks`.
+        ``residual_Rs`` is added to the values, and then overwritten with the rounding errors.
         """
         return encode_blocks(values_Rs, self.wire, self.kernels, residual_Rs)
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Decodes R messages [R, m], and overwrites ``out_s`` [s] with their sum, added in fp32 in their order."""
+        """Decodes R messages [R, m], and overwrites ``out_s`` [s] with their sum, computed in fp32."""
         sum_blocks(messages_Rm, out_s, self.wire, self.kernels)
 
     def message(self, values_s: Tensor) -> Tensor:
@@ -208,9 +192,7 @@ class BlockCodec:
         decode_blocks(messages_Rm, out_Rs, self.wire, self.kernels)
 
     def rounded(self, values_s: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the values that a receiver of the message of ``values_s`` [s] gets: encoded, then decoded to
-        ``dtype``.
-        """
+        """Encodes ``values_s`` [s], and returns the decoded values in ``dtype``."""
         out = torch.empty(values_s.shape, dtype=dtype, device=values_s.device)
         self.decode(self.message(values_s).view(1, -1), out.view(1, -1))
         return out
@@ -218,16 +200,15 @@ class BlockCodec:
 
 @dataclass(frozen=True, slots=True)
 class CastCodec:
-    """Codec that casts each number to 16 bits: to bf16 or fp16, as its format ``wire`` names."""
+    """Codec that casts each number to bf16 or fp16."""
 
     wire: CastFormat
 
     @torch.no_grad()
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Casts each of R rows of ``values_Rs`` [R, s] to bf16 or fp16; returns the bytes, uint8 [R, 2 s].
+        """Casts each row of ``values_Rs`` [R, s] to bf16 or fp16; returns the bytes, uint8 [R, 2 s].
 
-        With ``residual_Rs`` [R, s] the sum of values and residual is cast. The residual is then overwritten with the
-        rounding error, or with 0 where the error is not finite.
+        ``residual_Rs`` [R, s] is added to the values, and then overwritten with the rounding errors.
         """
         given = values_Rs if residual_Rs is None else values_Rs.float().add(residual_Rs)
         cast = given.to(self.wire.dtype).contiguous()
@@ -237,16 +218,12 @@ class CastCodec:
 
     @torch.no_grad()
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Copies the bf16 or fp16 numbers of R messages into the rows of ``out_Rs`` [R, s], cast to the dtype of
-        ``out_Rs``.
-        """
+        """Copies the bf16 or fp16 numbers of R messages to the rows of ``out_Rs`` [R, s]."""
         out_Rs.copy_(messages_Rm.view(self.wire.dtype))
 
     @torch.no_grad()
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Overwrites ``out_s`` [s] with the sum of the bf16 or fp16 numbers of R messages, added in fp32 in their
-        order.
-        """
+        """Overwrites ``out_s`` [s] with the sum of the bf16 or fp16 numbers of R messages, computed in fp32."""
         first, *others = messages_Rm.view(self.wire.dtype)
         total = first.float()
         for other in others:
@@ -264,13 +241,10 @@ def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
 
 @torch.no_grad()
 def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
-    """Encodes each of R rows of ``values_Rs`` [R, s] to a message of m bytes; returns uint8 [R, m].
+    """Encodes each row of ``values_Rs`` [R, s] to a message of codes and scales; returns uint8 [R, m].
 
-    A message has the integer codes of s numbers, then one fp32 scale per block; ``s`` is a multiple of the block size.
-    With ``residual_Rs`` (fp32, contiguous) the sum of values and residual is encoded. The residual is then overwritten
-    with the rounding error (error feedback, Seide et al. 2014), or with 0 where the sum is not finite.
-
-    This function is no torch custom operator, because it is neither differentiated nor compiled with a model.
+    ``s`` is a multiple of the block size. ``residual_Rs`` (fp32, contiguous) is added to the values, and then
+    overwritten with the rounding errors.
     """
     if wire.bits == 1:
         return encode_signs(values_Rs, wire.block, residual_Rs)
@@ -283,10 +257,7 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 
 @torch.no_grad()
 def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Decodes each of R messages of :func:`encode_blocks` [R, m] into a row of ``out_Rs`` [R, s].
-
-    ``out_Rs`` is contiguous; each value is rounded once, to the dtype of ``out_Rs``.
-    """
+    """Decodes each of R messages of :func:`encode_blocks` [R, m] into a row of the contiguous ``out_Rs`` [R, s]."""
     if wire.bits == 1 or not _fits(out_Rs, kernels):
         out_Rs.copy_(_decoded(messages_Rm, wire))
         return
@@ -299,7 +270,7 @@ def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernel
 def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
     """Decodes R messages of :func:`encode_blocks` [R, m], and overwrites ``out_s`` [s] with their sum.
 
-    The messages are added in fp32, in their order, and the sum is rounded once to the dtype of ``out_s``.
+    The sum is computed in fp32, in the order of the messages.
     """
     if wire.bits == 1 or not _fits(out_s, kernels):
         sum_blocks_reference(messages_Rm, out_s, wire)
@@ -310,7 +281,7 @@ def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: K
 
 
 def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: Tensor | None = None) -> Tensor:
-    """Encodes each of R rows of ``values_Rs`` [R, s] to a message, uint8 [R, m], in PyTorch.
+    """Encodes each row of ``values_Rs`` [R, s] to a message, uint8 [R, m], in PyTorch.
 
     The Triton kernel of :func:`encode_blocks` must give the same messages.
     """

@@ -54,9 +54,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Storage format of quantized frozen weights: int8 or nf4 codes, and one fp32 scale per ``block``
-    columns of a row.
-    """
+    """Storage format of quantized frozen weights: int8 or nf4 codes, and one fp32 scale per ``block`` columns."""
 
     kind: WeightKind
     block: int
@@ -93,9 +91,7 @@ class QuantizedShape:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """One pair for each block of columns, in column order: (index of the block in a row of the full matrix, number
-        of its columns in this shard).
-        """
+        """Blocks of columns in this shard: pairs (index of the block in a full row, number of columns in the shard)."""
         block, found = self.format.block, []
         for start, stop in self.runs or ((0, self.shape[-1]),):
             for number in range(start // block, -(-stop // block)):
@@ -104,18 +100,18 @@ class QuantizedShape:
 
     @cached_property
     def width(self) -> int | None:
-        """Number of columns per block in this shard, if all blocks have the same number; otherwise None."""
+        """Number of columns per block in this shard; None if blocks have different numbers of columns."""
         widths = {width for _, width in self.blocks}
         return widths.pop() if len(widths) == 1 else None
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of the codes of one row, not including its scales."""
+        """Size in bytes of the codes of one row, without its scales."""
         return -(-self.shape[-1] * self.format.bits // 8)
 
     @property
     def code_bytes(self) -> int:
-        """Size in bytes of all codes, rounded up to a multiple of 4, because the fp32 scales follow them in memory."""
+        """Size in bytes of all codes, rounded up to a multiple of 4."""
         return -(-self.rows * self.row_bytes // _SCALE_BYTES) * _SCALE_BYTES
 
     @property
@@ -126,11 +122,9 @@ class QuantizedShape:
 
 @cache
 def normal_book() -> tuple[float, ...]:
-    """Returns the 16 values that NF4 codes stand for, in ascending order, from -1 to 1.
+    """Returns the 16 values of the NF4 codes, in ascending order, from -1 to 1.
 
-    They are 0, and 7 negative and 8 positive quantiles of the normal distribution, divided by the largest. On each side
-    of 0 the quantiles divide the probability between 1/2 and a tail evenly. The tail probability is (1/32 + 1/30) / 2
-    (QLoRA, section 3 and appendix E).
+    They are quantiles of the normal distribution, divided by the largest (QLoRA, appendix E).
     """
     tail = (1 / 32 + 1 / 30) / 2
     above, below = (
@@ -141,9 +135,9 @@ def normal_book() -> tuple[float, ...]:
 
 @torch.no_grad()
 def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
-    """Returns the scale of each block of columns of ``values``: the block's largest absolute value.
+    """Returns the largest absolute value of each block of columns, fp32 [rows, blocks of a row].
 
-    ``shape`` is the layout of ``values``. The result is fp32 [rows, blocks of a row].
+    ``shape`` is the layout of ``values``.
     """
     found = torch.empty(shape.rows, len(shape.blocks), dtype=torch.float32, device=values.device)
     values_RC = values.reshape(shape.rows, -1)
@@ -161,8 +155,7 @@ def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
 def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = None) -> Tensor:
     """Encodes ``values`` to codes and scales in the memory layout ``shape``; returns one tensor, uint8 [bytes].
 
-    ``scales_RK`` [R rows, K blocks of a row]: scales to use. A shard that cuts a block needs the scales of the full
-    matrix. None: the scales are computed from ``values``.
+    ``scales_RK`` [rows, blocks of a row]: scales to use; None: they are computed from ``values``.
     """
     scales_RK = block_scales(values, shape) if scales_RK is None else scales_RK
     packed = torch.zeros(shape.bytes, dtype=torch.uint8, device=values.device)
@@ -180,10 +173,9 @@ def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = N
 def dequantize(
     packed: Tensor, shape: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE, index: int | None = None
 ) -> Tensor:
-    """Decodes ``packed``, a result of :func:`quantize`, to values of the shape in ``shape``; each is rounded once to
-    ``dtype``.
+    """Decodes ``packed``, a result of :func:`quantize`, to values in ``dtype``.
 
-    ``index``: stack index of the only matrix to decode; None: all. ``kernels`` selects Triton or PyTorch.
+    ``index``: index of the only matrix of a stack to decode; None: all. ``kernels`` selects Triton or PyTorch.
     """
     codes_RL, scales_RK = _parts(packed, shape)
     if index is not None:
@@ -292,10 +284,9 @@ View = Callable[[Tensor], Tensor]
 
 
 class QuantizedWeight(Tensor):
-    """Tensor subclass for frozen quantized weights: it has the shape and ``dtype`` of the decoded values, but stores
-    only ``packed``, their codes and scales.
+    """Read-only tensor for frozen quantized weights, which stores only codes and scales.
 
-    An operator that uses the tensor decodes the values first. Writes raise an error.
+    It has the shape and ``dtype`` of the decoded weights, and is decoded for each operation.
     """
 
     packed: Tensor
@@ -327,8 +318,7 @@ class QuantizedWeight(Tensor):
     def of(
         cls, packed: Tensor, form: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE
     ) -> "QuantizedWeight":
-        """Returns a weight that decodes to ``dtype``, from the codes and scales in ``packed`` with the memory layout
-        ``form``.
+        """Returns a weight that decodes ``packed``, codes and scales in the memory layout ``form``, to ``dtype``.
 
         ``kernels`` selects Triton or PyTorch for the decoding.
         """

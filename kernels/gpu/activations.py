@@ -78,8 +78,7 @@ def activation_forward_kernel(
 ):  # fmt: skip
     """Computes y = f(x + bias) + residual for BLOCK columns of one row; KIND names the activation f.
 
-    The grid is (rows, blocks of columns). ``width`` is the number of columns; ``x_stride`` and ``residual_stride`` are
-    the distances between rows in elements. BIAS and RESIDUAL are False if that term is absent.
+    The grid is (rows, blocks of columns). Strides are distances between rows, in elements.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -100,8 +99,7 @@ def activation_backward_kernel(
 ):  # fmt: skip
     """Computes dx = dy f'(x + bias) for BLOCK columns of ``rows_each`` consecutive rows; KIND names the activation f.
 
-    With BIAS, each program also writes the sum of its dx over its rows to its own row of ``dbias`` [programs, width],
-    fp32; the caller adds these rows.
+    With BIAS, it also writes the sum of dx over the program's rows to one row of ``dbias`` [programs, width], fp32.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -129,10 +127,9 @@ _PER_THREAD_FORWARD, _PER_THREAD_BACKWARD = 16, 4
 
 
 def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor | None, kind: str) -> Tensor:
-    """Returns f(x + bias) + residual, [N, H], in the dtype of ``x_NH``; ``kind`` names the activation f, such as
-    "gelu".
+    """Returns f(x + bias) + residual [N, H] in the dtype of ``x_NH``; ``kind`` names the activation f, such as "gelu".
 
-    N is the number of rows and H their width. A ``bias_H`` or ``residual_NH`` of None is left out.
+    A ``bias_H`` or ``residual_NH`` of None is left out.
     """
     rows, width = x_NH.shape
     y_NH = x_NH.new_empty(x_NH.shape)
@@ -148,10 +145,9 @@ def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor 
 
 
 def activation_backward(dy_NH: Tensor, x_NH: Tensor, bias_H: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradients (dx [N, H], dbias [H] in fp32) of f(x + bias).
+    """Returns the gradients (dx [N, H], dbias [H] in fp32) of f(x + bias); ``kind`` names the activation f.
 
-    ``dy_NH`` is the gradient of the result for N rows of width H, and ``kind`` names the activation f. dbias is an
-    empty tensor if ``bias_H`` is None.
+    ``dy_NH`` is the gradient of the result. dbias is empty if ``bias_H`` is None.
     """
     rows, width = x_NH.shape
     shape = column_shape(width, _PER_THREAD_BACKWARD)
@@ -176,7 +172,7 @@ def _contiguous(bias_H: Tensor | None) -> Tensor | None:
 def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Computes y = f(gate) * up for BLOCK columns of one row; KIND names the activation f.
 
-    The grid is (rows, blocks of columns). ``width`` is the number of columns, and strides are distances between rows.
+    The grid is (rows, blocks of columns). Strides are distances between rows, in elements.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -29,8 +29,9 @@ _WORD = 1 << 32
 
 @triton.jit
 def mix(x):
-    """Returns a hash of each uint32 number in ``x``: random bits, equal to the result of the PyTorch function in
-    ``kernels/optim/stochastic_rounding.py``.
+    """Returns random bits: a hash of each uint32 number in ``x``.
+
+    The PyTorch function in ``kernels/optim/stochastic_rounding.py`` gives equal bits.
     """
     x = x ^ (x >> 16)
     x = x * 0x21F0AAAD
@@ -41,10 +42,9 @@ def mix(x):
 
 @triton.jit
 def rounded(values, index, low, high):
-    """Rounds fp32 ``values`` to bf16 stochastically: to the next bf16 number above or below, by random bits.
+    """Rounds fp32 ``values`` stochastically to bf16: to the next number above or below.
 
-    The element's ``index`` (int64) and a 64-bit key, passed as two 32-bit words ``low`` and ``high``, determine the
-    bits.
+    ``index`` (int64) of an element and a 64-bit key in two words, ``low`` and ``high``, determine the random bits.
     """
     bits = mix((index & 0xFFFFFFFF).to(tl.uint32) ^ low.to(tl.uint32, bitcast=True))
     bits = mix(bits ^ (index >> 32).to(tl.uint32) ^ high.to(tl.uint32, bitcast=True))
@@ -56,10 +56,10 @@ def rounded(values, index, low, high):
 
 @triton.jit
 def whole_index(own, places, held, along, inner):
-    """Maps flat indices ``own`` of elements in a shard to the flat indices of the same elements in the full parameter.
+    """Maps flat indices ``own`` in a shard to flat indices in the full parameter.
 
-    The parameter is sharded along one dim of size ``along``, with ``inner`` elements per index. The shard has ``held``
-    indices of that dim, and ``places`` lists them.
+    The sharded dim has size ``along``, with ``inner`` elements per index. ``places`` lists its ``held`` indices in the
+    shard.
     """
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
@@ -78,8 +78,9 @@ def adamw_kernel(
     DECOUPLED: tl.constexpr, NARROW: tl.constexpr, ROUNDED: tl.constexpr, ROUNDED_MOMENTS: tl.constexpr,
     CUT: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates BLOCK elements of ``weights`` by Adam or AdamW in place, unless the number at ``go`` is 0. NARROW: also
-    writes ``narrow``, the weights in the compute dtype. ROUNDED: rounds new bf16 weights stochastically.
+    """Updates BLOCK elements of ``weights`` by Adam or AdamW in place, unless the number at ``go`` is 0.
+
+    NARROW: also writes ``narrow``, the weights in the compute dtype. ROUNDED: rounds bf16 weights stochastically.
     """
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -133,10 +134,9 @@ def adamw(
     """Launches an Adam or AdamW update of flat tensors, in place.
 
     Args:
-        updated: weights, first moment, second moment, and the copy of the weights in the compute dtype, or None without
-            one.
+        updated: weights, first moment, second moment, and the weights in the compute dtype or None.
         decision: two fp64 scalars on the device: a factor for the gradient, and a flag that is 0 to skip the update.
-        step: number of the update for the bias correction, from 1.
+        step: number of the update, from 1.
         rounding: stochastic rounding of bf16 weights; None: round to nearest.
     """
     weights, first, second, narrow = updated
@@ -169,7 +169,7 @@ _ELEMENTS = 1024
 def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
     """Decodes 8-bit codes of moments at ``codes + place`` [blocks, elements] to fp32.
 
-    ``scale`` [blocks] has one scale per block. SIGNED: True for first moments, with codes that have a sign bit.
+    ``scale`` [blocks] has one scale per block. SIGNED: the codes have a sign bit.
     """
     LEAST: tl.constexpr = 1016 - 127 if SIGNED else 1016 - 255
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
@@ -184,7 +184,7 @@ def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
 def encoded(x, SIGNED: tl.constexpr):
     """Encodes fp32 moments ``x`` [blocks, elements] to 8-bit codes; returns (codes, one scale per block).
 
-    SIGNED: True for first moments, with codes that have a sign bit.
+    SIGNED: the codes have a sign bit.
     """
     LARGEST: tl.constexpr = 127 if SIGNED else 255
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -238,10 +238,9 @@ def adamw_8bit_kernel(
 def adamw_8bit(
     weights: Tensor, gradient: Tensor, moments: tuple[BlockCodes, BlockCodes], rule: AdamRule, step: int, block: int
 ) -> None:
-    """Launches an AdamW update, in place, of the flat tensor ``weights``; ``moments`` are the 8-bit codes of both
-    moments.
+    """Launches an AdamW update, in place, of the flat ``weights`` and their 8-bit ``moments``.
 
-    ``block``: number of elements that share a scale. ``step``: number of the update for the bias correction, from 1.
+    ``block``: number of elements per scale. ``step``: number of the update, from 1.
     """
     count, (beta1, beta2) = weights.numel(), rule.betas
     if not count:

@@ -26,9 +26,7 @@ _WARPS = 4
 
 @triton.jit
 def round_half_even(x):
-    """Rounds each number in ``x`` to the nearest integer, and halves to the even integer; requires |x| far below
-    2^22.
-    """
+    """Rounds each number in ``x`` to the nearest integer, and halves to the even integer, for |x| far below 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -40,9 +38,9 @@ def is_number(x):
 
 @triton.jit
 def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
-    """Returns the values at ``place`` as fp32; with FEEDBACK, plus the rounding errors of the previous encoding.
+    """Returns the values at ``place`` as fp32; with FEEDBACK, plus the rounding errors at ``residual``.
 
-    ``residual`` points to these errors, and ``inside`` masks the places that exist.
+    ``inside`` masks the places that exist.
     """
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     if FEEDBACK:
@@ -52,7 +50,7 @@ def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
 
 @triton.jit
 def scale_of(peak, LARGEST: tl.constexpr):
-    """Returns the scale of a block: ``peak``, its largest finite absolute value, divided by LARGEST, the largest code.
+    """Returns the scale of a block: its largest finite absolute value ``peak`` divided by the largest code LARGEST.
 
     The scale is at least the smallest normal fp32 number, or 0 for a block of zeros.
     """
@@ -62,10 +60,9 @@ def scale_of(peak, LARGEST: tl.constexpr):
 
 @triton.jit
 def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEEDBACK: tl.constexpr):
-    """Returns the int32 codes of the numbers ``x``: each divided by its block's ``scale`` and rounded.
+    """Returns the int32 codes of the numbers ``x``: ``x`` divided by ``scale`` and rounded.
 
-    A number that is not finite gets the reserved code -LARGEST - 1, where LARGEST is the largest code. FEEDBACK: writes
-    the rounding errors to ``residual`` at ``place``.
+    The code of a number that is not finite is -LARGEST - 1. FEEDBACK: writes the rounding errors to ``residual``.
     """
     finite = is_number(x)
     known = tl.where(finite, x, 0.0)
@@ -77,9 +74,9 @@ def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEE
 
 @triton.jit
 def value_of(code, scale, LARGEST: tl.constexpr):
-    """Decodes int32 codes to fp32 numbers: ``code`` times ``scale``, the scale of its block.
+    """Decodes int32 codes to fp32 numbers: ``code`` times ``scale``.
 
-    The reserved code -LARGEST - 1, where LARGEST is the largest code, is decoded to NaN.
+    The reserved code -LARGEST - 1 is decoded to NaN.
     """
     return tl.where(code == -LARGEST - 1, float("nan"), code.to(tl.float32) * scale)
 
@@ -94,8 +91,8 @@ def encode_kernel(
     A message has all its codes first, then its scales.
 
     Args:
-        residual: with FEEDBACK, rounding errors that are added to the values and then overwritten with the new errors.
-        blocks: number of blocks in all messages together.
+        residual: with FEEDBACK, numbers that are added to the values and then overwritten with the rounding errors.
+        blocks: number of blocks in all messages.
         blocks_each: number of blocks in one message.
         scales_at: index of the first scale in a message, in fp32 elements.
     """
@@ -137,11 +134,10 @@ def decode_kernel(
     codes, scales, out, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decodes ROWS blocks of BLOCK codes of BITS bits to values in ``out``: each code times the fp32 scale of its
-    block.
+    """Decodes ROWS blocks of BLOCK codes of BITS bits to values in ``out``: code times fp32 scale.
 
     Args:
-        blocks: number of blocks in all messages together.
+        blocks: number of blocks in all messages.
         blocks_each: number of blocks in one message.
         scales_at: index of the first scale in a message, in fp32 elements.
     """
@@ -168,10 +164,9 @@ def sum_kernel(
     codes, scales, out, messages, blocks, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decodes ROWS blocks of every message, at the same positions, and writes the sums over the messages to ``out``.
+    """Decodes the same ROWS blocks of all ``messages`` messages, and writes their sums in fp32 to ``out``.
 
-    ``messages`` is the number of messages. They are added in fp32, in their order. ``scales_at`` is the index of the
-    first scale in a message, in fp32 elements.
+    ``scales_at``: index of the first scale in a message, in fp32 elements.
     """
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
@@ -199,11 +194,10 @@ def sum_kernel(
 
 
 def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, residual: Tensor | None) -> Tensor:
-    """Encodes each of R rows of ``values`` [R, s] to a message of ``message_bytes`` bytes; returns uint8 [R,
-    message_bytes].
+    """Encodes each row of ``values`` [R, s] to a message; returns uint8 [R, message_bytes].
 
-    A message has a code of ``bits`` bits per number, then one fp32 scale per ``block`` numbers. ``residual`` (fp32) is
-    added to the values, and then overwritten with the rounding errors.
+    A message has codes of ``bits`` bits, then one fp32 scale per ``block`` numbers. ``residual`` (fp32) is added to the
+    values, and then overwritten with the rounding errors.
     """
     rows, elements = values.shape
     messages = torch.empty(rows, message_bytes, dtype=torch.uint8, device=values.device)
@@ -216,9 +210,9 @@ def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, res
 
 
 def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Decodes each of R messages [R, m], of m bytes each, to a row of ``out`` [R, s].
+    """Decodes each of R messages [R, m] to a row of ``out`` [R, s].
 
-    A message has a code of ``bits`` bits per number, then one fp32 scale per ``block`` numbers.
+    A message has codes of ``bits`` bits, then one fp32 scale per ``block`` numbers.
     """
     rows, elements = out.shape
     each, at_once = elements // block, _blocks_at_once(block)
@@ -229,10 +223,9 @@ def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
 
 
 def launch_sum(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Decodes R messages [R, m], of m bytes each, and overwrites ``out`` [s] with their sum, added in fp32 in their
-    order.
+    """Decodes R messages [R, m], and overwrites ``out`` [s] with their sum, computed in fp32.
 
-    A message has a code of ``bits`` bits per number, then one fp32 scale per ``block`` numbers.
+    A message has codes of ``bits`` bits, then one fp32 scale per ``block`` numbers.
     """
     (elements,), at_once = out.shape, _blocks_at_once(block)
     sum_kernel[(ceil_div(elements // block, at_once),)](
@@ -253,10 +246,9 @@ _WARPS_OF_CODES = 4
 def dequantize_kernel(
     codes, scales, book, out, blocks, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Decodes ROWS blocks of BLOCK quantized weights to ``out``: a ratio for each code, times the fp32 scale of its
-    block.
+    """Decodes ROWS blocks of BLOCK quantized weights to ``out``: a ratio times the fp32 scale of the block.
 
-    The ratio is the code / 127 with BITS of 8. With 4 it is the entry of ``book`` for the code.
+    The ratio is code / 127 with BITS of 8, and ``book[code]`` with 4.
     """
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -277,10 +269,10 @@ def dequantize_kernel(
 
 
 def launch_dequantize(codes: Tensor, scales: Tensor, book: Tensor, out: Tensor, bits: int) -> None:
-    """Decodes quantized weights to the contiguous ``out``: a ratio for each code, times the fp32 scale of its block.
+    """Decodes quantized weights to the contiguous ``out``: a ratio times the fp32 scale of the block.
 
-    ``codes`` (uint8) has codes of ``bits`` bits, and ``scales`` one scale for each of K blocks of equal size. An 8-bit
-    code stands for code / 127; a 4-bit code is an index into ``book``, fp32 [16].
+    The ratio is code / 127 for 8 bits, and ``book[code]`` (fp32 [16]) for 4 bits. ``codes`` is uint8; the blocks have
+    equal size.
     """
     blocks, block = scales.numel(), out.numel() // scales.numel()
     at_once = max(1, _ELEMENTS_OF_CODES // block)

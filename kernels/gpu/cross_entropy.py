@@ -30,11 +30,11 @@ def statistics_kernel(
     logits, target, weight, largest, total, picked, weighted, stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the softmax statistics of one row of logits and writes them to four tensors, one number per row each.
+    """Computes the softmax statistics of one row of logits, and writes each to an element of its tensor.
 
-    They are the maximum (``largest``), the sum of exp(logit - maximum) (``total``), with TARGET the logit at ``target``
-    (``picked``), and with WEIGHTED a weighted sum of (logit - maximum) (``weighted``). The weights are ``weight`` with
-    WEIGHT, otherwise 1. ``start``: index in the full vocabulary of the first column of ``logits``.
+    ``largest`` is the maximum, and ``total`` the sum of exp(logit - maximum). With TARGET, ``picked`` is the logit at
+    ``target``. With WEIGHTED, ``weighted`` is the weighted sum of (logit - maximum). ``start``: index of the first
+    column in the full vocabulary.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
@@ -74,11 +74,9 @@ def gradient_kernel(
     logits, target, weight, largest, log_sum, d_log_sum, d_picked, d_weighted, out, stride, out_stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradient of one row of logits from the gradients of its softmax statistics, and writes it to
-    ``out``.
+    """Writes the gradient of one row of logits to ``out``, which may be the memory of ``logits``.
 
-    ``d_log_sum``, ``d_picked`` and ``d_weighted`` are the gradients of the log-sum, the target's logit and the weighted
-    sum. ``out`` may be the memory of ``logits``.
+    ``d_log_sum``, ``d_picked`` and ``d_weighted`` are the gradients of the softmax statistics.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
@@ -118,10 +116,9 @@ def gradient_kernel(
 
 
 class Asked(NamedTuple):
-    """Request for two optional softmax statistics: the logit at ``target``, and a sum of logits weighted by ``weight``.
+    """Request for two optional softmax statistics: the logit at ``target``, and a weighted sum of the logits.
 
-    ``even``: a weighted sum with weight 1 for all logits, as label smoothing needs. ``start``: index of this rank's
-    first column in the full vocabulary.
+    ``even``: all weights are 1. ``start``: index of this rank's first column in the full vocabulary.
     """
 
     target: Tensor | None
@@ -131,14 +128,12 @@ class Asked(NamedTuple):
 
     @property
     def weighted(self) -> bool:
-        """True if a weighted sum of the logits is requested, with weights or with weight 1 for all."""
+        """True if a weighted sum of the logits is requested."""
         return self.even or self.weight is not None
 
 
 class SlopeBuffers(NamedTuple):
-    """Gradients of a loss with respect to softmax statistics of N rows, [N] in fp32 each; None for a statistic not
-    used.
-    """
+    """Gradients of a loss in the softmax statistics of N rows, fp32 [N] each; None: an unused statistic."""
 
     log_sum: Tensor
     picked: Tensor | None
@@ -146,11 +141,11 @@ class SlopeBuffers(NamedTuple):
 
 
 def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes softmax statistics of each of N rows over the W columns that this rank has; each is [N] in fp32.
+    """Computes softmax statistics of N rows over the W columns of this rank, fp32 [N] each.
 
     Returns:
         (maximum, sum of exp(logit - maximum), logit at the target or 0 if another rank has it, weighted sum of (logit -
-            maximum)); the last two are empty unless ``asked`` requests them.
+            maximum)); the last two are empty if ``asked`` does not request them.
     """
     rows, width = logits_NW.shape
     largest_N = logits_NW.new_empty(rows, dtype=torch.float32)
@@ -171,10 +166,10 @@ def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor,
 def softmax_gradient(
     logits_NW: Tensor, asked: Asked, softmax: tuple[Tensor, Tensor], slopes: SlopeBuffers, out_NW: Tensor
 ) -> None:
-    """Writes the gradient of ``logits_NW`` to ``out_NW``, which may be ``logits_NW`` itself.
+    """Writes the gradient of ``logits_NW`` to ``out_NW``, which may be the same tensor.
 
-    ``softmax`` is (largest logit, log of the sum of exp(logit - largest)) of each row over all ranks' columns.
-    ``slopes`` are the gradients of the statistics that ``asked`` requests.
+    ``softmax`` is (largest logit, log of the sum of exp(logit - largest)) of each row over the full vocabulary.
+    ``slopes`` are the gradients of the softmax statistics.
     """
     rows, width = logits_NW.shape
     block, warps = _shape(width)

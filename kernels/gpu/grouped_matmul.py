@@ -29,11 +29,10 @@ def grouped_product_kernel(
     MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies the rows of each expert in ``x`` [R, K] by the expert's matrix in ``matrices`` [X, K, N]; writes
-    ``out`` [R, N].
+    """Multiplies the rows of each expert in ``x`` [R, K] by its matrix in ``matrices`` [X, K, N]; writes ``out`` [R,
+    N].
 
-    The R rows are sorted by expert, and ``ends`` [X] has the index after the last row of each of X experts. Each
-    program computes several tiles.
+    The rows are sorted by expert; ``ends`` [X] has the end index of each expert's rows.
     """
     columns = tl.cdiv(N, BN)
     index = tl.program_id(0)
@@ -65,10 +64,9 @@ def grouped_weight_gradient_kernel(
     x, d, out, ends, experts, N, K, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies each expert's rows of ``x`` [R, K], transposed, by its rows of ``d`` [R, N]; writes ``out`` [X, K, N].
+    """Multiplies each expert's rows in ``x`` [R, K], transposed, by its rows in ``d`` [R, N]; writes ``out`` [X, K, N].
 
-    The R rows are sorted by expert, and ``ends`` [X] has the index after the last row of each of X experts. Each
-    program computes several tiles.
+    The rows are sorted by expert; ``ends`` [X] has the end index of each expert's rows.
     """
     height = tl.cdiv(K, BM)
     columns = tl.cdiv(N, BN)
@@ -88,10 +86,10 @@ def grouped_weight_gradient_kernel(
 
 
 def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """Returns the rows of each expert in ``x_RK`` times the expert's matrix in ``matrices_XKN``, [R, N].
+    """Returns the rows of each expert in ``x_RK`` times its matrix in ``matrices_XKN``, [R, N].
 
-    ``x_RK`` is contiguous, with R rows sorted by expert; the result has its dtype. ``ends_X`` (integers on the device):
-    index after the last row of each of X experts. ``tile``: launch shape; None: the default for the dtype.
+    ``x_RK`` is contiguous and sorted by expert. ``ends_X`` (integers on the device): end index of each expert's rows.
+    ``tile``: launch shape; None: the default.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     experts, depth, columns = matrices_XKN.shape
@@ -104,10 +102,10 @@ def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, t
 
 
 def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """Returns, for each of X experts, its rows of ``x_RK``, transposed, times its rows of ``d_RN``: [X, K, N].
+    """Returns each expert's rows in ``x_RK``, transposed, times its rows in ``d_RN``, [X, K, N].
 
-    Both operands are contiguous, with R rows sorted by expert; they and the result have one dtype. ``ends_X`` (integers
-    on the device): index after the last row of each expert. ``tile``: launch shape; None: the default for the dtype.
+    Both operands are contiguous and sorted by expert. ``ends_X`` (integers on the device): end index of each expert's
+    rows. ``tile``: launch shape; None: the default.
     """
     depth, columns, experts = x_RK.shape[1], d_RN.shape[1], len(ends_X)
     out = x_RK.new_empty((experts, depth, columns))
@@ -118,11 +116,10 @@ def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, t
 
 
 def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
-    """Returns the stack ``matrices`` [X, K, N] in a contiguous form that kernels can read; it is copied only if
-    necessary.
+    """Returns a contiguous stack of matrices for a kernel; copies only if necessary.
 
     Returns:
-        (the stack [X, K, N], False), or (the stack of the transposed matrices [X, N, K], True).
+        (``matrices`` [X, K, N], False), or (transposed matrices [X, N, K], True).
     """
     plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
     lying = matrices if plain else matrices.transpose(1, 2)

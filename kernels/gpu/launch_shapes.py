@@ -17,9 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """Compute capability and number of streaming multiprocessors of a GPU, which determine the launch shapes of
-    kernels.
-    """
+    """Compute capability and number of streaming multiprocessors of a GPU."""
 
     capability: tuple[int, int]
     processors: int
@@ -42,9 +40,7 @@ _PLANNED: ContextVar[GpuShape | None] = ContextVar("planned", default=None)
 
 @contextmanager
 def planned_for(gpu: GpuShape) -> Iterator[None]:
-    """Makes kernels inside the context choose launch shapes (blocks, tiles) for ``gpu``, whatever device their tensors
-    are on.
-    """
+    """Makes kernels inside the context choose launch shapes for ``gpu``, on any device."""
     token = _PLANNED.set(gpu)
     try:
         yield
@@ -73,7 +69,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 def gpu_shape(device: torch.device) -> GpuShape:
     """Returns the compute capability and number of streaming multiprocessors of ``device``.
 
-    For the meta device it returns the values of an H100; for the CPU, assumed values.
+    The meta device has the values of an H100.
     """
     if device.type == "cuda":
         count = int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -102,19 +98,18 @@ def power_of_two(count: int) -> int:
 
 @cache
 def row_shape(width: int, elements_per_thread: int = _ELEMENTS_PER_THREAD) -> RowShape:
-    """Returns the launch shape for kernels in which one program handles a whole row of ``width`` elements.
+    """Returns the launch shape for kernels with one program per row of ``width`` elements.
 
-    ``elements_per_thread``: number of elements that a thread handles, approximately.
+    ``elements_per_thread``: approximate number of elements that a thread handles.
     """
     block = power_of_two(max(width, 16))
     return RowShape(block, min(16, max(1, block // (32 * elements_per_thread))))
 
 
 def column_shape(width: int, elements_per_thread: int = 8) -> RowShape:
-    """Returns the launch shape for kernels in which one program handles some columns of a row of ``width`` elements.
+    """Returns the launch shape for kernels in which a program handles some columns of a row of ``width`` elements.
 
-    Such kernels compute no sum over the row. ``elements_per_thread``: number of elements that a thread handles,
-    approximately.
+    ``elements_per_thread``: approximate number of elements that a thread handles.
     """
     return row_shape(min(width, _COLUMNS), elements_per_thread)
 
@@ -125,9 +120,7 @@ GROUP = 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Launch shape of a matrix product kernel: size of the part of the result (tile) that a program computes at a time,
-    number of warps, and number of pipeline stages.
-    """
+    """Launch shape of a matrix product kernel: tile of the result, number of warps, and number of pipeline stages."""
 
     rows: int
     columns: int
@@ -164,9 +157,9 @@ _DESCRIBED_FROM = (9, 0)
 
 
 def tiles_for(itemsize: int, tf32: bool, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """Returns the tile shapes from which :func:`choose_tile` chooses for a matrix product on a GPU of ``capability``.
+    """Returns the tiles from which :func:`choose_tile` chooses on a GPU of ``capability``.
 
-    ``itemsize``: bytes of an element. ``tf32``: True if tensor cores multiply fp32 elements as TF32.
+    ``itemsize``: bytes of an element. ``tf32``: fp32 elements are multiplied as TF32.
     """
     if itemsize == 4:
         return (TF32 if tf32 else EXACT,)
@@ -174,8 +167,7 @@ def tiles_for(itemsize: int, tf32: bool, capability: tuple[int, int]) -> tuple[T
 
 
 def choose_tile(rows: int, columns: int, tiles: Sequence[Tile], processors: int) -> Tile:
-    """Returns the tile of ``tiles`` with the shortest expected time for a product with a result of ``rows`` x
-    ``columns``.
+    """Returns the fastest of ``tiles``, by estimate, for a result of ``rows`` x ``columns``.
 
     ``processors``: number of streaming multiprocessors of the GPU.
     """

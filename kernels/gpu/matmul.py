@@ -33,11 +33,10 @@ def load_tile(
     source, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Returns the tile [BR, BC] of the contiguous matrix ``source`` [rows, columns] that starts at (``row``,
-    ``column``).
+    """Returns the tile [BR, BC] at (``row``, ``column``) of the contiguous matrix ``source`` [rows, columns].
 
-    Elements outside of the matrix are 0. TRANSPOSED: the tile is returned as [BC, BR]. DESCRIBED: ``source`` is a
-    tensor descriptor, not a pointer.
+    Elements outside of the matrix are 0. TRANSPOSED: returns the tile as [BC, BR]. DESCRIBED: ``source`` is a tensor
+    descriptor.
     """
     if DESCRIBED:
         values = source.load([row, column])
@@ -62,10 +61,9 @@ def load_tile(
 def store_tile(
     target, values, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, DESCRIBED: tl.constexpr
 ):  # fmt: skip
-    """Stores the tile ``values`` [BR, BC], fp32, into the contiguous matrix ``target`` [rows, columns], in its dtype.
+    """Stores the fp32 tile ``values`` [BR, BC] at (``row``, ``column``) of the contiguous ``target`` [rows, columns].
 
-    The tile starts at element (``row``, ``column``) of ``target``. DESCRIBED: ``target`` is a tensor descriptor, not a
-    pointer.
+    DESCRIBED: ``target`` is a tensor descriptor, not a pointer.
     """
     if DESCRIBED:
         target.store([row, column], values.to(target.dtype))
@@ -81,8 +79,7 @@ def store_tile(
 def tile_place(tile, rows, columns, GROUP: tl.constexpr):
     """Returns the position (row, column) of tile number ``tile`` in a grid of ``rows`` x ``columns`` tiles.
 
-    The numbers run down GROUP rows of tiles before the next column, so that programs that run together read common
-    data.
+    The tiles are numbered in groups of GROUP rows, column by column.
     """
     size = GROUP * columns
     first = tile // size * GROUP
@@ -97,10 +94,9 @@ def tile_product(
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Returns the tile [BM, BN], in fp32, of the product op(a) op(b) that starts at element (``row``, ``column``).
+    """Returns the tile [BM, BN] at (``row``, ``column``) of the product op(a) op(b) [M, N], in fp32.
 
-    The product is [M, N], with a sum over K. op is the transpose for an operand with A_TRANSPOSED or B_TRANSPOSED,
-    otherwise the identity. DESCRIBED: ``a`` and ``b`` are tensor descriptors, not pointers.
+    op transposes an operand with A_TRANSPOSED or B_TRANSPOSED. DESCRIBED: ``a`` and ``b`` are tensor descriptors.
     """
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
@@ -124,9 +120,7 @@ def tile_finish(
 ):  # fmt: skip
     """Stores f(sums + bias) + residual in ``out`` [M, N], for a tile ``sums`` [BM, BN] of a matrix product.
 
-    ACTIVATION names the activation f; BIAS and RESIDUAL are False if that term is absent. KEEPS: also stores the input
-    of f in ``kept``. This input excludes the bias, except for relu, because rounding before the bias is added could
-    change the sign.
+    ACTIVATION names the activation f. KEEPS: also stores ``sums`` in ``kept``, plus the bias if f is relu.
     """
     if KEEPS and ACTIVATION != "relu":
         store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
@@ -153,11 +147,7 @@ def tile_finish_halves(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Calls :func:`tile_finish`, which adds bias and residual and stores the tile, for the left half of the columns,
-    then for the right half.
-
-    This needs fewer registers than one call for the whole tile.
-    """
+    """Calls :func:`tile_finish` for the left half of the columns, then for the right half."""
     left, right = tile_halves(sums, BM, BN)
     tile_finish(
         left, bias, residual, kept, out, row, column, M, N,
@@ -179,8 +169,7 @@ def product_kernel(
 ):  # fmt: skip
     """Computes out [M, N] = f(op(a) op(b) + bias) + residual; ACTIVATION names the activation f.
 
-    op is the transpose for an operand with A_TRANSPOSED or B_TRANSPOSED, otherwise the identity. Each program computes
-    several tiles [BM, BN], and stores a tile in PARTS (2 or 4) pieces of its columns.
+    op transposes an operand with A_TRANSPOSED or B_TRANSPOSED. A tile [BM, BN] is stored in PARTS (2 or 4) pieces.
     """
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
@@ -229,10 +218,12 @@ def launch_matmul(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns (f(a b + bias) + residual, input of the activation f); ``follows`` has bias, f and residual.
 
-    The second result is an empty tensor unless ``follows.keeps``. ``out_MN``: tensor for the first result; None: a new
-    one with the dtype of ``a_MK``. Each operand is contiguous, or the transpose of a contiguous matrix, with rows of a
-    multiple of 16 bytes. M, N and K are positive. ``tf32``: True if fp32 operands are multiplied as TF32; None: as
-    torch is set.
+    The second result is empty unless ``follows.keeps``. Each operand, or its transpose, is contiguous, with rows of a
+    multiple of 16 bytes.
+
+    Args:
+        out_MN: tensor for the first result; None: a new one.
+        tf32: fp32 operands are multiplied as TF32; None: as torch is set.
     """
     a, a_transposed = as_it_lies(a_MK)
     b, b_transposed = as_it_lies(b_KN)
@@ -264,10 +255,10 @@ def launch_matmul(
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Returns ``matrix`` in a contiguous form that kernels can read; it is copied only if necessary.
+    """Returns a contiguous matrix for a kernel; copies only if necessary.
 
     Returns:
-        (the matrix, False), or (its transpose, True).
+        (``matrix``, False), or (its transpose, True).
     """
     plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
     lying = matrix if plain else matrix.t()

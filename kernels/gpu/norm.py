@@ -37,10 +37,10 @@ def norm_forward_kernel(
     x, residual, weight, bias, y, stream, mean, rstd, width, eps,
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes RMSNorm, or LayerNorm with CENTERED, of one row of x + residual, and writes it to ``y``.
+    """Computes RMSNorm, or LayerNorm with CENTERED, of one row of x + residual; writes it to ``y``.
 
-    For the backward it also writes the sum x + residual (``stream``), the mean, and 1 / standard deviation (``rstd``).
-    OFFSET is a constant that is added to the weight.
+    It also writes x + residual to ``stream``, the mean, and 1 / standard deviation to ``rstd``. OFFSET is added to the
+    weight.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -70,12 +70,11 @@ def norm_backward_kernel(
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradient ``dx`` of a norm's input for ``rows_each`` consecutive rows, from ``dy``, the gradient of
-    its result.
+    """Computes the gradient ``dx`` of a norm's input for ``rows_each`` consecutive rows, from the output's gradient
+    ``dy``.
 
-    With WEIGHT and BIAS, each program also writes the gradients of weight and bias, summed over its rows, to its own
-    row of ``dweight`` and ``dbias`` [programs, width]; the caller adds these rows. With RESIDUAL, it adds ``dstream``,
-    the gradient of the sum x + residual, to ``dx``.
+    With RESIDUAL, it adds ``dstream``, the gradient of x + residual. With WEIGHT and BIAS, it also writes gradients,
+    summed over the program's rows, to one row of ``dweight`` and ``dbias`` [programs, width].
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -115,11 +114,10 @@ def norm_parameters_kernel(
     dy, stream, mean, rstd, dweight, dbias, rows, width, rows_each,
     CENTERED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes only the gradients of a norm's weight and bias, for rows that are too wide for
-    :func:`norm_backward_kernel` to compute them too.
+    """Computes the gradients of a norm's weight and bias, for rows too wide for :func:`norm_backward_kernel`.
 
-    Each program sums BLOCK columns over ``rows_each`` rows, and writes the sums to its own row of ``dweight`` and
-    ``dbias`` [programs, width]; the caller adds these rows.
+    Each program sums BLOCK columns over ``rows_each`` rows, and writes the sums to one row of ``dweight`` and ``dbias``
+    [programs, width].
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -147,12 +145,10 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Computes LayerNorm (``centered``) or RMSNorm of x + residual over the last dim.
 
-    ``affine`` is (weight, bias or None), and ``offset`` is a constant that is added to the weight. ``residual`` may be
-    None.
+    ``affine`` is (weight, bias or None); ``offset`` is added to the weight.
 
     Returns:
-        (the norm, x + residual, mean, 1 / standard deviation); the second is None if ``residual`` is None, and the mean
-            is an empty tensor for RMSNorm.
+        (the norm, x + residual or None without residual, mean, 1 / standard deviation); the mean is empty for RMSNorm.
     """
     width = x.shape[-1]
     rows = x.numel() // width
@@ -179,11 +175,10 @@ def norm_backward(
 
     Args:
         dy: gradient of the norm's result.
-        dstream: gradient of ``stream`` from its other uses, which is added to dx; None: there is none.
+        dstream: gradient of ``stream`` from its other uses, added to dx; None: there is none.
         stream: input of the norm, x + residual.
         statistics: mean and 1 / standard deviation, as the forward returns them.
-        form: (constant that is added to the weight, True for LayerNorm, True if the norm has a bias); without a bias
-            dbias is empty.
+        form: (constant added to the weight, True for LayerNorm, True if the norm has a bias).
     """
     width, device = stream.shape[-1], stream.device
     rows = stream.numel() // width
@@ -218,10 +213,10 @@ _PROGRAMS_EACH = 4
 
 @triton.jit(do_not_specialize=["sums", "blocks_each"])
 def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.constexpr):
-    """Writes the sum of squares of ``blocks_each`` consecutive blocks of BLOCK values, times ``weight``, to ``sums``,
+    """Writes the sum of squares of ``blocks_each`` consecutive blocks, times ``weight``, to an element of ``sums``,
     fp64.
 
-    Each program writes one element of ``sums``. ``count``: number of values.
+    ``count``: number of values. BLOCK: values per block.
     """
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float64)
@@ -234,9 +229,9 @@ def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.cons
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Returns the sum of squares over the tensors in ``parts`` that are marked True, as an fp64 scalar on their device.
+    """Returns the sum of squares over the tensors marked True in ``parts``, as an fp64 scalar on their device.
 
-    ``parts``: nonempty sequence of pairs (values, True to include them), all on one device.
+    ``parts``: one or more pairs (values, True to include them), all on one device.
     """
     device = parts[0][0].device
     shapes = [_shape(values.numel(), device) for values, _ in parts]

@@ -75,11 +75,9 @@ def rotary_kernel(
     TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Applies rotary embeddings to all heads of ``q`` and ``k`` at one position of one sequence; writes ``q_out`` and
-    ``k_out``.
+    """Applies rotary embeddings to all heads of ``q`` and ``k`` at one position; writes ``q_out`` and ``k_out``.
 
-    The grid is (positions, batch). TURNED is the number of rotated features. TRANSPOSED: applies the transposed
-    rotation, which gives the gradients. Arguments such as ``q_row`` are strides.
+    The grid is (positions, batch). TURNED: number of rotated features. TRANSPOSED: rotates backwards, for gradients.
     """
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
@@ -102,15 +100,14 @@ def turn(
     given: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], interleaved: bool,
     transposed: bool,
 ) -> None:  # fmt: skip
-    """Applies rotary embeddings to ``given``, the tensors (q, k), and writes the results to ``out``, two tensors of the
-    same shapes.
+    """Applies rotary embeddings to ``given``, (q, k), and writes the results to ``out``.
 
     q and k are [B, H, S, D]: batch, heads, positions, features of a head.
 
     Args:
         angles: contiguous (cos, sin), [B or 1, S, R]; the first R features are rotated.
-        interleaved: True: each pair of adjacent features is rotated; False: feature i with feature i + R / 2.
-        transposed: True: applies the transposed rotation, which gives the gradients.
+        interleaved: True: adjacent features are pairs; False: features i and i + R / 2 are pairs.
+        transposed: True: rotates backwards, for gradients.
     """
     (q_BHSD, k_BHSD), (cos_BSR, sin_BSR) = given, angles
     batch, _, length, features = q_BHSD.shape

@@ -29,9 +29,7 @@ _DEVICE = -1
 
 @dataclass(frozen=True, slots=True)
 class NotedKernel:
-    """Recorded launch of a kernel: its module, its name, and its argument types in ``specialization``, in Triton's text
-    form.
-    """
+    """Recorded launch of a kernel: its module, name, argument types, and GPU."""
 
     module: str
     name: str
@@ -76,10 +74,9 @@ class _Place:
 
 @contextmanager
 def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
-    """Records the launches of Triton kernels inside the context, as for the GPU ``gpu``; runs and compiles none of
-    them.
+    """Records the launches of Triton kernels inside the context as on ``gpu``, without running them.
 
-    It yields a dict with one key per distinct launch, in launch order; the values are None.
+    It yields a dict with one key per distinct launch; the values are None.
     """
     from triton import knobs
     from triton.runtime.jit import JITFunction
@@ -106,7 +103,7 @@ def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
 
 
 def is_compiled(kernel: NotedKernel) -> bool:
-    """Returns True if Triton's cache on disk already has the compiled code of ``kernel``, a recorded launch."""
+    """Returns True if Triton's cache on disk already has the compiled code of ``kernel``."""
 
     def stop(*args: Any) -> Any:
         raise LookupError
@@ -122,9 +119,7 @@ def is_compiled(kernel: NotedKernel) -> bool:
 
 
 def compile_kernel(kernel: NotedKernel) -> CompiledKernel:
-    """Compiles ``kernel``, a recorded launch, into Triton's cache on disk; needs no GPU. Returns the kernel's name and
-    the seconds taken.
-    """
+    """Compiles ``kernel`` into Triton's cache on disk, without a GPU; returns its name and the seconds taken."""
     began = time.perf_counter()
     with _standing_in(kernel.gpu):
         _compile(*_source(kernel))

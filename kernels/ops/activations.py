@@ -54,11 +54,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 def activate(
     x: Tensor, bias: Tensor | None, kind: Activation, kernels: Kernels, residual: Tensor | None = None
 ) -> Tensor:
-    """Returns f(x + bias) + residual, computed in one pass over memory; ``kind`` names the activation f.
-    Differentiable.
+    """Returns f(x + bias) + residual in one pass; ``kind`` names the activation f. Differentiable.
 
-    ``x``, ``residual`` and the result are [.., H], and ``bias`` is [H]. A bias or residual of None is left out.
-    ``kernels`` selects Triton or PyTorch.
+    ``x``, ``residual`` and the result are [.., H]; ``bias`` is [H]. ``kernels`` selects Triton or PyTorch.
     """
     given = tuple(t for t in (x, bias, residual) if t is not None)
     if has_torch_function(given):
@@ -71,10 +69,7 @@ def activate(
 
 
 def activate_reference(x: Tensor, bias: Tensor | None, kind: Activation, residual: Tensor | None = None) -> Tensor:
-    """Returns f(x + bias) + residual, computed in PyTorch; ``kind`` names the activation f.
-
-    The Triton kernel of :func:`activate` is compared with this function.
-    """
+    """Returns f(x + bias) + residual in PyTorch; ``kind`` names the activation f."""
     y = ACTIVATIONS[kind](x if bias is None else x + bias)
     return y if residual is None else y + residual
 
@@ -94,10 +89,9 @@ def _activate(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str
 
 @fused_operator("trine::activate_backward")
 def activate_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of ``x`` [N, H] and of ``bias`` [H] in f(x + bias); ``kind`` names the activation f.
+    """Returns the gradients of ``x`` [N, H] and ``bias`` [H] in f(x + bias); ``kind`` names the activation f.
 
-    ``dy`` [N, H] is the gradient of f(x + bias). The gradient of the bias is in fp32, and an empty tensor if ``bias``
-    is None.
+    ``dy`` [N, H] is the gradient of the result. The gradient of the bias is fp32; it is empty without bias.
     """
     from engine.kernels.gpu.activations import activation_backward
 
@@ -133,10 +127,9 @@ _activate.register_autograd(_gradients, setup_context=_keep)
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """Returns f(gate) * up, computed in one pass over memory; ``activation`` names the activation f. Differentiable.
+    """Returns f(gate) * up in one pass; ``activation`` names the activation f. Differentiable.
 
-    ``gate``, ``up`` and the result are [.., F]. ``gate`` and ``up`` may be the two halves of one tensor's last dim,
-    which are read without a copy. ``kernels`` selects Triton or PyTorch.
+    ``gate``, ``up`` and the result are [.., F]. ``kernels`` selects Triton or PyTorch.
     """
     if has_torch_function((gate, up)):
         return handle_torch_function(gated, (gate, up), gate, up, activation, kernels)
@@ -147,10 +140,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) ->
 
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Returns f(gate) * up, computed in PyTorch; ``activation`` names the activation f.
-
-    The Triton kernel of :func:`gated` is compared with this function.
-    """
+    """Returns f(gate) * up in PyTorch; ``activation`` names the activation f."""
     return ACTIVATIONS[activation](gate) * up
 
 

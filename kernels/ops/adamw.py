@@ -24,11 +24,7 @@ from engine.kernels.optim.update_rules import AdamRule
 
 @dataclass(frozen=True, slots=True)
 class DeviceDecision:
-    """Two fp64 scalars on the device that decide about an update: a factor for the gradient, and a flag that is 0 to
-    skip the update.
-
-    The host need not wait for these numbers.
-    """
+    """Decision on an update, as two fp64 scalars on the device: gradient factor, and flag (0: skip the update)."""
 
     factor: Tensor
     """Factor applied to the gradients."""
@@ -38,9 +34,7 @@ class DeviceDecision:
 
 @dataclass(frozen=True, slots=True)
 class AdamRun:
-    """Flat, contiguous tensors of one Adam update, all with the same number of elements: weights, gradient and
-    moments.
-    """
+    """Flat, contiguous tensors of an Adam update, of one size: weights, gradient and moments."""
 
     weights: Tensor
     """Weights to update: fp32 (fp64), or bf16 with stochastic rounding."""
@@ -53,9 +47,7 @@ class AdamRun:
 
 
 def fits_adamw_kernel(weights: Tensor, kernels: Kernels) -> bool:
-    """Returns True if ``kernels`` selects Triton for an Adam update of ``weights``, and the Triton kernel supports
-    them.
-    """
+    """Returns True if an Adam update of ``weights`` runs in Triton."""
     fitting = weights.dtype in (torch.float32, torch.bfloat16) and kernels.replaces(weights.device)
     return fitting and weights.numel() > 0 and kernels.triton("adamw", weights, _width(weights))
 
@@ -68,11 +60,9 @@ def adamw_(
     kernels: Kernels,
     rounding: StochasticRounding | None = None,
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of the tensors in ``run``, in place, unless ``decision.go``
-    is 0.
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in place, unless ``decision.go`` is 0.
 
-    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest. This function is no torch custom
-    operator, because it is neither differentiated nor compiled with a model.
+    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest.
     """
     if not fits_adamw_kernel(run.weights, kernels):
         adamw_reference_(run, rule, step, decision, rounding)
@@ -86,11 +76,9 @@ def adamw_(
 def adamw_reference_(
     run: AdamRun, rule: AdamRule, step: int, decision: DeviceDecision, rounding: StochasticRounding | None = None
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of the tensors in ``run``, in PyTorch and in place, unless
-    ``decision.go`` is 0.
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in place in PyTorch, unless ``decision.go`` is 0.
 
-    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest. The Triton kernel of :func:`adamw_` is
-    compared with this function.
+    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest.
     """
     step = rule.age(step)
     wide = torch.promote_types(run.weights.dtype, torch.float32)
@@ -117,10 +105,9 @@ def adamw_reference_(
 def adamw_8bit_(
     run: AdamRun, scales: tuple[Tensor, Tensor], rule: AdamRule, step: int, block: int, kernels: Kernels
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of the tensors in ``run``, in place; the moments in ``run``
-    are 8-bit codes.
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in place; its moments are 8-bit codes.
 
-    ``scales``: the scales of the first and of the second moment, one fp32 number per block of ``block`` elements.
+    ``scales``: fp32 scales of the first and of the second moment, one per ``block`` elements.
     """
     moments = BlockCodes(run.first, scales[0]), BlockCodes(run.second, scales[1])
     fits = run.weights.dtype == torch.float32 and rule.decoupled and kernels.replaces(run.weights.device)

@@ -31,11 +31,9 @@ _ON_SHAPES = 3
 
 
 class BlockRule(NamedTuple):
-    """Rule for the keys that a query attends to in one block of keys: all, the earlier ones (``causal``), or a
-    selection by ``mask``.
+    """Rule for the keys that a query attends to in a block: all, the earlier ones (``causal``), or by ``mask``.
 
-    ``causal`` requires as many queries as keys. ``mask``: [.., G or 1, Q or 1, K] for G heads, Q queries and K keys;
-    boolean (True: attends), or numbers that are added to the scores.
+    ``mask`` is boolean (True: attends) or is added to the scores: [.., heads or 1, queries or 1, keys].
     """
 
     scale: float
@@ -46,11 +44,10 @@ class BlockRule(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Tensor]:
-    """Computes attention of queries over one block of keys; returns (output [.., G, Q, E], log-sum-exp [.., G, Q]).
+    """Computes attention over one block of keys; returns (output [.., G, Q, E], log-sum-exp [.., G, Q]).
 
-    ``q`` is [.., G, Q, D], ``k`` [.., H, K, D] and ``v`` [.., H, K, E], for G query heads and H key heads. The
-    log-sum-exp is -inf for a query that attends to no key. With it, the outputs of several blocks can be merged into
-    attention over all their keys.
+    ``q`` is [.., G, Q, D], ``k`` [.., H, K, D] and ``v`` [.., H, K, E]. The log-sum-exp is -inf for a query without
+    keys.
     """
     if _flash(q, k, v, rule):
         made = _aten()._scaled_dot_product_flash_attention(q, k, v, 0.0, rule.causal, False, scale=rule.scale)
@@ -74,10 +71,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Te
 def attend_backward(
     grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], rule: BlockRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns one block's contribution to the gradients of its queries, keys and values, ``inputs`` (q, k, v).
+    """Returns the gradients of ``inputs`` (q, k, v) from attention over one block of keys.
 
-    ``grad``: gradient of the output that is merged over all blocks; ``merged``: this output, and the log-sum-exp over
-    the keys of all blocks.
+    ``merged`` is (output, log-sum-exp) over all blocks of keys, and ``grad`` the gradient of this output.
     """
     (q, k, v), (out, lse) = inputs, merged
     lse = lse.masked_fill(lse == -math.inf, math.inf).contiguous()  # a query without keys has weights of zero

@@ -28,9 +28,7 @@ from engine.kernels.dispatch import Kernels, fused_operator
 
 
 class Question(NamedTuple):
-    """Request for two optional softmax statistics of each row: the logit at ``target``, and a weighted sum of the
-    logits.
-    """
+    """Request for two optional softmax statistics per row: the logit at ``target``, and a weighted sum of logits."""
 
     target: Tensor | None = None
     """Target columns in the full vocabulary, [N] int64, equal on all ranks."""
@@ -43,7 +41,7 @@ class Question(NamedTuple):
 
     @property
     def weighted(self) -> bool:
-        """True if a weighted sum of the logits is requested, with weights or with weight 1 for all."""
+        """True if a weighted sum of the logits is requested."""
         return self.even or self.weight is not None
 
     def rows(self, part: slice) -> "Question":
@@ -52,7 +50,7 @@ class Question(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Softmax statistics of each of N rows, over this rank's columns of the logits; [N] each, without gradients."""
+    """Softmax statistics of N rows, over this rank's columns of the logits; [N] each, without gradients."""
 
     largest: Tensor
     """Maximum of each row. For an infinite maximum, the other statistics use differences from 0."""
@@ -64,9 +62,7 @@ class Statistics(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Softmax over the full vocabulary in two numbers per row, [N] each: the softmax of x is exp(x - largest -
-    log_sum).
-    """
+    """Numbers for the softmax over the full vocabulary, [N] each: softmax(x) = exp(x - largest - log_sum)."""
 
     largest: Tensor
     """Maximum of each row; 0 for an infinite maximum."""
@@ -74,7 +70,7 @@ class Softmax(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Gradients of a loss with respect to the softmax statistics of each of N rows, [N] each; None: no gradient."""
+    """Gradients of a loss in the softmax statistics of N rows, [N] each; None: no gradient."""
 
     log_sum: Tensor | None
     picked: Tensor | None = None
@@ -86,27 +82,25 @@ class Slopes(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Interface of all-reduces between the ranks, each of which has some of the vocabulary's columns."""
+    """Interface of all-reduces between the ranks that divide the vocabulary."""
 
     def largest(self, values: Tensor) -> None:
-        """Overwrites ``values`` on all ranks with their elementwise maximum over the ranks."""
+        """Overwrites ``values`` with their elementwise maximum over the ranks."""
 
     def sum(self, values: Tensor) -> None:
-        """Overwrites ``values`` on all ranks with their elementwise sum over the ranks."""
+        """Overwrites ``values`` with their elementwise sum over the ranks."""
 
 
 def fits_softmax_kernels(logits: Tensor) -> bool:
-    """Returns True if the Triton kernels support ``logits``: a matrix in fp32, fp16 or bf16, with contiguous rows."""
+    """Returns True if the Triton kernels support ``logits``: fp32, fp16 or bf16, 2-dim, with contiguous rows."""
     narrow = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return narrow and logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """Returns the softmax statistics of each row of ``logits_NW`` over this rank's columns, computed in one pass over
-    memory.
+    """Returns the softmax statistics of each row of ``logits_NW`` over this rank's columns, in one pass.
 
-    ``question`` requests the optional statistics. ``triton``: True: uses Triton if its kernels support the logits;
-    otherwise PyTorch.
+    ``question`` requests the optional statistics. ``triton``: uses Triton if its kernels support the logits.
     """
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
@@ -123,14 +117,14 @@ def join_softmax_terms(
     It all-reduces one maximum and one sum.
 
     Args:
-        question: request for the optional statistics, from which ``found`` was computed.
+        question: request from which ``found`` was computed.
         width: number of columns of this rank.
         exchange: all-reduces over the ranks with other columns; None: this rank has all columns.
-        known: softmax of the same logits from an earlier call, which is not communicated again.
+        known: softmax of the same logits from an earlier call; None: it is computed.
 
     Returns:
-        (softmax, logit at the target minus the largest logit, weighted sum), [N] each for N rows; None for a statistic
-            that is not requested.
+        (softmax, logit at the target minus the largest logit, weighted sum), [N] each; None for a statistic that is not
+            requested.
     """
     own_N = found.largest.masked_fill(found.largest.isinf(), 0)
     largest_N = found.largest.clone() if known is None else known.largest
@@ -161,11 +155,9 @@ def join_softmax_terms(
 def find_gradient(
     logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes, triton: bool, inplace: bool = False
 ) -> Tensor:
-    """Returns the gradient of ``logits_NW``, in their dtype, from ``slopes``, the gradients of the softmax statistics.
+    """Returns the gradient of ``logits_NW`` from ``slopes``, the gradients of the softmax statistics.
 
-    It is d_log_sum times the softmax, plus d_picked at the target's column, plus d_weighted times the weights in
-    ``question``, where ``slopes`` has the three factors d per row. A row with three factors of 0 gets exactly 0.
-    ``inplace``: overwrites the logits and returns them.
+    ``question`` and ``softmax``: as in the forward. ``inplace``: overwrites the logits and returns them.
     """
     if slopes.log_sum is None:
         slopes = slopes._replace(log_sum=torch.zeros_like(softmax.largest))
@@ -182,11 +174,11 @@ def find_gradient(
 
 
 def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Maps columns ``target`` of the full vocabulary to columns of this rank, which has the ``width`` columns from
-    ``start`` on.
+    """Converts columns ``target`` of the full vocabulary to columns of this rank, which has ``width`` columns from
+    ``start``.
 
     Returns:
-        (index of the column on this rank, or 0 if another rank has it; True if another rank has it).
+        (column on this rank, or 0 if another rank has it; True if another rank has it).
     """
     place = target - start
     elsewhere = (place < 0) | (place >= width)
@@ -194,10 +186,9 @@ def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
-    """Computes softmax statistics of each row of ``logits_NW`` over this rank's columns in PyTorch.
+    """Computes softmax statistics of each row of ``logits_NW`` over this rank's columns, in PyTorch.
 
-    ``question`` requests the optional statistics. The Triton kernel of :func:`find_statistics` is compared with this
-    function.
+    ``question`` requests the optional statistics.
     """
     wide = torch.promote_types(logits_NW.dtype, torch.float32)
     largest_N = logits_NW.amax(-1).to(wide)
@@ -212,10 +203,7 @@ def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
 
 
 def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes) -> Tensor:
-    """Computes the gradient of ``logits_NW`` in PyTorch, from ``slopes``, the gradients of their softmax statistics.
-
-    The Triton kernel of :func:`find_gradient` is compared with this function.
-    """
+    """Computes the gradient of ``logits_NW`` from ``slopes``, the gradients of the softmax statistics, in PyTorch."""
     log_sum_N, picked_N, weighted_N = slopes
     assert log_sum_N is not None
     shares_NW = (logits_NW - softmax.largest.unsqueeze(-1)).sub_(softmax.log_sum.unsqueeze(-1)).exp_()
@@ -234,9 +222,7 @@ def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, 
 
 
 def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> bool:
-    """Returns True if ``kernels`` selects Triton for ``operator`` on rows of ``width`` logits, and Triton supports
-    their dtype.
-    """
+    """Returns True if ``operator`` runs in Triton on rows of ``width`` logits."""
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
 
 
@@ -312,29 +298,27 @@ class CrossEntropy:
     reduction: Reduction = "mean"
 
     def slopes(self, slope_N: Tensor, vocabulary: int) -> Slopes:
-        """Returns the gradients of the softmax statistics, for ``slope_N``, the gradient of the loss of each of N rows.
+        """Returns the gradients of the softmax statistics from ``slope_N``, the gradient of the loss of each row.
 
-        ``vocabulary`` is the number of classes, on all ranks together.
+        ``vocabulary``: number of classes on all ranks.
         """
         smoothing = self.label_smoothing
         weighted_N = slope_N * (-smoothing / vocabulary) if smoothing else None
         return Slopes(slope_N, slope_N * (smoothing - 1), weighted_N)
 
     def losses(self, log_sum: Tensor, picked: Tensor, weighted: Tensor | None, vocabulary: int) -> Tensor:
-        """Returns the loss of each of N rows, [N], from softmax statistics over all columns, [N] each.
+        """Returns the loss of each row from softmax statistics over all columns, [N] each.
 
-        ``log_sum``: log of the sum of exp(logit - largest logit). ``picked``: logit at the target minus the largest.
-        ``weighted``: sum of all logits minus the largest, for label smoothing; None without it. ``vocabulary``: number
-        of classes.
+        ``log_sum``: log of the sum of exp(logit - largest). ``picked``: target's logit - largest. ``weighted``: sum of
+        all (logit - largest), for label smoothing. ``vocabulary``: number of classes.
         """
         losses_N = log_sum - picked * (1 - self.label_smoothing)
         return losses_N if weighted is None else losses_N - weighted * (self.label_smoothing / vocabulary)
 
     def reduced(self, losses_N: Tensor, counted_N: Tensor) -> Tensor:
-        """Reduces the losses of N rows as the option ``reduction`` requests: to their mean or sum (0-dim), or not
-        ("none").
+        """Reduces the losses of N rows by ``reduction``: "mean" or "sum" (0-dim), or "none" ([N]).
 
-        ``counted_N``: True for the rows that are not ignored; the mean divides by the number of these rows.
+        ``counted_N``: True for rows that are not ignored; the mean is over these rows.
         """
         if self.reduction == "none":
             return losses_N
@@ -343,7 +327,7 @@ class CrossEntropy:
 
 
 def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Checks that each class index in ``target`` is in 0 to ``vocabulary`` - 1, or equals ``ignore_index``.
+    """Checks that each class index in ``target`` is less than ``vocabulary``, or equals ``ignore_index``.
 
     On an accelerator it checks nothing, because the host would have to wait.
 

@@ -34,7 +34,7 @@ _SCORES, _LINES = 1 << 22, 64
 
 @dataclass(frozen=True, slots=True)
 class FlexCall:
-    """Arguments of a call of torch's ``flex_attention`` other than queries, keys and values."""
+    """Arguments of torch's ``flex_attention`` except queries, keys and values."""
 
     run: Callable[..., Any]
     """torch's function, or the caller's compiled one."""
@@ -47,15 +47,12 @@ class FlexCall:
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: FlexCall) -> Any:
-    """Runs torch's flex attention; returns the output [B, G, Q, E], with log-sum-exps and maxima if ``call.options``
-    requests them.
+    """Runs torch's flex attention; returns the output [B, G, Q, E], and statistics if ``call.options`` requests them.
 
-    ``q`` is [B, G, Q, D], ``k`` [B, H, K, D] and ``v`` [B, H, K, E], for G query heads and H key heads. Queries without
-    a visible key get zeros.
+    ``q`` is [B, G, Q, D], ``k`` [B, H, K, D] and ``v`` [B, H, K, E]. Queries without a visible key get zeros.
 
     Raises:
-        EngineError: the mask has other numbers of queries and keys than ``q`` and ``k``, or the numbers of heads do not
-            match.
+        EngineError: the mask does not fit ``q`` and ``k``, or the numbers of heads do not match.
     """
     _check(q, k, call)
     if has_torch_function((q, k, v)):
@@ -149,11 +146,10 @@ class _Tiles(NamedTuple):
 
 
 def over_places(modifier: Modifier, places: Sequence[Tensor], scores: Tensor | None = None) -> Tensor:
-    """Calls ``modifier``, a mask or score function of torch's flex attention, for each combination of row, head, query
-    and key.
+    """Calls ``modifier``, a mask or score function, for each row, head, query and key; returns [B, G, Q, K].
 
-    ``places``: four vectors with the indices of rows, heads, queries and keys. ``scores`` [B, G, Q, K]: first argument
-    of a score function; None: ``modifier`` is a mask function. Returns all results, [B, G, Q, K].
+    ``places``: four vectors of row, head, query and key indices. ``scores`` [B, G, Q, K]: first argument of a score
+    function.
     """
     function, scored = modifier, [] if scores is None else [0]
     for dim in range(3, -1, -1):
@@ -184,14 +180,13 @@ def _visible(mask: Any, places: Sequence[Tensor]) -> Tensor:
 def build_block_mask(
     kind: Any, listed: Sequence[Any], block: tuple[int, int], mask_mod: Modifier, lengths: tuple[int, int]
 ) -> Any:
-    """Returns a torch ``BlockMask`` of the class ``kind`` from lists of its blocks; traces and torch modes do not
-    record this.
+    """Returns a torch ``BlockMask`` of the class ``kind`` from lists of its blocks.
 
     Args:
-        listed: four int32 tensors: counts [B, H, rows] and column indices [B, H, rows, n] of the partial blocks,
-            then of the full blocks.
+        listed: four int32 tensors: counts [B, H, rows] and column indices [B, H, rows, n] of the partial blocks, then
+            of the full blocks.
         block: size of a block, (queries, keys).
-        mask_mod: mask function, which decides inside partial blocks.
+        mask_mod: mask function inside partial blocks.
         lengths: numbers of queries and keys.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -203,8 +198,8 @@ PARTIAL, FULL = 1, 2
 
 
 def block_kinds(mask: Any) -> Tensor:
-    """Returns the kind of each block of the torch ``BlockMask`` ``mask``, int8 [B or 1, G or 1, blocks of queries,
-    blocks of keys].
+    """Returns the kind of each block of ``mask``, a torch ``BlockMask``, int8 [B or 1, G or 1, query blocks, key
+    blocks].
 
     The kinds are 0 (no key is visible), ``PARTIAL`` (the mask function decides) and ``FULL`` (every key is visible).
     """

@@ -24,11 +24,11 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -
     """Multiplies each row of ``x`` [R, K] by the matrix of its expert in ``weight`` [X, K, N]; returns [R, N].
     Differentiable.
 
-    The R rows are sorted by expert, for X experts.
+    The rows are sorted by expert.
 
     Args:
         weight: contiguous, or the transpose of a contiguous [X, N, K].
-        ends: integers [X] on the device of ``x``: the index after the last row of each expert, ascending to R.
+        ends: end index of each expert's rows, integers [X] on the device of ``x``.
 
     Raises:
         EngineError: the shapes do not match.
@@ -45,11 +45,9 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -
 
 
 def grouped_product_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies each row of ``x`` [R, K] by the matrix of its expert in ``weight`` [X, K, N], in PyTorch; returns [R,
-    N].
+    """Computes :func:`grouped_product` in PyTorch; returns [R, N].
 
-    The R rows are sorted by expert, and ``ends`` [X] has the index after the last row of each. The host reads ``ends``,
-    so it waits for the device. The Triton kernel of :func:`grouped_product` is compared with this function.
+    The host reads ``ends``, so it waits for the device.
     """
     parts = zip(torch.tensor_split(x, ends[:-1].cpu().long()), weight, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
@@ -58,8 +56,7 @@ def grouped_product_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor
 def grouped_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
     """Returns the gradient [X, K, N] of ``weight`` in :func:`grouped_product`, in the memory order of ``weight``.
 
-    For each of X experts it is the expert's rows of ``x`` [R, K], transposed, times the expert's rows of ``dy`` [R, N],
-    the gradient of the result. ``ends`` [X] has the index after the last row of each expert.
+    ``dy`` [R, N] is the gradient of the result. ``ends`` [X] has the end index of each expert's rows.
     """
     order = weight.is_contiguous()
     if not _fits(x, weight) or dy.dtype != x.dtype or not kernels.triton("grouped", x, x.shape[1]):

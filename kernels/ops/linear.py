@@ -34,7 +34,7 @@ _SLAB = 8192
 
 
 class LinearForm(NamedTuple):
-    """Form of a linear layer: its activation, and the memory order of its weight."""
+    """Activation of a linear layer, and memory order of its weight."""
 
     activation: Activation = "none"
     transposed: bool = False
@@ -46,9 +46,8 @@ def linear(
 ) -> Tensor:
     """Computes f(x W' + b) + residual: x [.., I] -> [.., O], with the activation f of ``form``. Differentiable.
 
-    W' is the transpose of ``weight`` [O, I], or the weight itself if ``form.transposed``, stored as [I, O]; ``bias`` b
-    is [O]. Under autocast the layer runs in autocast's dtype. If the weight has a main gradient (the tensor that sums
-    its gradients), the backward adds to it in place.
+    ``weight`` is W [O, I], or W' [I, O] with ``form.transposed``. The backward may add to the weight's main gradient in
+    place.
     """
     given = x, weight, bias, residual
     if has_torch_function(given):
@@ -77,10 +76,9 @@ def linear(
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, residual: Tensor | None = None
 ) -> Tensor:
-    """Computes f(x W' + b) + residual in PyTorch, with the activation f of ``form`` and the bias b.
+    """Computes f(x W' + b) + residual in PyTorch, with the activation f of ``form``.
 
-    W' is the transpose of ``weight``, or the weight itself if ``form.transposed``. The Triton kernel of :func:`linear`
-    is compared with this function.
+    ``weight`` is W, or W' with ``form.transposed``.
     """
     y = ACTIVATIONS[form.activation](functional.linear(x, weight.t() if form.transposed else weight, bias))
     return y if residual is None else y + residual
@@ -131,7 +129,7 @@ def _by_library(x: Tensor, matrix_IO: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
-    """Returns a @ b, [.., N], for ``a`` [.., K] and ``b`` [K, N]; for use in a backward.
+    """Returns ``a`` [.., K] @ ``b`` [K, N], for use in a backward.
 
     The result is not differentiable if ``kernels`` selects Triton.
     """
@@ -147,11 +145,9 @@ def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bool = False) -> None:
-    """Adds ``a`` [M, K] @ ``b`` [K, N] to ``into`` [M, N] in place; with ``fresh`` it overwrites ``into`` with the
-    product.
+    """Adds ``a`` [M, K] @ ``b`` [K, N] to ``into`` [M, N] in place; with ``fresh`` it overwrites ``into``.
 
-    ``into`` may be fp32 for bf16 or fp16 operands, and the sum is then computed in fp32. The product takes no memory of
-    its own, except on an accelerator that cannot multiply 16-bit matrices into an fp32 matrix.
+    ``into`` may be fp32 for bf16 or fp16 operands; the sum is then computed in fp32.
     """
     chosen = kernels.takes("linear_backward", a)
     if chosen and _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a):
@@ -165,10 +161,9 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bo
 
 
 def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """Computes ``total += a @ b``, or ``total = a @ b`` if ``fresh``, by the vendor's library for matrix products, such
-    as cuBLAS.
+    """Computes ``total += a @ b``, or ``total = a @ b`` if ``fresh``, with a vendor library such as cuBLAS.
 
-    bf16 and fp16 operands are summed in the dtype of ``total``, such as fp32.
+    The sum is computed in the dtype of ``total``.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if fresh else 1)
@@ -196,11 +191,10 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def added_to_main(main: MainGradient | None, node: Any | None, a: Tensor, b: Tensor, kernels: Kernels) -> bool:
-    """Adds the weight gradient ``a`` [M, K] @ ``b`` [K, N] to ``main``, the tensor [M, N] that sums the gradients of
-    the weight; returns True.
+    """Adds ``a`` [M, K] @ ``b`` [K, N] to the main gradient ``main`` [M, N]; returns True.
 
-    It returns False, and adds nothing, if the caller must return the gradient to autograd instead. ``node``: autograd
-    node that accumulates the weight's gradients, as in :meth:`MainGradient.begin`.
+    It returns False if the caller must return the gradient to autograd instead. ``node``: as for
+    :meth:`MainGradient.begin`.
     """
     opened = open_sum(main, node)
     if main is None or opened is None:
@@ -378,10 +372,9 @@ class MainProduct(NamedTuple):
 
 
 def unviewed(y: Tensor) -> Tensor:
-    """Returns ``y`` with the same data, but not as a view for autograd, which forbids in-place operations on some
-    views.
+    """Returns ``y`` with the same data, but not as a view for autograd.
 
-    Operations such as ReLU(inplace=True) are then allowed on the result.
+    In-place operations such as ReLU(inplace=True) are then allowed.
     """
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 

@@ -59,25 +59,21 @@ applied later.
 
 
 class Head(NamedTuple):
-    """Language-model head on one rank: weight [W, H] and bias [W] or None, in the dtype of the hidden states.
+    """Language-model head on one rank: weight [W, H] and bias [W] or None.
 
-    W is the number of vocabulary columns that the rank has, and H the width of the hidden states.
+    W is the number of the rank's vocabulary columns, and H the width of the hidden states.
     """
 
     weight: Tensor
     bias: Tensor | None
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
-        """Returns the logits [C, W] of a chunk of C tokens with the hidden states ``hidden_CH``, for W vocabulary
-        columns.
-        """
+        """Returns the logits [C, W] of C tokens with the hidden states ``hidden_CH``."""
         return functional.linear(hidden_CH, self.weight, self.bias)
 
 
 class Conditions(NamedTuple):
-    """Options of :func:`linear_terms` that are not differentiated: kernel selection, all-reduces, and a known
-    softmax.
-    """
+    """Options of :func:`linear_terms` without gradients."""
 
     kernels: Kernels
     exchange: Exchange | None = None
@@ -87,7 +83,7 @@ class Conditions(NamedTuple):
 
 
 class LinearTerms(NamedTuple):
-    """Softmax statistics of each of N tokens over the full vocabulary, [N] each, in fp32 or fp64.
+    """Softmax statistics of N tokens over the full vocabulary, [N] each, in fp32 or fp64.
 
     All except ``largest`` are differentiable.
     """
@@ -99,13 +95,10 @@ class LinearTerms(NamedTuple):
 
 
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
-    """Returns the number of tokens in a chunk, a power of two, for the loss of ``tokens`` tokens that is computed chunk
-    by chunk.
+    """Returns the number of tokens per chunk, a power of two, for a loss that is computed chunk by chunk.
 
-    ``width`` is the size of a hidden state, and ``columns`` the number of logits per token. The result is at least
-    ``LEAST_CHUNK``, ``width / 2`` and ``tokens * width / columns``. With the last number, the chunk's logits have as
-    many elements as all hidden states. It is also at least 2048, or a quarter of ``tokens`` if that is fewer. On an
-    H200 (width 2048, vocabulary 128256), chunks of 2048 and 4096 tokens are 8% and 9% faster than chunks of 1024.
+    ``width``: size of a hidden state. ``columns``: number of logits per token. A chunk's logits have at least as many
+    elements as all hidden states.
     """
     quarter = min(tokens // 4, FAST_CHUNK)
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, quarter, LEAST_CHUNK)
@@ -117,12 +110,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Computes the cross-entropy of ``linear(hidden, weight, bias)`` chunk by chunk, never with all logits in memory.
 
-    Returns the loss, 0-dim, or [N] for reduction "none", in fp32 (fp64 for fp64 operands). ``target_N`` has N class
-    indices, int64. The loss can be differentiated once, in hidden, weight and bias. Under autocast the product runs in
-    autocast's dtype.
+    Returns the loss, 0-dim, or [N] for reduction "none", in fp32 (fp64 for fp64 operands). ``target_N``: class indices,
+    int64. The loss can be differentiated once.
 
     Raises:
-        EngineError: a target is outside the vocabulary; checked on the CPU only, because a GPU would have to wait.
+        EngineError: a target is outside the vocabulary; checked only on the CPU.
     """
     given = tuple(x for x in (hidden_NH, weight_VH, bias_V) if x is not None)
     if has_torch_function(given):
@@ -143,10 +135,8 @@ def linear_cross_entropy(
 def linear_terms(hidden_NH: Tensor, head: Head, question: Question, conditions: Conditions) -> LinearTerms:
     """Computes the softmax statistics of ``head.logits(hidden)`` chunk by chunk; the backward recomputes the logits.
 
-    With ``conditions.exchange``, each rank has some of the vocabulary's columns: one maximum and one sum are
-    all-reduced for all tokens together. Nothing is all-reduced if ``conditions.known`` has the softmax and ``question``
-    requests nothing else. The backward communicates nothing: the caller sums the gradient of ``hidden_NH`` over the
-    ranks.
+    With ``conditions.exchange``, it all-reduces one maximum and one sum. The backward does not communicate: the caller
+    sums the gradient of ``hidden_NH`` over the ranks.
     """
     found: tuple[Any, ...] = _Terms.apply(hidden_NH, *head, question, conditions)  # type: ignore[no-untyped-call]
     return LinearTerms(*found)

@@ -34,10 +34,10 @@ class Norm:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Kernels) -> Tensor:
-    """Computes RMSNorm or LayerNorm of ``x`` [.., H] over the last dim; returns [.., H] in the dtype of ``x``.
+    """Computes RMSNorm, or LayerNorm if ``form.centered``, of ``x`` [.., H] over the last dim, in its dtype.
     Differentiable.
 
-    ``weight`` and ``bias`` are [H]. ``form.centered`` selects LayerNorm; ``kernels`` selects Triton or PyTorch.
+    ``weight`` and ``bias`` are [H]. ``kernels`` selects Triton or PyTorch.
     """
     if has_torch_function((x, weight)):
         return handle_torch_function(norm, (x, weight), x, weight, bias, form, kernels)
@@ -68,10 +68,7 @@ def add_norm(
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> Tensor:
-    """Computes RMSNorm, or LayerNorm if ``form.centered``, over the last dim of ``x`` in PyTorch.
-
-    The Triton kernel of :func:`norm` is compared with this function.
-    """
+    """Computes RMSNorm, or LayerNorm if ``form.centered``, over the last dim of ``x`` in PyTorch."""
     wide = torch.promote_types(x.dtype, torch.float32)
     width, scale = x.shape[-1:], weight.to(wide)
     if form.offset:
@@ -195,10 +192,9 @@ _PIECE = 1 << 20
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
-    """Returns the sum of squares over the tensors in ``parts`` that are marked True, as an fp64 scalar on their device.
+    """Returns the sum of squares over the tensors marked True in ``parts``, as an fp64 scalar on their device.
 
-    ``parts``: pairs (flat contiguous values, True to include them), all on one device. This function is no torch custom
-    operator, because it is neither differentiated nor compiled with a model.
+    ``parts``: pairs (flat contiguous values, True to include them), all on one device.
     """
     ours = [_squares_fit(values, kernels) for values, _ in parts]
     rest = [part for part, yes in zip(parts, ours, strict=True) if not yes]
@@ -213,10 +209,9 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tens
 
 
 def squared_norm_reference(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Returns the sum of squares over the tensors in ``parts`` that are marked True, as an fp64 scalar, in PyTorch.
+    """Returns the sum of squares over the tensors marked True in ``parts``, as an fp64 scalar, in PyTorch.
 
-    ``parts``: pairs (values, True to include them). The Triton kernel of :func:`squared_norm` is compared with this
-    function.
+    ``parts``: pairs (values, True to include them).
     """
     norms = [
         torch.linalg.vector_norm(piece, dtype=torch.float64) * (1.0 if counts else 0.0)

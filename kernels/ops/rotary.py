@@ -20,9 +20,7 @@ from engine.kernels.dispatch import Kernels, fused_operator, is_narrow
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Layout of tensors for rotary embeddings: the pairs of features that are rotated together, and the dim of the
-    heads.
-    """
+    """Layout for rotary embeddings: the pairs of rotated features, and the dim of the heads."""
 
     interleaved: bool = False
     """True: adjacent features are rotated (GPT-J). False: the two halves (GPT-NeoX, Llama)."""
@@ -31,11 +29,10 @@ class Rotary:
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Returns ``q`` and ``k``, rotated by rotary position embeddings; they may have different numbers of heads.
-    Differentiable.
+    """Returns ``q`` and ``k``, rotated by rotary position embeddings. Differentiable.
 
-    ``cos`` and ``sin`` are [B or 1, S, R] for B sequences of S positions; the first R features of each head are
-    rotated. ``form`` is the layout; ``kernels`` selects Triton or PyTorch.
+    ``cos`` and ``sin`` are [B or 1, S, R]; the first R features of each head are rotated. ``form`` is the layout;
+    ``kernels`` selects Triton or PyTorch.
     """
     if has_torch_function((q, k, cos, sin)):
         return handle_torch_function(rotary, (q, k, cos, sin), q, k, cos, sin, form, kernels)
@@ -48,10 +45,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels
 
 
 def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary) -> tuple[Tensor, Tensor]:
-    """Returns ``q`` and ``k``, rotated by rotary position embeddings in PyTorch.
-
-    The Triton kernel of :func:`rotary` is compared with this function.
-    """
+    """Returns ``q`` and ``k``, rotated by rotary position embeddings in PyTorch."""
     cos, sin = cos.unsqueeze(form.heads_dim), sin.unsqueeze(form.heads_dim)
     return _turned(q, cos, sin, form.interleaved), _turned(k, cos, sin, form.interleaved)
 

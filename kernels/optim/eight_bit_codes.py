@@ -45,24 +45,21 @@ class BlockCodes(NamedTuple):
 
     @classmethod
     def zeros(cls, elements: int, block: int, device: torch.device) -> "BlockCodes":
-        """Returns the encoding of ``elements`` zeros, with ``block`` elements per scale."""
+        """Returns the codes and scales of ``elements`` zeros, with ``block`` elements per scale."""
         scales = torch.zeros(-(-elements // block), dtype=torch.float32, device=device)
         return cls(torch.zeros(elements, dtype=torch.uint8, device=device), scales)
 
     def part(self, start: int, stop: int, block: int) -> "BlockCodes":
-        """Returns views of the codes of the elements ``start:stop`` and of their scales; a scale is for ``block``
-        elements.
+        """Returns views of the codes ``start:stop`` and of their scales; ``block``: elements per scale.
 
-        ``start`` is a multiple of ``block``, and so is ``stop``, unless it is the number of all elements.
+        ``start`` and ``stop`` are multiples of ``block``, except ``stop`` at the end.
         """
         return BlockCodes(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """Encoding of one of Adam's two moments: codes with a sign bit or without one, and the number of elements per
-    scale.
-    """
+    """Encoding of one of Adam's moments: codes with or without a sign bit, and elements per scale."""
 
     block: int
     """Number of elements per scale."""
@@ -70,27 +67,22 @@ class StateFormat:
 
     @property
     def largest(self) -> int:
-        """Largest code without the sign bit: 127 for signed codes, otherwise 255.
-
-        It stands for an absolute value equal to the block's scale.
-        """
+        """Largest code without the sign bit: 127 for signed codes, otherwise 255."""
         return 127 if self.signed else 255
 
     @property
     def least(self) -> float:
-        """Smallest positive number with a code of its own, as a fraction of its block's scale."""
+        """Smallest positive number with a code, as a fraction of the block's scale."""
         return 1.25 * 2.0**-16 if self.signed else 1.25 * 2.0**-32
 
     def bytes(self, elements: int) -> int:
-        """Returns the size in bytes of the encoding of ``elements`` numbers: one byte each, and an fp32 scale per
-        block.
-        """
+        """Returns the size in bytes of the encoding of ``elements`` numbers."""
         return elements + 4 * -(-elements // self.block)
 
 
 @torch.no_grad()
 def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
-    """Encodes the numbers ``values_n`` into ``into``, the tensors for their codes and scales, in place.
+    """Encodes the numbers ``values_n`` into ``into``, in place.
 
     Numbers in fp64 are first rounded to fp32.
     """
@@ -116,7 +108,7 @@ def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
 
 @torch.no_grad()
 def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns the numbers that the codes and scales in ``given`` stand for, [n] in ``dtype``."""
+    """Decodes ``given`` to numbers, [n] in ``dtype``."""
     elements, blocks = len(given.codes), len(given.scales)
     code = given.codes.to(torch.int32)
     size = code & 127 if form.signed else code
@@ -129,9 +121,9 @@ def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.floa
 
 
 def chunks(elements: int) -> Iterator[slice]:
-    """Yields consecutive slices that together cover a vector of ``elements`` elements.
+    """Yields consecutive slices of ``CHUNK`` elements of a vector of ``elements`` elements.
 
-    A slice has ``CHUNK`` elements, a multiple of every block size; the last one may have fewer.
+    The last slice may have fewer.
     """
     return (slice(start, min(elements, start + CHUNK)) for start in range(0, elements, CHUNK))
 
@@ -139,11 +131,9 @@ def chunks(elements: int) -> Iterator[slice]:
 def adam_8bit_(
     weights_n: Tensor, grads_n: Tensor, moments: Sequence[BlockCodes], step: int, rule: AdamRule, block: int
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``weights_n`` in place, with moments that are stored as
-    8-bit codes.
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``weights_n`` in place, with moments in 8-bit codes.
 
-    ``moments``: codes of the first and the second moment, with ``block`` elements per scale. They are decoded, updated
-    as by :func:`adam_` in the dtype of the weights, and encoded again.
+    ``moments``: first and second moment, with ``block`` elements per scale. They are updated by :func:`adam_`.
     """
     forms = [StateFormat(block, signed) for signed in (True, False)]
     for part in chunks(len(weights_n)):

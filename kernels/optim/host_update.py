@@ -50,16 +50,14 @@ _LONGEST = 120.0
 class CompileError(Exception):
     """Error of a failed compilation of a C++ source.
 
-    Its text is only the reason, such as "there is no C++ compiler", for the end of a sentence of the caller.
+    Its text is the reason, such as "there is no C++ compiler".
     """
 
 
 def library(source: Path) -> Path | None:
-    """Returns the path of the shared library that is compiled from the C++ file ``source``; compiles it if no stored
-    one fits.
+    """Compiles the C++ file ``source``, or finds an earlier result; returns the path of the shared library.
 
-    The library is stored in a cache folder for later runs. None: the environment variable ``TRINE_CACHE`` is 0, which
-    forbids stored files.
+    The library is stored in a cache folder. None: ``TRINE_CACHE`` is 0, so nothing is stored.
 
     Raises:
         CompileError: there is no compiler, the compiler fails, or the result cannot be stored.
@@ -148,7 +146,7 @@ def update_adam_(
     """Makes Adam or AdamW update number ``step`` (from 1) of ``weights`` in place; the results equal :func:`adam_` in
     all bits.
 
-    Large contiguous fp32 tensors on the CPU are updated by a compiled C++ kernel, other tensors by torch.
+    A compiled C++ kernel updates large fp32 tensors on the CPU.
     """
     kernel = _kernel_for((*weights, *grads, *first_moments, *second_moments), len(weights))
     if kernel is None:
@@ -161,7 +159,7 @@ def update_adam_(
 def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
     """Makes a Lion update of ``weights`` in place; the results equal :func:`lion_` in all bits.
 
-    Large contiguous fp32 tensors on the CPU are updated by a compiled C++ kernel, other tensors by torch.
+    A compiled C++ kernel updates large fp32 tensors on the CPU.
     """
     kernel = _kernel_for((*weights, *grads, *momenta), len(weights))
     if kernel is None:
@@ -172,11 +170,9 @@ def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Se
 
 
 def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
-    """Returns True if every number of ``wide`` (fp32), rounded to bf16, equals the number of ``narrow`` at its
-    position.
+    """Returns True if ``wide`` (fp32), rounded to bf16, equals ``narrow`` everywhere.
 
-    False means that some number differs, or that the numbers were not compared because the compiled kernel is not used,
-    for example for small tensors.
+    False: a number differs, or the compiled kernel is not available for the tensors.
     """
     kernel = _kernel_for((wide,), 1) if narrow.dtype == torch.bfloat16 and is_host(narrow.device) else None
     return kernel is not None and narrow.is_contiguous() and kernel.rounds_to(wide, narrow)
@@ -184,9 +180,7 @@ def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HostKernel:
-    """Update rules of Adam and Lion for the CPU, compiled from C++; the tensors of a call are contiguous, fp32 and of
-    one size.
-    """
+    """Adam and Lion updates on the CPU, compiled from C++, for contiguous fp32 tensors of one size."""
 
     compiled: ctypes.CDLL
     lanes: int
@@ -218,8 +212,7 @@ class HostKernel:
         self.compiled.trine_lion(*_places(w, g, m), numbers, self._spans()[0])
 
     def rounds_to(self, wide: Tensor, narrow: Tensor) -> bool:
-        """Returns True if every number of ``wide`` (fp32), rounded to bf16, equals the number of ``narrow`` at its
-        position.
+        """Returns True if ``wide`` (fp32), rounded to bf16, equals ``narrow`` everywhere.
 
         It returns False if there is a NaN.
         """
@@ -233,9 +226,9 @@ class HostKernel:
 
 @cache
 def host_kernel() -> HostKernel | None:
-    """Returns the update rules that are compiled for this CPU; the first call compiles or loads them.
+    """Returns the compiled Adam and Lion updates; the first call compiles or loads them.
 
-    None: they cannot be compiled, which is logged once, or their results differ from torch's in some bit.
+    None: the compilation fails, or results differ from torch's.
     """
     try:
         made = library(SOURCE)
@@ -258,11 +251,7 @@ def host_kernel() -> HostKernel | None:
 
 
 def has_bits_of_torch(kernel: HostKernel) -> bool:
-    """Returns True if the Adam and Lion updates of ``kernel`` equal torch's in all bits, on one sample of random
-    numbers.
-
-    The size of the sample is odd, so that it includes elements at the end that fill no whole vector register.
-    """
+    """Returns True if the Adam and Lion updates of ``kernel`` equal torch's in all bits, on random numbers."""
     w, g, m, v = torch.randn(4, 1021, generator=torch.Generator().manual_seed(0)).unbind()
     v = v.square()
     return all(_agree(ours, theirs, (w, g, m, v)) for ours, theirs in _pairs(kernel))

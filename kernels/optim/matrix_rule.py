@@ -23,40 +23,35 @@ MatrixState = Mapping[str, Tensor]
 
 
 class MatrixRule(Protocol):
-    """Interface of optimizer rules that compute the update of a parameter from its whole matrix, such as Muon."""
+    """Interface of optimizer rules that update a parameter from its whole matrix, such as Muon."""
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the average number of multiplications for one update of a matrix of ``shape``.
-
-        The number serves to give each rank about the same amount of work.
-        """
+        """Returns the average number of multiplications for one update of a matrix of ``shape``, for load balancing."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Returns a dict with the name and shape of each state tensor that belongs to a whole matrix of ``shape``.
+        """Returns the names and shapes of the state tensors that need the whole matrix of ``shape``.
 
-        It does not include state with one number per element, which is sharded in the same way as the matrix.
+        State with one number per element is not included.
         """
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] of a whole matrix [A, B] from ``direction_AB``, its gradient or momentum.
+        """Returns the update [A, B] of a whole matrix from ``direction_AB``, its gradient or momentum.
 
-        ``state``: state tensors by name, zeros at first; they are written in place. ``step``: number of the update,
-        from 1.
+        ``state``: state tensors by name, zeros at first, written in place. ``step``: number of the update, from 1.
         """
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
         """Applies weight decay and ``update`` to ``weights`` in place.
 
-        ``weights`` and ``update`` may be corresponding shards of a matrix of ``shape``. ``step``: number of the update,
-        from 1.
+        ``weights`` and ``update`` may be shards of a matrix of ``shape``. ``step``: number of the update, from 1.
         """
 
 
 def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: float, add: float) -> None:
-    """Updates ``left`` [A, A] and ``right`` [B, B], the statistics of a matrix's gradients, in place.
+    """Updates ``left`` [A, A] and ``right`` [B, B], the statistics of gradients G = ``grad_AB``, in place.
 
-    For the gradient G = ``grad_AB`` and its transpose G', ``left`` becomes ``keep`` * left + ``add`` * G G', and
-    ``right`` becomes ``keep`` * right + ``add`` * G' G. A statistic of None is left out.
+    ``left`` becomes ``keep`` * left + ``add`` * G G', and ``right`` becomes ``keep`` * right + ``add`` * G' G. A
+    statistic of None is skipped.
     """
     if left is not None:
         left.addmm_(grad_AB, grad_AB.T, beta=keep, alpha=add)
@@ -71,12 +66,12 @@ def both_sides(left: Tensor | None, matrix_AB: Tensor, right: Tensor | None) -> 
 
 
 def transposed(matrix: Tensor | None) -> Tensor | None:
-    """Returns the transpose of ``matrix``; None, which means the identity matrix, is returned as None."""
+    """Returns the transpose of ``matrix``, or None, the identity matrix, unchanged."""
     return None if matrix is None else matrix.T
 
 
 def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (eigenvalues in ascending order, eigenvectors as columns) of the matrix ``symmetric``, in its dtype."""
+    """Returns (eigenvalues in ascending order, eigenvectors as columns) of the matrix ``symmetric``."""
     try:
         values, vectors = torch.linalg.eigh(symmetric)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # solvers fail on some fp32 matrices
@@ -85,10 +80,9 @@ def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def side_shapes(shape: tuple[int, ...], largest: int, left: str, right: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes, by name, of two square state matrices for a matrix of ``shape`` (rows, columns).
+    """Returns the shapes of two square state matrices of a matrix of ``shape``, by the names ``left`` and ``right``.
 
-    ``left`` is the name of the one with shape (rows, rows), and ``right`` of the one with shape (columns, columns). A
-    state matrix with more than ``largest`` rows is left out.
+    They are (rows, rows) and (columns, columns). Matrices with more than ``largest`` rows are left out.
     """
     rows, columns = shape
     sides = {left: (rows, rows), right: (columns, columns)}
@@ -113,7 +107,7 @@ class MuonRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "MuonRule":
-        """Returns the rule with the hyperparameters in ``group``, a parameter group with the option names of
+        """Returns the rule with the hyperparameters in ``group``, a parameter group with the options of
         ``torch.optim.Muon``.
         """
         return cls(
@@ -129,9 +123,7 @@ class MuonRule:
         )
 
     def rate(self, shape: tuple[int, ...]) -> float:
-        """Returns the learning rate for a matrix of ``shape``: ``lr`` times a factor that depends on the numbers of
-        rows and columns.
-        """
+        """Returns the learning rate for a matrix of ``shape``: ``lr`` times a factor that depends on ``shape``."""
         rows, columns = shape
         ratio = 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1, rows / max(1, columns)))
         return self.lr * ratio
@@ -142,39 +134,35 @@ class MuonRule:
         return self.steps * small * small * (2 * large + small)
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns {}: the momentum, the only state, has one number per element and is sharded in the same way as the
-        matrix.
-        """
+        """Returns {}: the momentum, the only state, has one number per element."""
         return {}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns ``direction_AB`` with all singular values changed to about one, and the same singular vectors."""
+        """Returns ``direction_AB`` with all singular values changed to about one."""
         return orthogonal(direction_AB, self)
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
         """Applies weight decay and ``update`` to ``weights`` in place.
 
-        ``weights`` and ``update`` may be corresponding shards of a matrix of ``shape``, from which the learning rate
-        follows.
+        ``weights`` and ``update`` may be shards of a matrix of ``shape``; the learning rate depends on ``shape``.
         """
         weights.mul_(1 - self.lr * self.weight_decay)
         weights.add_(update, alpha=-self.rate(shape))
 
 
 def momentum_(momentum: Tensor, grad: Tensor, rule: MuonRule) -> Tensor:
-    """Averages the gradient ``grad`` into ``momentum`` in place; returns the direction for Muon's update, of the same
-    shape.
+    """Averages ``grad`` into ``momentum`` in place; returns the direction for Muon's update.
 
-    The direction is the momentum, or with ``rule.nesterov`` an average of gradient and momentum.
+    It is the momentum, or with ``rule.nesterov`` an average of gradient and momentum.
     """
     momentum.lerp_(grad, 1 - rule.momentum)
     return grad.lerp(momentum, rule.momentum) if rule.nesterov else momentum.clone()
 
 
 def orthogonal(direction_AB: Tensor, rule: MuonRule) -> Tensor:
-    """Returns ``direction_AB`` with all singular values changed to about one, and the same singular vectors.
+    """Returns ``direction_AB`` with all singular values changed to about one, in ``rule.dtype``.
 
-    It runs Newton-Schulz steps, which are matrix products in ``rule.dtype``; the result has this dtype.
+    It runs Newton-Schulz steps.
     """
     a, b, c = rule.coefficients
     tall = direction_AB.size(0) > direction_AB.size(1)

@@ -74,19 +74,17 @@ class ShampooRule:
     def cost(self, shape: tuple[int, ...]) -> int:
         """Returns the average number of multiplications for one update of a matrix of ``shape``.
 
-        It counts two matrix products per side with a preconditioner in each update, and one eigendecomposition per side
-        in every ``precondition_frequency`` updates.
+        An eigendecomposition per side counts once in ``precondition_frequency`` updates.
         """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_preconditioner_dim]
         return sum(2 * elements * size + 10 * size**3 // every for size in sides) + elements
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns a dict with the name and shape of each state tensor for a matrix of ``shape``.
+        """Returns the names and shapes of the state tensors of a matrix of ``shape``.
 
-        These are a statistic and its inverse root for each side up to ``max_preconditioner_dim``; the momentum, if it
-        is on; and second moments for grafting (scaling to the length of a simpler rule's update), if that rule needs
-        them.
+        They are a statistic and its inverse root for each side up to ``max_preconditioner_dim``, and the momentum and
+        second moments if the options need them.
         """
         sums = side_shapes(shape, self.max_preconditioner_dim, LEFT, RIGHT)
         roots = side_shapes(shape, self.max_preconditioner_dim, LEFT_ROOT, RIGHT_ROOT)
@@ -96,10 +94,10 @@ class ShampooRule:
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
         """Returns the update [A, B] for the gradient ``direction_AB``, preconditioned by the statistics of all
-        gradients so far.
+        gradients.
 
-        ``state``: state tensors by name, written in place. ``step``: number of the update, from 1. Before
-        ``start_preconditioning_step`` the update of a simpler rule is returned.
+        ``state``: state tensors by name, written in place. Before ``start_preconditioning_step`` the update is not
+        preconditioned.
         """
         if step == 1:
             for kept in state.values():
@@ -176,38 +174,33 @@ class SoapRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "SoapRule":
-        """Returns the rule with the hyperparameters in ``group``, a parameter group with the option names of SOAP's
-        authors.
-        """
+        """Returns the rule with the hyperparameters in ``group``, a parameter group with SOAP's options."""
         own = group["shampoo_beta"]
         return rule_of(cls, group, shampoo_beta=group["betas"][1] if own is None else own)
 
     def cost(self, shape: tuple[int, ...]) -> int:
         """Returns the average number of multiplications for one update of a matrix of ``shape``.
 
-        It counts three matrix products per side with an eigenbasis in each update, and one new basis per side in every
-        ``precondition_frequency`` updates.
+        A new eigenbasis per side counts once in ``precondition_frequency`` updates.
         """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_precond_dim]
         return sum(3 * elements * size + (4 * size**3 + 2 * elements * size) // every for size in sides) + elements
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns a dict with the name and shape of each state tensor for a matrix of ``shape``.
+        """Returns the names and shapes of the state tensors of a matrix of ``shape``.
 
-        These are the first and the second moment, and a statistic and an eigenbasis for each side up to
-        ``max_precond_dim``.
+        They are two moments, and a statistic and an eigenbasis for each side up to ``max_precond_dim``.
         """
         averages = side_shapes(shape, self.max_precond_dim, SOAP_LEFT, SOAP_RIGHT)
         bases = side_shapes(shape, self.max_precond_dim, LEFT_BASIS, RIGHT_BASIS)
         return {FIRST: shape, SECOND: shape, **averages, **bases}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] for the gradient ``direction_AB``: Adam's update in an eigenbasis of earlier
-        gradients' statistics.
+        """Returns the update [A, B] for the gradient ``direction_AB``: Adam's update in an eigenbasis.
 
-        ``state``: state tensors by name, written in place. ``step``: number of the update, from 1. The first gradient
-        only initializes the bases, and its update is zero.
+        ``state``: state tensors by name, written in place. The first gradient only initializes the bases, and its
+        update is zero.
         """
         grad = direction_AB
         if step == 1:

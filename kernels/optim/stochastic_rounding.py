@@ -23,8 +23,7 @@ _SHIFTS = (16, 15, 15)
 def random_bits(index: Tensor, key: int) -> Tensor:
     """Returns a random number in [0, 2^32) for each element of ``index``, as int64 of the same shape.
 
-    The numbers depend only on ``index`` (int64, nonnegative) and the 64-bit ``key``, so that every rank and device gets
-    the same ones.
+    The numbers depend only on ``index`` (int64, nonnegative) and the 64-bit ``key``.
     """
     low = _mix((index & _WORD) ^ (key & _WORD))
     return _mix(low ^ (index >> 32) ^ (key >> 32 & _WORD))
@@ -39,11 +38,9 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, index: Tensor, key: int) -> Tensor:
-    """Rounds each of ``values`` (fp32) to one of the two nearest bf16 numbers at random; the nearer one is more
-    probable.
+    """Rounds ``values`` (fp32) stochastically to one of the two nearest bf16 numbers.
 
-    ``index`` (int64, same shape as ``values``) and ``key`` determine the random bits. Numbers that are representable in
-    bf16 and non-finite numbers are unchanged. Overflow results in infinity.
+    ``index`` (int64, same shape) and ``key`` determine the random bits. Non-finite numbers are unchanged.
     """
     noise = (random_bits(index, key) >> 16).to(torch.int32)
     # Random noise in the 16 bits that bf16 drops carries into the remaining bits. The encoding is sign and
@@ -65,13 +62,11 @@ class Lines:
 
     @property
     def held(self) -> int:
-        """Number of indices of the sharded dim that are in this shard."""
+        """Number of indices of the sharded dim in this shard."""
         return self.places.numel()
 
     def index(self, own: Tensor) -> Tensor:
-        """Maps flat indices ``own`` of elements in the shard to the flat indices of the same elements in the full
-        parameter, int64.
-        """
+        """Maps flat indices ``own`` in the shard to flat indices in the full parameter, int64."""
         line = own // self.inner
         outer, along = line // self.held, self.places[line % self.held].long()
         return (outer * self.along + along) * self.inner + own % self.inner
@@ -79,9 +74,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class StochasticRounding:
-    """Random keys, and position of the elements in the full parameter, for stochastic rounding of one parameter's shard
-    in one update.
-    """
+    """Random keys for stochastic rounding of a parameter's shard in one update, and position of the shard."""
 
     keys: tuple[int, int, int]
     """Random keys of the weights, the first moment and the second moment."""

@@ -53,9 +53,7 @@ _UNBIASED = 10**9  # beta ** this is 0 for every beta of fp32 below 1
 
 
 def rule_of(kind: type[Rule], group: Mapping[str, Any], **others: Any) -> Rule:
-    """Returns a rule of the class ``kind``, with a value for each field: the one in ``others``, or the option in
-    ``group``.
-    """
+    """Returns a rule of the class ``kind``, with fields from ``others`` or else from the options in ``group``."""
     given = {field.name: group[field.name] for field in fields(cast(Any, kind)) if field.name not in others}
     given["lr"] = float(given["lr"])
     if "betas" in given:
@@ -77,9 +75,7 @@ class AdamRule:
     """True if both moments are corrected for their start at zero."""
 
     def age(self, step: int) -> int:
-        """Returns the step number for the bias correction: ``step``, or a very large number if ``bias_correction`` is
-        False.
-        """
+        """Returns the step number for the bias correction: ``step``, or a very large number without correction."""
         return step if self.bias_correction else _UNBIASED
 
 
@@ -91,9 +87,7 @@ def adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``weights`` and moments in place. Tensors at one index of
-    the lists have the same shape and dtype.
-    """
+    """Makes Adam or AdamW update number ``step`` (from 1) of ``weights`` and moments in place."""
     # torch increments the counter in place, so each tensor gets a temporary copy of one counter per device
     counters = {w.device: torch.full((), float(rule.age(step) - 1), device=w.device) for w in weights}
     adam(
@@ -117,7 +111,7 @@ def adam_(
 
 @dataclass(frozen=True, slots=True)
 class SGDRule:
-    """Hyperparameters of SGD with momentum for one update, with the meanings of the options of ``torch.optim.SGD``."""
+    """Hyperparameters of SGD with momentum for one update, named as in ``torch.optim.SGD``."""
 
     lr: float
     momentum: float
@@ -129,8 +123,9 @@ class SGDRule:
 def sgd_(
     weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor | None], rule: SGDRule
 ) -> list[Tensor | None]:
-    """Makes an SGD update of ``weights`` in place; returns the list of their momentum buffers, for the next call.
-    ``momenta`` of None: buffers are created if the momentum is on.
+    """Makes an SGD update of ``weights`` in place; returns the list of momentum buffers for the next call.
+
+    Buffers of None are created if the momentum is on.
     """
     buffers = list(momenta)
     sgd(
@@ -159,9 +154,7 @@ class LionRule:
 
 
 def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """Makes a Lion update in place: a step by the sign of an average of momentum and gradient, and decoupled weight
-    decay.
-    """
+    """Makes a Lion update of ``weights`` and ``momenta`` in place, with decoupled weight decay."""
     for weight, grad, momentum in zip(weights, grads, momenta, strict=True):
         direction = momentum.lerp(grad, 1 - rule.betas[0]).sign_()
         weight.mul_(1 - rule.lr * rule.weight_decay).add_(direction, alpha=-rule.lr)
@@ -182,14 +175,15 @@ class ScheduleFreeRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ScheduleFreeRule":
-        """Returns the rule with the options in ``group``, in which :func:`count` has counted the update before."""
+        """Returns the rule with the options in ``group``, after :func:`count` has counted the update."""
         lr, newest = group["scheduled_lr"], group["newest"]
         return cls(lr, tuple(group["betas"]), group["eps"], group["weight_decay"], newest)
 
 
 def count(group: dict[str, Any]) -> None:
-    """Counts an update in ``group``, a parameter group of schedule-free AdamW: adds one to ``group["step"]``. It also
-    sets ``scheduled_lr``, the learning rate with warmup, and ``newest``, the newest iterate's weight in the average.
+    """Adds one to ``group["step"]``, in a parameter group of schedule-free AdamW.
+
+    It also sets ``scheduled_lr``, the learning rate with warmup, and ``newest``, the weight of the newest iterate.
     """
     step = group["step"] = group.get("step", 0) + 1
     warmup = group["warmup_steps"]
@@ -203,8 +197,9 @@ def count(group: dict[str, Any]) -> None:
 def schedule_free_(
     weights: Tensor, grads: Tensor, iterate: Tensor, squares: Tensor, step: int, rule: ScheduleFreeRule
 ) -> None:
-    """Makes schedule-free AdamW update number ``step`` (from 1) in place, on tensors of one shape: ``weights``, the
-    training weights (y in the paper), ``iterate`` (z in the paper) and ``squares``, the second moment.
+    """Makes schedule-free AdamW update number ``step`` (from 1) in place.
+
+    ``weights`` are y in the paper, ``iterate`` is z, and ``squares`` the second moment.
     """
     beta1, beta2 = rule.betas
     squares.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
@@ -217,8 +212,9 @@ def schedule_free_(
 
 
 def averaged(weights: Tensor, iterate: Tensor, betas: tuple[float, float]) -> Tensor:
-    """Returns the average x of all iterates z, the weights for evaluation of schedule-free AdamW, from the training
-    weights y (``weights``) and the newest z (``iterate``).
+    """Returns the averaged weights x of schedule-free AdamW, for evaluation.
+
+    ``weights`` are the training weights y, and ``iterate`` is the newest z.
     """
     return weights.lerp(iterate, 1 - 1 / betas[0])
 
@@ -228,32 +224,28 @@ Moments = Sequence[Tensor]
 
 
 class LayerRule(Protocol):
-    """Interface of optimizer rules with a trust ratio (LARS, LAMB): a parameter's step is scaled by the norm of its
-    weights.
+    """Interface of optimizer rules with a trust ratio, such as LARS and LAMB.
 
-    A rule updates pieces of a parameter; the caller computes the norms over all pieces.
+    A rule updates a slice of a parameter; the caller computes norms over the full parameter.
     """
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the state tensors with one number per element, in the order of the methods' argument ``moments``."""
+        """Names of the state tensors with one number per element, in the order of ``moments``."""
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Updates ``moments``, the state tensors of a piece, in place with ``grads_n``, the piece's gradients in a
-        step.
-        """
+        """Updates the state tensors ``moments`` of a slice in place with its gradients ``grads_n``."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns the update or gradient [n] of a piece; the trust ratio compares its norm with the norm of the
-        weights.
+        """Returns the tensor [n] from which the trust ratio is computed: the update or the gradient of a slice.
 
         ``step``: update number, from 1.
         """
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Updates ``weights_n``, a piece of a parameter, in place by a step that is scaled by the trust ratio.
+        """Updates ``weights_n``, a slice of a parameter, in place by a step that is scaled by the trust ratio.
 
-        ``norms``: fp64 [2], the norms over all pieces of the weights and of the result of :meth:`measured`.
+        ``norms``: fp64 [2], the norms of the full weights and of the full :meth:`measured` tensor.
         """
 
 
@@ -281,15 +273,13 @@ class LambRule:
         return ("exp_avg", "exp_avg_sq")
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Updates the first and second moment in place with the gradients ``grads_n``."""
+        """Updates the first and second moment in place with ``grads_n``."""
         first, second = moments
         first.lerp_(grads_n, 1 - self.betas[0])
         second.mul_(self.betas[1]).addcmul_(grads_n, grads_n, value=1 - self.betas[1])
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns Adam's update of the n elements of a piece, with weight decay and before the scaling by the trust
-        ratio.
-        """
+        """Returns Adam's update of a slice, with weight decay and without the trust ratio."""
         (first, second), (beta1, beta2) = moments, self.betas
         lacks = (1 - beta1**step, 1 - beta2**step) if self.bias_correction else (1.0, 1.0)
         mean_square = second / lacks[1]
@@ -299,7 +289,8 @@ class LambRule:
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
         """Subtracts the result of :meth:`measured`, times learning rate and trust ratio, from ``weights_n`` in place.
-        The ratio is ``norms[0]`` (of the weights) over ``norms[1]`` (of the update), limited to ``bounds``.
+
+        The ratio is ``norms[0] / norms[1]``, limited to ``bounds``.
         """
         ratio = _ratio(norms, norms[0] / norms[1], self.bounds)
         # computed twice, because an update stored for the norm would need the memory of the weights
@@ -328,17 +319,16 @@ class LarsRule:
         return ("momentum_buffer",) if self.momentum else ()
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Does nothing: LARS adds steps to its momentum, not gradients, and :meth:`apply_` makes the steps."""
+        """Does nothing, because :meth:`apply_` updates the momentum."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns ``grads_n``: the trust ratio of LARS compares the norm of the gradient with the norm of the
-        weights.
-        """
+        """Returns ``grads_n``, from which the trust ratio of LARS is computed."""
         return grads_n
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Subtracts a step from ``weights_n`` in place; with momentum, a decaying sum of all steps so far. A step is
-        (gradient + weight decay * weights) times learning rate and trust ratio. The ratio follows from ``norms``.
+        """Subtracts a step from ``weights_n`` in place, with momentum if it is on.
+
+        A step is (gradient + weight decay * weights) times learning rate and trust ratio.
         """
         denominator = norms[1] + self.weight_decay * norms[0] + self.eps
         ratio = _ratio(norms, self.trust_coefficient * norms[0] / denominator, None)
@@ -373,28 +363,29 @@ class AdafactorRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "AdafactorRule":
-        """Returns the rule with the options in ``group``, a parameter group with torch's names for Adafactor's
-        options.
+        """Returns the rule with the options in ``group``, a parameter group with the options of
+        ``torch.optim.Adafactor``.
         """
         eps, least = group["eps"]
         return cls(float(group["lr"]), group["beta2_decay"], eps, least, group["d"], group["weight_decay"])
 
     def newest(self, step: int) -> float:
-        """Returns the weight of update ``step`` (from 1) in the running means of squared gradients."""
+        """Returns the weight of update ``step`` (from 1) in the running means."""
         return float(step**self.beta2_decay)
 
     def rate(self, step: int) -> float:
-        """Returns the step size of update ``step`` (from 1), relative to the root mean square of the weights."""
+        """Returns the step size of update ``step`` (from 1), relative to the RMS of the weights."""
         return min(self.lr, 1 / math.sqrt(step))
 
     def least(self, dtype: torch.dtype) -> float:
-        """Returns the smallest number by which gradients are divided, if the means of squares are in ``dtype``."""
+        """Returns the smallest divisor of gradients, for means in ``dtype``."""
         return torch.finfo(dtype).eps if self.eps is None else self.eps
 
 
 def mean_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns name and shape of each running mean of squared gradients that Adafactor stores for a parameter of
-    ``shape``: per row and per column of a matrix, or per element of a vector.
+    """Returns names and shapes of Adafactor's running means for a parameter of ``shape``.
+
+    They are per row and per column of a matrix, or per element of a vector.
     """
     if len(shape) < 2:
         return {SQUARES: shape}
@@ -402,13 +393,13 @@ def mean_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def mean_elements(shape: tuple[int, ...]) -> int:
-    """Returns the number of elements in all running means that Adafactor stores for a parameter of ``shape``."""
+    """Returns the number of elements in all of Adafactor's running means for a parameter of ``shape``."""
     return sum(prod(each) for each in mean_shapes(shape).values())
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPiece:
-    """Elements ``start:stop`` of a flattened tensor of ``shape``, seen as rows of one matrix or a stack of matrices."""
+    """Elements ``start:stop`` of a flattened tensor of ``shape``, as rows of a matrix or a stack of matrices."""
 
     shape: tuple[int, ...]
     start: int
@@ -421,16 +412,17 @@ class MatrixPiece:
 
     @property
     def lines(self) -> slice:
-        """Slice of the tensor's rows with elements in this piece; rows are numbered through all matrices of a stack."""
+        """Slice of the rows with elements in this piece; rows are numbered over the whole stack."""
         return slice(self.start // self.columns, -(-self.stop // self.columns))
 
     def matrices(self, device: torch.device) -> Tensor:
-        """Returns the number of the matrix in the stack for each row in :attr:`lines`, int64 on ``device``."""
+        """Returns the index of the matrix in the stack for each row in :attr:`lines`, int64 on ``device``."""
         return torch.arange(self.lines.start, self.lines.stop, device=device) // self.shape[-2]
 
     def add_squares(self, squares_n: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Adds ``squares_n``, the squared gradients of this piece, to ``sums``, the sums over the whole tensor, in
-        place. The sums are by row and by column, or by element for a vector, under the names of :func:`mean_shapes`.
+        """Adds ``squares_n``, the squared gradients of this piece, to ``sums`` in place.
+
+        ``sums`` has the shapes of :func:`mean_shapes` for the whole tensor.
         """
         if SQUARES in sums:
             sums[SQUARES].view(-1)[self.start : self.stop] += squares_n
@@ -448,8 +440,9 @@ class MatrixPiece:
             columns_LB.index_add_(0, self.matrices(squares_n.device), whole_lB.to(columns_LB.dtype))
 
     def update(self, grads_n: Tensor, scales: Mapping[str, Tensor], least: float) -> Tensor:
-        """Returns the gradients ``grads_n`` of this piece, each divided by the root of its mean square, [n].
-        ``scales``: result of :func:`scales_of` for the whole tensor; ``least``: lower bound of the root.
+        """Returns the gradients ``grads_n`` of this piece, divided by the roots of their mean squares.
+
+        ``scales``: result of :func:`scales_of`; ``least``: lower bound of the root.
         """
         if SQUARES in scales:
             mean_n = scales[SQUARES].view(-1)[self.start : self.stop].clone()
@@ -462,8 +455,9 @@ class MatrixPiece:
 
 
 def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: float) -> None:
-    """Updates Adafactor's running means ``means`` in place from ``sums``, the sums of squared gradients of one update.
-    ``newest`` is the weight of these squares in the means.
+    """Updates Adafactor's running means ``means`` in place from ``sums``, the sums of squared gradients.
+
+    ``newest`` is the weight of the new squares.
     """
     for name, mean in means.items():
         count = {ROWS: sums[COLUMNS].shape[-1], COLUMNS: sums[ROWS].shape[-2]}[name] if name != SQUARES else 1
@@ -471,8 +465,9 @@ def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: flo
 
 
 def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
-    """Returns a factor for each row and each column; the product of both is the mean squared gradient of an element.
-    For a vector the mean squares are returned. ``least``: lower bound of a divisor.
+    """Returns a factor for each row and column; their product is the mean squared gradient of an element.
+
+    ``means`` of a vector are returned unchanged. ``least``: lower bound of a divisor.
     """
     if SQUARES in means:
         return dict(means)
@@ -482,8 +477,9 @@ def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
 
 
 def step_size(weights_square: Tensor, update_square: Tensor, elements: int, rule: AdafactorRule, step: int) -> Tensor:
-    """Returns the factor by which Adafactor's update number ``step`` is multiplied, 0-dim on the device. The sums of
-    squares ``weights_square`` and ``update_square`` are over all ``elements`` of the weights, and of the update.
+    """Returns the factor for Adafactor's update number ``step``, 0-dim on the device.
+
+    ``weights_square`` and ``update_square`` are sums of squares over all ``elements``.
     """
     root = math.sqrt(elements)
     rms = (weights_square.sqrt() / root).clamp(min=rule.least_rms)

@@ -46,7 +46,7 @@ def add_doctor_options(command: ArgumentParser) -> None:
 
 
 def run_doctor(options: Namespace) -> None:
-    """Examines all ranks of the job and prints the report on rank 0. Exits with status 1 if training would not start.
+    """Examines all ranks of the job and prints the report on rank 0; exits with status 1 if training would not start.
 
     Raises:
         EngineError: the result cannot be written, or the launcher's environment variables contradict each other.
@@ -168,8 +168,9 @@ def _conclude(examination: "Examination", seen: Examined, path: Path | None) -> 
 
 
 def result_json(seen: Examined, findings: Sequence[HostFinding]) -> dict[str, Any]:
-    """Returns the facts and measurements of ``seen`` and the ``findings`` (errors and warnings) as one JSON object. Its
-    entry "starts" is True if training would start.
+    """Returns the results ``seen`` and the ``findings`` (errors and warnings) as a JSON object.
+
+    Its entry "starts" is True if training would start.
     """
     starts = not any(finding.severity == "error" for finding in findings)
     return {"starts": starts, "findings": [asdict(finding) for finding in findings], **seen.to_json()}
@@ -202,9 +203,7 @@ _MOST_ROWS = 64
 
 
 def report_lines(seen: Examined, findings: Sequence[HostFinding]) -> Iterator[str]:
-    """Yields the lines of the printed report: tables of the hosts, ranks and links in ``seen``, then the ``findings``
-    (errors and warnings), then the conclusion.
-    """
+    """Yields the lines of the report: tables of hosts, ranks and links in ``seen``, then the ``findings``."""
     hosts = Hosts(seen.facts)
     grid = "" if seen.grid is None else f", {Grid(order=seen.order, **seen.grid).shape}"
     yield f"{_number(len(seen.facts), 'rank')} of {seen.size} on {_number(len(hosts.ranks), 'host')}{grid}"
@@ -222,9 +221,7 @@ def report_lines(seen: Examined, findings: Sequence[HostFinding]) -> Iterator[st
 
 
 def verdict_line(findings: Sequence[HostFinding]) -> str:
-    """Returns the last line of the report, such as "training would start: 1 warning", from the numbers of errors and
-    warnings in ``findings``.
-    """
+    """Returns the last line of the report, such as "training would start: 1 warning"."""
     errors = sum(finding.severity == "error" for finding in findings)
     warnings = len(findings) - errors
     counted = [_number(errors, "error")] * bool(errors) + [_number(warnings, "warning")] * bool(warnings)

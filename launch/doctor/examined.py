@@ -50,7 +50,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Facts about a host, collected by one of its ranks: software versions, GPUs, network interfaces, system limits."""
+    """Facts about a host: software versions, GPUs, network interfaces, system limits."""
 
     name: str
     identity: str
@@ -81,8 +81,9 @@ class HostFacts:
     infiniband: bool = False
 
     def carrier(self) -> InterfaceFacts | None:
-        """Returns the network interface that gloo uses: the one that GLOO_SOCKET_IFNAME names, otherwise the one with
-        an address that the host's name resolves to. Returns None if there is no such interface.
+        """Returns the network interface that gloo uses, or None.
+
+        GLOO_SOCKET_IFNAME names it, or else it has an address of the host's name.
         """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
@@ -95,7 +96,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Facts about a rank: its host, its device, and the reason why training would not start on it, if there is one."""
+    """Facts about a rank: its host, its device, and the reason why training would not start on it, if any."""
 
     rank: int
     local_rank: int
@@ -108,7 +109,7 @@ class RankFacts:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "RankFacts":
-        """Converts ``facts``, a :class:`RankFacts` that was sent as a JSON object, back to a :class:`RankFacts`."""
+        """Converts ``facts``, a :class:`RankFacts` as a JSON object, back to a :class:`RankFacts`."""
         host = dict(facts["host"])
         host["gpus"] = tuple(GpuFacts(**gpu) for gpu in host["gpus"])
         given = ({**one, "addresses": tuple(one["addresses"])} for one in host["interfaces"])
@@ -119,7 +120,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockFigure:
-    """Measured difference between the clock of a host and that of rank 0's host, in seconds."""
+    """Clock difference between a host and the host of rank 0, in seconds."""
 
     host: str
     seconds: float
@@ -129,9 +130,7 @@ class ClockFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFigure:
-    """Latency and rate of one group of ranks along a grid axis, measured while the other groups of this axis
-    communicated at the same time.
-    """
+    """Measured latency and rate of one group of ranks along a grid axis."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -164,9 +163,7 @@ class PairFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """Result of ``trine doctor``: facts about all ranks that joined, and the measurements made until the end or the
-    first failure.
-    """
+    """Result of ``trine doctor``: facts about all ranks that joined, and measurements until the first failure."""
 
     size: int
     """Number of ranks of the job."""
@@ -203,9 +200,7 @@ class Examined:
 
 @dataclass(slots=True)
 class Hosts:
-    """Display names of the job's hosts, with the ranks on each. If several hosts have the same name, an address follows
-    the name.
-    """
+    """Display names of the job's hosts, with the ranks on each; equal names are followed by an address."""
 
     facts: tuple[RankFacts, ...]
     of_rank: dict[int, str] = field(init=False)
@@ -225,15 +220,14 @@ class Hosts:
             self.ranks.setdefault(self.of_rank[one.rank], []).append(one)
 
     def host(self, name: str) -> HostFacts:
-        """Returns the facts about the host with the display name ``name``, as reported by its first rank."""
+        """Returns the facts about the host with the display name ``name``."""
         return self.ranks[name][0].host
 
 
 def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
-    """Collects the facts about this host that do not need torch; the GPUs are missing from the result.
+    """Collects the facts about this host that do not need torch; GPUs are missing.
 
-    ``variables``: environment variables. ``target``: address of the rendezvous, to find the network interface that
-    leads to it.
+    ``variables``: environment variables. ``target``: address of the rendezvous.
     """
     name, identity = socket.gethostname(), host_identity()
     size, free = _shared_memory()
@@ -286,9 +280,9 @@ def _memory_free() -> int | None:
 
 
 def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> HostFacts:
-    """Returns a copy of ``host``, facts about this host, with its GPUs and the NCCL version as torch reports them. If
-    ``device`` is not empty, first runs a small kernel on that GPU. A failure becomes the entry ``gpu_problem`` of the
-    result.
+    """Returns a copy of ``host``, facts about this host, with its GPUs and the NCCL version.
+
+    If ``device`` is not empty, it also runs a small kernel on this GPU. ``gpu_problem`` describes a failure.
     """
     import torch
 

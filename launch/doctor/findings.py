@@ -24,7 +24,7 @@ _MOST_SENTENCES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFinding:
-    """Error or warning about the hosts of a job, as one sentence. With an error, training would not start."""
+    """Error or warning about the hosts of a job; with an error, training would not start."""
 
     severity: Literal["error", "warning"]
     """Severity; "error": training would not start."""
@@ -34,7 +34,7 @@ class HostFinding:
 
 
 def find_all(seen: Examined) -> list[HostFinding]:
-    """Derives errors and warnings from ``seen``, the result of ``trine doctor``'s checks; errors come first."""
+    """Returns errors and warnings about ``seen``, the result of ``trine doctor``; errors come first."""
     hosts = Hosts(seen.facts)
     found = [
         *_answers(seen, hosts),
@@ -273,16 +273,14 @@ _ROUGH = 0.1
 
 
 def link_findings(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, str]]:
-    """Yields (kind, sentence) for each problem with the links between ranks: tensor ranks on several hosts, grid axes
-    with a low rate, and a pair of hosts with a low rate. ``kind``: topic of the finding in a word.
-    """
+    """Yields (topic in a word, sentence) for each problem with the links between ranks."""
     yield from _wide_tensor(seen, hosts)
     yield from _slow_axes(seen)
     yield from _slowest_pair(seen.pairs)
 
 
 def in_megabytes(rate: float) -> str:
-    """Formats a rate in bytes per second as MB/s, or as GB/s from 10 GB/s on."""
+    """Formats a rate in bytes per second as MB/s, or GB/s from 10 GB/s on."""
     return f"{rate / 1e9:.1f} GB/s" if rate >= 1e10 else f"{rate / 1e6:.{0 if rate >= 1e7 else 1}f} MB/s"
 
 

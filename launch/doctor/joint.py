@@ -44,12 +44,11 @@ _REACHING = "reaching the meeting point"
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """One rank's part in the check that ``trine doctor`` makes on all ranks of a job together. The phases of the check
-    imitate the start of a training run. :meth:`run` is called once.
+    """One rank's part of the check that ``trine doctor`` makes on all ranks of a job together.
 
     Args:
         own: facts about this rank.
-        config: configuration resolved for the job; None: it is invalid, and ``own.problem`` contains the reason.
+        config: configuration of the job; None: it is invalid, and ``own.problem`` contains the reason.
         seconds: timeout of each phase.
         tell: callback for the name of each phase.
     """
@@ -85,8 +84,8 @@ class Examination:
         )
 
     def run(self) -> Examined:
-        """Runs all phases of the check, each with a timeout, and returns the result. On rank 0 the result contains the
-        facts and measurements of all ranks.
+        """Runs all phases of the check, each with a timeout; returns this rank's results, or on rank 0 all ranks'
+        results.
         """
         ended = threading.Event()
         self._enter(self._phase, _MEETING_GRACE_SECONDS)
@@ -110,8 +109,9 @@ class Examination:
         return f"no answer within {self.seconds:g} s: {self._phase}{'; ' * bool(words)}{words}."
 
     def say(self, verdict: Mapping[str, Any]) -> None:
-        """Sends ``verdict``, rank 0's conclusion as a JSON object, to all ranks that have answered so far. Waits until
-        they have read it, at most a few seconds.
+        """Sends ``verdict``, rank 0's conclusion as a JSON object, to all ranks that have answered.
+
+        It waits a few seconds at most.
         """
         store, others = self._store, [one.rank for one in self.seen.facts if one.rank not in (0, *self.seen.silent)]
         if store is None or not others:
@@ -128,9 +128,7 @@ class Examination:
         self._limited(speak, 2 * _GRACE_SECONDS)
 
     def hear(self) -> dict[str, Any] | None:
-        """Waits for the conclusion that rank 0 sends, and returns it as a JSON object. Called on a rank other than 0.
-        Returns None if it does not arrive in time.
-        """
+        """Waits for rank 0's conclusion; returns it as a JSON object, or None after the timeout."""
         store, heard = self._store, list[dict[str, Any]]()
         if store is None:
             return None

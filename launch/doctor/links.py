@@ -34,10 +34,10 @@ _CLOCK_REPEATS = 8
 
 
 def tournament(count: int) -> list[list[tuple[int, int]]]:
-    """Returns rounds of pairs of hosts for measurements between hosts. In a round, a host is in at most one pair. A
-    pair is two host indices below ``count``, the number of hosts.
+    """Returns rounds of host pairs for measurements; in a round, a host is in at most one pair.
 
-    Up to 16 hosts, the rounds contain every pair once. With more hosts they contain only neighbours in a ring.
+    Hosts are numbered below ``count``. Up to 16 hosts all pairs are measured, with more hosts only neighbours in a
+    ring.
     """
     if count < 2:
         return []
@@ -56,13 +56,10 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def ladder(call: Callable[[int], float]) -> int:
-    """Finds the message size for a rate measurement. Doubles the size until a call takes long enough, then repeats the
-    call with that size. Returns that size in bytes.
-
-    Large messages are needed because switches buffer small ones, so that a slow link seems fast.
+    """Finds the message size in bytes for a rate measurement: doubles it until a call takes long enough.
 
     Args:
-        call: callback that sends a message of the given size in bytes, and returns its seconds.
+        call: callback that sends a message of the given size in bytes, and returns the seconds taken.
     """
     size = PROBE
     call(size)
@@ -80,21 +77,19 @@ class Stopwatch:
         self._taken: dict[int, list[float]] = {}
 
     def note(self, size: int, seconds: float) -> float:
-        """Records the duration ``seconds`` of a call with ``size`` bytes, and returns ``seconds``."""
+        """Records ``seconds`` for a call with ``size`` bytes, and returns ``seconds``."""
         self._taken.setdefault(size, []).append(seconds)
         return seconds
 
     def median(self, size: int) -> float:
-        """Returns the median of the durations recorded for messages of ``size`` bytes. The first one counts only if
-        there is no other.
-        """
+        """Returns the median duration for messages of ``size`` bytes, without the first one if there are more."""
         found = self._taken[size]
         return median(found[1:] or found)
 
 
 @dataclass(frozen=True, slots=True)
 class PairTimes:
-    """Measured latency in seconds and rate in bytes per second between two hosts; ``hosts`` has their indices."""
+    """Measured latency in seconds and rate in bytes per second between two hosts, by index."""
 
     hosts: tuple[int, int]
     latency: float
@@ -102,11 +97,9 @@ class PairTimes:
 
 
 def measure_pairs(group: HostGroup, leaders: Sequence[int]) -> list[PairTimes]:
-    """Measures the links between pairs of hosts. Pairs of one round have no host in common, and are measured at the
-    same time.
+    """Measures the links between pairs of hosts; returns the results of the pairs with this rank's host first.
 
-    ``leaders``: ranks that make the measurement, one per host; all of them must call this function. Each leader gets
-    the results of the pairs in which its host is first.
+    ``leaders``: one rank per host; all of them must call this function.
 
     Raises:
         EngineError: a leader does not answer.
@@ -182,11 +175,10 @@ def _follow(other: _Partner) -> None:
 
 
 def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float, float]]:
-    """Compares the clocks of all hosts with the clock of the first leader's host.
+    """Compares the clocks of all hosts with the first leader's clock.
 
-    ``leaders``: ranks that make the comparison, one per host; all of them must call this function. On the first leader,
-    returns a pair for each other host, in seconds: (time by which its clock is ahead, maximum error). On other leaders,
-    returns an empty list. As in NTP, the shortest round trip determines the offset.
+    ``leaders``: one rank per host; all of them must call this function. Returns (difference, maximum error) in seconds
+    for each other host on the first leader, otherwise an empty list.
 
     Raises:
         EngineError: a leader does not answer.
@@ -220,9 +212,7 @@ _Call = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class AxisTimes:
-    """Latency in seconds and rate in bytes per second that one rank has measured, in its group of ranks along a grid
-    axis.
-    """
+    """Latency in seconds and rate in bytes per second that a rank has measured along a grid axis."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -232,9 +222,9 @@ class AxisTimes:
 
 
 def measure_axes(comm: Comm, device: torch.device) -> Iterator[AxisTimes]:
-    """Measures the all-reduce along each grid axis, and messages between neighbouring pipeline stages. The groups of an
-    axis communicate at the same time, as in training. Every rank must call it. Yields the times that this rank has
-    measured, axis by axis.
+    """Measures communication along each grid axis, and yields this rank's times axis by axis. Every rank must call it.
+
+    All groups of an axis communicate at the same time, as in training.
 
     Raises:
         EngineError: a rank does not join.
@@ -325,8 +315,7 @@ class _Meter:
 def axis_figures(
     times: Sequence[AxisTimes], grid: Grid, hosts: Hosts, device: torch.device, shared: bool
 ) -> list[AxisFigure]:
-    """Combines the ``times`` of all ranks into one result for each group of ranks along an axis. A result has the
-    latency and rate of the slowest rank of the group, and the expected rate of the link between its ranks.
+    """Combines the ``times`` of all ranks to one result per group of ranks along an axis, from its slowest rank.
 
     ``shared``: True if tensor ranks of a host communicate through shared memory.
     """

@@ -16,10 +16,10 @@ MODULE = "engine.launch.jobs.bound_cores"
 
 
 def read_cores(text: str) -> tuple[int, ...]:
-    """Parses a list of CPU cores and ranges such as ``0-3,8``; returns the core numbers, sorted and distinct.
+    """Parses a list of CPU cores such as ``0-3,8``; returns the core numbers, sorted and distinct.
 
     Raises:
-        LaunchError: the text is not such a list.
+        LaunchError: the text is not a list of cores.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -33,8 +33,8 @@ def read_cores(text: str) -> tuple[int, ...]:
 
 
 def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """Returns the CPU cores for the local rank ``rank`` of ``ranks`` on this host: a contiguous slice of ``cores``. All
-    ranks get the same number of cores; a remainder stays unused.
+    """Returns the CPU cores for local rank ``rank`` of ``ranks``: a contiguous slice of ``cores``, of equal length on
+    all ranks.
 
     Raises:
         LaunchError: there are fewer cores than ranks.
@@ -49,8 +49,7 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Binds this process to its share of the host's CPU cores, by LOCAL_RANK, and sets OMP_NUM_THREADS to their number.
-    Then replaces the process by another program.
+    """Binds this process to its share of CPU cores, by LOCAL_RANK, sets OMP_NUM_THREADS, and runs another program.
 
     ``words``: optionally ``--cores LIST``, then the program and its arguments.
 

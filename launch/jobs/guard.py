@@ -32,9 +32,9 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 def watch_over_torchrun() -> None:
-    """Runs torchrun on this host as long as the launcher stays connected over ssh, then exits with torchrun's exit
-    code. Reads its request, a line of JSON, from stdin. If an older process of this kind runs for the same job, that
-    process is ended first.
+    """Runs torchrun on this host while the launcher is connected over ssh, then exits with torchrun's exit code.
+
+    The request is a line of JSON on stdin. An older guard of the same job is ended first.
     """
     wish = json.loads(sys.stdin.readline())
     libc = ctypes.CDLL(None)

@@ -30,7 +30,7 @@ _LINE = re.compile(rf"(?:{_NAME}|(?P<six>{_USER}{_SIX})(?:{_SLOTS.replace('slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Host of a job, as one line of a hostfile describes it."""
+    """Host of a job, as a line of a hostfile describes it."""
 
     name: str
     """Name for ssh, such as ``node0`` or ``user@node0``."""
@@ -46,10 +46,10 @@ class Host:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Reads the hosts of a hostfile in the formats of DeepSpeed and MPI, in the order of the file.
+    """Reads the hosts of a hostfile in the formats of DeepSpeed and MPI.
 
     Raises:
-        LaunchError: the file cannot be read, names no host, or has malformed lines; the message lists all of these.
+        LaunchError: the file cannot be read, names no host, or has malformed lines.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -89,8 +89,7 @@ def _problems_of(host: Host, before: list[Host], place: str) -> Iterator[LaunchE
 
 
 def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """Returns the entries of ``hosts`` that the option ``--include`` or ``--exclude`` selects, each restricted to its
-    selected GPUs. Without either option, returns all hosts.
+    """Returns ``hosts``, restricted to the hosts and GPUs that the option ``--include`` or ``--exclude`` selects.
 
     Raises:
         LaunchError: both options are given, an option names an unlisted host or missing GPUs, or no host remains.

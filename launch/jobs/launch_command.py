@@ -128,11 +128,11 @@ def _count(text: str) -> int:
 
 
 def launch(options: Namespace) -> int:
-    """Runs ``trine launch``: starts the job on this host or over ssh, or writes its Slurm script or Kubernetes
-    manifest. Returns the exit status.
+    """Runs ``trine launch``: starts the job, or writes its Slurm script or Kubernetes manifest; returns the exit
+    status.
 
     Raises:
-        LaunchError: options are wrong; the message lists all problems, before anything is started.
+        LaunchError: options are wrong; nothing is started.
     """
     for line in options.became:
         print(f"trine launch: {line}.", file=sys.stderr)

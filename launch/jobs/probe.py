@@ -20,8 +20,9 @@ SOURCES = (".py", ".json")
 
 
 def gpu_names() -> list[str]:
-    """Returns the names of the GPUs of this host that CUDA_VISIBLE_DEVICES does not hide. Reads them from
-    ``nvidia-smi``, without torch. Returns an empty list without ``nvidia-smi``.
+    """Returns the names of this host's GPUs that CUDA_VISIBLE_DEVICES does not hide, from ``nvidia-smi``.
+
+    The list is empty without ``nvidia-smi``.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None or given == "":
@@ -38,9 +39,7 @@ def gpu_names() -> list[str]:
 
 
 def tell_facts() -> None:
-    """Reads a request of the launcher, a line of JSON, from stdin, and prints facts about this host as one line of
-    JSON.
-    """
+    """Reads a request, a line of JSON, from stdin, and prints facts about this host as a line of JSON."""
     question = json.loads(sys.stdin.readline())
     print(MARK + json.dumps(_answer(question)), flush=True)
 
@@ -76,8 +75,8 @@ def _version(package: str) -> str:
 
 
 def sources_digest(folder: "str | os.PathLike[str]") -> str:
-    """Returns the first 12 hex digits of a SHA-256 digest over the names and contents of all source files in
-    ``folder``. Returns an empty string if a file cannot be read.
+    """Returns the first 12 hex digits of a SHA-256 digest of all source files in ``folder``; "" if a file cannot be
+    read.
     """
     found = [
         os.path.join(base, name)

@@ -28,7 +28,7 @@ _FIRST = "import sys,json;exec(json.loads(sys.stdin.readline()))"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshRequest:
-    """Hosts of a job, with the ssh command to reach them and the Python interpreter to run on them."""
+    """Hosts of a job, with their ssh command and Python interpreter."""
 
     hostfile: Path
     hosts: tuple[Host, ...]
@@ -39,18 +39,14 @@ class SshRequest:
     python: str
 
     def command(self, host: Host) -> list[str]:
-        """Returns the ssh command, as a list of words, that runs a Python program on ``host``. The caller sends the
-        source code of the program through the command's stdin.
-        """
+        """Returns the ssh command, as a list of words, that runs a Python program from stdin on ``host``."""
         connect = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(self.seconds))}")
         return [*self.ssh, *connect, *ALIVE, "-T", host.name, f"exec {shlex.quote(self.python)} -u -c '{_FIRST}'"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Reply of a host to the probe, a small program that reports facts about the host. Without a reply, it contains the
-    reason.
-    """
+    """Facts that a host has reported over ssh, or the reason why there are none."""
 
     facts: Mapping[str, Any] | None
     """Facts about the host; None: no answer."""
@@ -61,22 +57,24 @@ class Answer:
 
 
 def input_of(program: Path, question: Mapping[str, Any]) -> bytes:
-    """Returns the stdin of a remote program, two lines of JSON: the source code of ``program`` and its input
-    ``question``.
+    """Returns the stdin of a remote program: the source code of ``program`` and its input ``question``, a line of JSON
+    each.
     """
     return f"{json.dumps(program.read_text(encoding='utf-8'))}\n{json.dumps(dict(question))}\n".encode()
 
 
 def guard_input(wish: Mapping[str, Any]) -> bytes:
-    """Returns the stdin that starts the guard, the program that runs torchrun on a host. ``wish``: its request with
-    command, environment and rendezvous, from :meth:`SshPlan.wish`.
+    """Returns the stdin that starts the guard, the program that runs torchrun on a host.
+
+    ``wish``: result of :meth:`SshPlan.wish`.
     """
     return input_of(Path(guard.__file__), wish)
 
 
 def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
-    """Runs the probe, a program that reports facts about its host, on ``host`` over ssh. Returns its reply, or the
-    reason why there is none. ``question``: input of the probe.
+    """Asks ``host`` over ssh for facts about itself; returns them, or the reason why there are none.
+
+    ``question``: input of the program that runs on the host.
     """
     given = input_of(Path(probe.__file__), question)
     try:
@@ -96,7 +94,7 @@ def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
 
 
 def failure_message(lines: Sequence[str]) -> str:
-    """Returns the last line of ssh's error output without program name, host and port; empty if there is no output."""
+    """Returns the last line of ssh's error output without program name, host and port, or ""."""
     content = [line.strip() for line in lines if line.strip()]
     if not content:
         return ""
@@ -110,7 +108,7 @@ AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReply:
-    """Facts about a host that answered the probe, the program that checks a host before the job starts."""
+    """Facts about a host that answered the check before the job starts."""
 
     host: Host
     folder: bool
@@ -136,9 +134,9 @@ class HostReply:
 
 
 def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict[str, Any]:
-    """Returns the input of the probe, the program that checks a host before the job starts.
+    """Returns the input of the program that checks a host before the job starts.
 
-    ``port``: port number that must be free on the host; 0: the probe finds a free port; None: it checks no port.
+    ``port``: port that must be free; 0: a free port is found; None: no port is checked.
     """
     names = [host.address for host in ssh.hosts] if len(ssh.hosts) > 1 else []
     return {
@@ -152,9 +150,7 @@ def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweringHosts:
-    """Result of probing all hosts: the hosts on which the job starts, and the hosts that an elastic job leaves out
-    because they did not answer.
-    """
+    """Hosts on which the job starts, and hosts that did not answer and are left out of an elastic job."""
 
     found: tuple[HostReply, ...]
     absent: Mapping[Host, str]
@@ -162,12 +158,12 @@ class AnsweringHosts:
 
 
 def examine(request: JobRequest, ssh: SshRequest) -> AnsweringHosts:
-    """Probes all hosts in parallel, and compares their software, sources and GPUs with the first host's. An elastic job
-    may start without hosts that cannot be reached, if enough others answer.
+    """Checks all hosts in parallel, and compares their software, sources and GPUs with the first host's.
+
+    An elastic job may start without some hosts.
 
     Raises:
-        LaunchError: too many hosts do not answer, a host is unsuitable, or hosts differ; the message lists all
-            problems.
+        LaunchError: too many hosts do not answer, a host is unsuitable, or hosts differ.
     """
     wish = request.port or 0
     with ThreadPoolExecutor(min(AT_ONCE, len(ssh.hosts))) as pool:
@@ -197,7 +193,7 @@ def examine(request: JobRequest, ssh: SshRequest) -> AnsweringHosts:
 
 
 def unanswered(ssh: SshRequest, host: Host, answer: Answer) -> LaunchError:
-    """Returns the error for a host that did not answer the probe, with ``answer.reason``."""
+    """Returns the error for a host that did not answer, with ``answer.reason``."""
     if not answer.lost:
         return LaunchError(
             f"{host.name}: {ssh.python} does not run there ({answer.reason}); give --python PATH of one on all hosts."
@@ -232,9 +228,7 @@ def _own_problems(request: JobRequest, ssh: SshRequest, facts: HostReply) -> Ite
 
 
 def differences(facts: HostReply, other: HostReply, script: str) -> Iterator[LaunchError]:
-    """Yields an error for each property in which the host of ``facts`` differs from the host of ``other``: Python,
-    packages, ``script``, sources of the engine, GPUs.
-    """
+    """Yields an error for each difference between two hosts: Python, packages, ``script``, engine sources, GPUs."""
     name, than = facts.host.name, other.host.name
     if facts.python != other.python:
         yield LaunchError(
@@ -276,9 +270,7 @@ def _port_problem(request: JobRequest, facts: HostReply) -> list[LaunchError]:
 
 
 def ranks_on(request: JobRequest, facts: HostReply) -> int:
-    """Returns the number of ranks on the host that ``facts`` describes: the number from the command line; without one,
-    the hostfile's number; without both, one per GPU, at least 1.
-    """
+    """Returns the number of ranks on a host: from the command line, else from the hostfile, else one per GPU."""
     return request.ranks_per_node or facts.host.slots or len(facts.gpus) or 1
 
 

@@ -31,7 +31,7 @@ def refuse_all(problems: Sequence[LaunchError]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCount:
-    """Number of nodes of a job; for an elastic job, the smallest and largest number with which it runs."""
+    """Number of nodes of a job; for an elastic job, the smallest and the largest number."""
 
     least: int
     most: int
@@ -41,10 +41,10 @@ class NodeCount:
     def parse(cls, text: str, option: str, elastic: bool = False) -> Self:
         """Parses ``text``, a number of nodes such as ``4``, or a range such as ``2:4`` for an elastic job.
 
-        ``option``: name of the option in the error message. ``elastic``: True: only a range is accepted.
+        ``option``: name of the option in the error message. ``elastic``: requires a range.
 
         Raises:
-            LaunchError: ``text`` is neither.
+            LaunchError: ``text`` is malformed.
         """
         least, colon, most = text.partition(":")
         if not (least.isdecimal() and (most.isdecimal() if colon else not elastic)):
@@ -62,9 +62,7 @@ class NodeCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """Options of ``trine launch`` that apply to every way of launching: on this host, over ssh, with Slurm, with
-    Kubernetes.
-    """
+    """Options of ``trine launch`` for every way of launching: on this host, over ssh, with Slurm, with Kubernetes."""
 
     script: str
     """Script file, module or program, by ``form``."""
@@ -92,8 +90,9 @@ class JobRequest:
         return self.nodes is not None and self.nodes.elastic
 
     def ranks(self, why: str) -> int:
-        """Returns the number of ranks per node from the command line, for launches in which the GPUs of the nodes
-        cannot be counted. ``why``: subject of the error message.
+        """Returns the number of ranks per node from the command line.
+
+        ``why``: subject of the error message.
 
         Raises:
             LaunchError: the command line does not contain the number.
@@ -106,8 +105,9 @@ class JobRequest:
 
 
 def exported(wishes: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns a dict of the environment variables that the options ``--export`` select. ``wishes``: the option's
-    values; "NAME" takes the value from ``environment``, "NAME=VALUE" sets VALUE.
+    """Returns the environment variables of the options ``--export``.
+
+    ``wishes``: option values, "NAME" with the value from ``environment``, or "NAME=VALUE".
 
     Raises:
         LaunchError: a name is invalid, or ``environment`` lacks the variable.
@@ -124,7 +124,7 @@ def exported(wishes: Iterable[str], environment: Mapping[str, str]) -> dict[str,
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns a dict of the variables of ``environment`` that every host gets even without the option ``--export``."""
+    """Returns the variables of ``environment`` that every host gets even without ``--export``."""
     return {
         name: value
         for name, value in environment.items()
@@ -174,8 +174,9 @@ ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 def add_deepspeed_options(command: ArgumentParser) -> None:
-    """Adds options of DeepSpeed's launcher to the parser of ``trine launch``, hidden from its help: other names for
-    existing options, options without effect, and options that are refused with advice.
+    """Adds the options of DeepSpeed's launcher to ``trine launch``, hidden from its help.
+
+    Some have an effect, some have none, and some are refused with advice.
     """
     command.set_defaults(became=[], refused=[])
     known = command._option_string_actions
@@ -239,16 +240,15 @@ class _Launcher(_Told):
 
 
 def drop_one_node(options: Namespace) -> None:
-    """Discards the option ``--nodes 1`` if neither a hostfile nor a scheduler is given. Users of DeepSpeed pass it for
-    a job on this host alone.
-    """
+    """Discards the option ``--nodes 1``, which DeepSpeed users pass, if neither a hostfile nor a scheduler is given."""
     if options.nodes == "1" and options.hostfile is None and not options.slurm and options.kubernetes is None:
         options.nodes = None
 
 
 def environment_file() -> tuple[Path, dict[str, str]] | None:
-    """Reads environment variables for all hosts from the file ``.deepspeed_env``, or the file that DS_ENV_FILE names,
-    in the working folder or else the home folder. Returns (path, dict of variables), or None if there is no such file.
+    """Reads environment variables for all hosts from ``.deepspeed_env``, or from the file that DS_ENV_FILE names.
+
+    Returns (path, variables), or None if there is no file in the working folder or the home folder.
 
     Raises:
         LaunchError: a line of the file is not NAME=VALUE.

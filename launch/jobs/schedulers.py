@@ -28,11 +28,11 @@ WRITTEN = "# Written by trine launch"
 
 
 def write_job_file(path: Path, text: str) -> None:
-    """Writes ``text``, a generated batch script or manifest, to ``path``. Overwrites only files that ``trine launch``
-    has generated.
+    """Writes ``text``, a batch script or manifest, to ``path``; overwrites only files that ``trine launch`` has
+    generated.
 
     Raises:
-        LaunchError: ``path`` is a file of other origin, or cannot be written.
+        LaunchError: ``path`` is another file, or cannot be written.
     """
     try:
         if path.exists() and WRITTEN not in path.read_text(encoding="utf-8", errors="replace"):

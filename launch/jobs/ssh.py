@@ -73,7 +73,7 @@ class Screen:
 
 
 class HostRun:
-    """Local ssh process that runs torchrun on one host, with threads that read its output."""
+    """Local ssh process that runs torchrun on one host, with threads for its output."""
 
     def __init__(self, host: Host, command: list[str], wish: Mapping[str, Any], screen: Screen) -> None:
         self.host = host
@@ -115,9 +115,7 @@ class HostRun:
             self._screen.show(target, self.host.name, line)
 
     def say(self, word: str) -> None:
-        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard, the program that runs torchrun on the
-        host.
-        """
+        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the program that runs torchrun on the host."""
         self._write(f"{word}\n".encode())
 
     def _write(self, given: bytes) -> None:
@@ -139,9 +137,7 @@ class HostRun:
 
     @property
     def taken_down(self) -> bool:
-        """True if torchrun's error report on this host names a consequence as root cause: the failure of another rank,
-        or a process that SIGTERM has ended. The failure then began on another host.
-        """
+        """True if torchrun's error report shows that the failure began on another host."""
         root = "".join(self._errors).rpartition("Root Cause")[2]
         return is_consequence(root) or re.search(r"exitcode +: -15\b", root) is not None
 
@@ -151,16 +147,14 @@ class HostRun:
         return failure_message(self._errors) or "without a message"
 
     def abandon(self) -> None:
-        """Kills the local ssh process. The guard, the program that runs torchrun on the host, then ends torchrun
-        because its connection is closed.
-        """
+        """Kills the local ssh process; torchrun on the host then ends because its connection is closed."""
         self._process.kill()
         self._process.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """Rendezvous of a job's hosts: store host and port, rendezvous identity, and number of job restarts so far."""
+    """Rendezvous of a job's hosts: host and port of the store, identity, and number of restarts."""
 
     first: Host
     port: int
@@ -174,18 +168,14 @@ class MeetingPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshPlan:
-    """Plan of a job over ssh: the user's options, the ssh command, and the facts about the hosts on which the job
-    starts.
-    """
+    """Plan of a job over ssh: the user's options, the ssh command, and facts about the hosts."""
 
     request: JobRequest
     ssh: SshRequest
     hosts: tuple[HostReply, ...]
 
     def wish(self, facts: HostReply, meeting: MeetingPlace) -> dict[str, Any]:
-        """Returns the request for the guard, the program that runs torchrun on the host of ``facts``: torchrun's
-        command, its environment, and the rendezvous ``meeting``.
-        """
+        """Returns the request for the program that runs torchrun on a host: command, environment and rendezvous."""
         rendezvous = RendezvousEndpoint(
             address=meeting.first.address,
             port=meeting.port,
@@ -204,7 +194,7 @@ class SshPlan:
         }
 
     def start(self, facts: HostReply, meeting: MeetingPlace, screen: Screen) -> HostRun:
-        """Starts torchrun over ssh on the host of ``facts``, and returns the process; ``screen`` prints its output."""
+        """Starts torchrun over ssh on a host, and returns the process; ``screen`` prints its output."""
         return HostRun(facts.host, self.ssh.command(facts.host), self.wish(facts, meeting), screen)
 
 
@@ -218,12 +208,13 @@ class Running:
         self.runs: dict[Host, HostRun] = {}
 
     def start(self, facts: HostReply, meeting: MeetingPlace) -> None:
-        """Starts torchrun on the host of ``facts``, at the rendezvous ``meeting``, and adds this host to the set."""
+        """Starts torchrun on a host, at the rendezvous ``meeting``, and adds the host to the set."""
         self.runs[facts.host] = self._plan.start(facts, meeting, self._screen)
 
     def ended(self) -> list[tuple[HostRun, int]]:
-        """Waits 0.1 s, and sends keep-alives if they are due. Returns pairs (host process, exit status) for the hosts
-        that have ended since the previous call, and removes them from the running ones.
+        """Waits 0.1 s; returns (process, exit status) for each host that has ended since the previous call.
+
+        Ended hosts leave the set. Due keep-alives are sent.
         """
         time.sleep(0.1)
         if time.monotonic() > self._beaten + BEAT_SECONDS:
@@ -235,15 +226,14 @@ class Running:
         return found
 
     def say(self, word: str) -> None:
-        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the guard, the program that runs torchrun, on each
-        host of the set.
-        """
+        """Sends a control word ("beat", "TERM", "INT" or "KILL") to the program that runs torchrun, on each host."""
         for run in self.runs.values():
             run.say(word)
 
     def end(self, seconds: float) -> list[tuple[HostRun, int]]:
-        """Ends torchrun on all running hosts: sends TERM, after ``seconds`` KILL, and 10 s later kills the ssh
-        processes. Returns pairs (host process, exit status) for all of these hosts.
+        """Ends torchrun on all hosts: sends TERM, after ``seconds`` KILL, and 10 s later kills the ssh processes.
+
+        Returns (process, exit status) for each host.
         """
         found: list[tuple[HostRun, int]] = []
         for word, wait in (("TERM", seconds), ("KILL", 10.0)):
@@ -275,14 +265,14 @@ class AskedToStop:
         self._last = float("-inf")
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Records the signal ``number``, as signal handler, unless another signal came within the second before it."""
+        """Handles the signal ``number``: records it, unless another signal came less than a second before."""
         if time.monotonic() - self._last > HURRY_SECONDS:
             self.numbers.append(number)
         self._last = time.monotonic()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Returns a context in which SIGTERM and SIGINT are recorded and do not end the launcher."""
+        """Returns a context in which SIGTERM and SIGINT are recorded instead of ending the launcher."""
         before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -300,13 +290,13 @@ class JobEnd:
 
     @property
     def given(self) -> bool:
-        """True once the outcome is known, that is, the reason is not empty."""
+        """True if the outcome is known: the reason is not empty."""
         return bool(self.words)
 
 
 class SshJob:
-    """Job on several hosts over ssh. It starts torchrun on each host, restarts an elastic job after a host is lost, and
-    ends all hosts after a failure.
+    """Job on several hosts over ssh, which restarts after a lost host if it is elastic, and ends all hosts after a
+    failure.
     """
 
     def __init__(self, plan: SshPlan, meeting: MeetingPlace, absent: Mapping[Host, str] | None = None) -> None:
@@ -326,7 +316,7 @@ class SshJob:
         """Facts of all hosts, lost or not."""
 
     def run(self) -> int:
-        """Runs the job to its end. Returns the exit status of the first host that fails, or 0 if none fails."""
+        """Runs the job to its end; returns the exit status of the first host that fails, or 0."""
         stop = AskedToStop()
         try:
             with stop.listening():

@@ -23,9 +23,7 @@ hangs.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousEndpoint:
-    """Settings for torchrun's rendezvous on one node: the store's address, the rendezvous' name, and the node's own
-    address.
-    """
+    """Settings of torchrun's rendezvous on one node: the store's address, the name, and the node's own address."""
 
     address: str
     """Address of the node with the store, resolvable on all nodes."""
@@ -45,8 +43,7 @@ class RendezvousEndpoint:
 def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: RendezvousEndpoint | None) -> list[str]:
     """Returns torchrun's command for one node, ``python -m torch.distributed.run ...``, as a list of words.
 
-    ``ranks``: ranks on this node. ``nodes``: number or range of nodes, as ``--nnodes`` takes it. ``meeting``:
-    rendezvous; None: the job runs on this host only.
+    ``ranks``: ranks on this node. ``nodes``: value of ``--nnodes``. ``meeting`` None: the job runs on this host only.
     """
     here = ["--standalone"]
     if request.port is not None:
@@ -78,8 +75,7 @@ def _program(request: JobRequest) -> list[str]:
 
 
 def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> dict[str, str]:
-    """Returns the environment variables for torchrun on one node: the user's exports, settings of an elastic job, and
-    the time that ranks have for a last checkpoint.
+    """Returns the environment variables for torchrun on one node: the user's exports, and settings of the job.
 
     ``devices``: indices of the GPUs for this node's ranks; empty: all.
     """
@@ -89,8 +85,9 @@ def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> di
 
 
 def shell_line(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-    """Returns ``command``, a list of words, as one line for a shell, with words in quotes where necessary.
-    ``variables``: shell expression for each placeholder such as ``@HEAD@``, which replaces the placeholder unquoted.
+    """Returns ``command``, a list of words, as one quoted line for a shell.
+
+    ``variables``: shell expressions for placeholders such as ``@HEAD@``, inserted without quotes.
     """
     line = shlex.join(command)
     for word, value in (variables or {}).items():

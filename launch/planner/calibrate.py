@@ -35,10 +35,9 @@ FALLBACK = "h100"
 
 
 def calibrate(path: Path, links: Path | None = None) -> None:
-    """Measures this machine's GPU, prints the rates, and writes them to ``path`` as a GPU file for ``trine plan
-    --gpu``.
+    """Measures this machine's GPU, prints the rates, and writes them to ``path``, a file for ``trine plan --gpu``.
 
-    ``links``: file of ``trine doctor --json`` with measured link rates; None: link rates are not measured.
+    ``links``: file of ``trine doctor --json`` with link rates, or None.
 
     Raises:
         ConfigError: there is no GPU, or a file cannot be read or written.
@@ -69,15 +68,14 @@ def calibrate(path: Path, links: Path | None = None) -> None:
 
 
 def gpu_kind_of(name: str) -> str | None:
-    """Returns the known GPU kind, such as "h100", that occurs in the vendor's device name ``name``; None if none
-    does.
-    """
+    """Returns the known GPU kind, such as "h100", in the device name ``name``; None if there is none."""
     return next((kind for kind in known_gpus() if kind in name.lower().replace(" ", "")), None)
 
 
 def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns a GPU file's content for a GPU named ``name``, as a template for measured values. ``content``: parsed GPU
-    file of a known kind; its values stay, and all are marked as not measured.
+    """Returns a GPU file's content for a GPU named ``name``, with all values marked as not measured.
+
+    ``content``: parsed GPU file of a known kind, which provides the values.
     """
     for entry in (*content.values(), *content["reached"].values()):
         if isinstance(entry, dict) and "source" in entry:
@@ -109,8 +107,9 @@ _Entry = tuple[str, float, str]
 
 
 def measured(device: torch.device) -> list[_Entry]:
-    """Measures matrix products, memory copies and attention in bf16 on ``device``. Returns a triple for each entry of a
-    GPU file: (key, value in SI units, description of the measurement).
+    """Measures matrix products, memory copies and attention in bf16 on ``device``.
+
+    Returns entries of a GPU file: (key, value in SI units, description of the measurement).
     """
     dtype = torch.bfloat16
     times = {width: _product_seconds(width, device, dtype) for width in WIDTHS}
@@ -134,11 +133,9 @@ def measured(device: torch.device) -> list[_Entry]:
 
 
 def line_of(times: Mapping[int, float]) -> tuple[float, float]:
-    """Fits the rate of products of square matrices to ``times``, a mapping from width to seconds. Returns (FLOP/s at
-    infinite width, width at which half of that rate is reached).
+    """Fits the rate of products of square matrices to ``times``, a mapping from width to seconds.
 
-    Model with the rate R and the width w0 of half the rate: 2 w^3 / seconds = R w / (w + w0). Then w divided by the
-    rate at width w is a straight line, (w + w0) / R, fitted by least squares.
+    Returns (FLOP/s at infinite width, width with half of this rate). The model is rate(w) = R w / (w + w0).
     """
     points = [(width, width * seconds / (2 * width**3)) for width, seconds in times.items()]
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
@@ -173,9 +170,10 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def link_entries(axes: Sequence[Mapping[str, Any]]) -> list[_Entry]:
-    """Returns link rates and latencies as entries of a GPU file: triples (key, value in SI units, description).
-    ``axes``: measurements of ``trine doctor --json``. The fastest group within a host gives the "link" entries, the
-    slowest group across hosts the "network" entries.
+    """Returns link rates and latencies as entries of a GPU file: (key, value in SI units, description).
+
+    ``axes``: measurements of ``trine doctor --json``. "link" is the fastest group within a host, "network" the slowest
+    group across hosts.
     """
     found: list[_Entry] = []
     for inside, rate, latency in ((True, "link", "link_latency"), (False, "network", "network_latency")):

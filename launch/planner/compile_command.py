@@ -29,9 +29,7 @@ _UNUSED = {"nodes": None, "memory": None, "batch": None, "price": None, "top": N
 
 
 class StepSubject(NamedTuple):
-    """Model, configuration and launch options of a training step. ``trine compile`` compiles the kernels of this step
-    ahead of the run.
-    """
+    """Model, configuration and launch options of a training step, for ``trine compile``."""
 
     planned: "PlannedModel"
     config: Config
@@ -58,8 +56,7 @@ def add_compile_options(command: ArgumentParser) -> None:
 
 
 def run_compile(options: Namespace) -> None:
-    """Runs ``trine compile``: finds the Triton kernels that a training step launches, and compiles the kernels that are
-    not in Triton's cache.
+    """Runs ``trine compile``: compiles the Triton kernels of a training step that are not in Triton's cache.
 
     Raises:
         EngineError: the model, the configuration or the GPU is refused, or Triton is not installed.
@@ -101,10 +98,9 @@ def _noted(options: Namespace, name: str, gpu: "GpuShape") -> "list[NotedKernel]
 
 
 def note_subject(subject: StepSubject, name: str, gpu: "GpuShape") -> "list[NotedKernel]":
-    """Returns the distinct Triton kernels that the training step ``subject`` launches on ``gpu``, over all pipeline
-    ranks. It finds them in a dry run with tensor shapes only.
+    """Returns the distinct Triton kernels that a training step launches on ``gpu``, over all pipeline ranks.
 
-    ``name``: name of the GPU in the table of tuned kernel settings.
+    It makes a dry run with tensor shapes only. ``name``: GPU name in the table of tuned kernel settings.
     """
     from engine.kernels.gpu.warm_cache import noted_launches
 
@@ -182,9 +178,7 @@ def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
 
 
 def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
-    """Compiles the kernels ``noted`` that are not in Triton's cache, in up to ``processes`` processes. Prints progress
-    and times.
-    """
+    """Compiles the kernels ``noted`` that are not in Triton's cache, in up to ``processes`` processes."""
     from engine.kernels.gpu.warm_cache import compile_kernel, is_compiled
 
     if not noted:

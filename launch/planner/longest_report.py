@@ -16,11 +16,11 @@ _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers", "c
 
 
 def find_longest(asked: PlanAsked, work: Workload, samples: "SampledBlocks | None") -> list[LongestRun]:
-    """Finds the longest training row, in tokens, that fits in GPU memory, and the layout for it. Returns this result,
-    followed by the longest row for each other number of context ranks.
+    """Finds the longest training row, in tokens, that fits in GPU memory, with its layout; then the longest row for
+    each other number of context ranks.
 
     Args:
-        work: the model's FLOPs and tensor sizes for the cost model.
+        work: the model's FLOPs and tensor sizes.
         samples: memory samples of the model's blocks; None: closed-form estimates.
 
     Raises:
@@ -44,8 +44,8 @@ def find_longest(asked: PlanAsked, work: Workload, samples: "SampledBlocks | Non
 
 
 def longest_text(asked: PlanAsked, runs: Sequence[LongestRun], declared: int | None) -> str:
-    """Formats ``runs``, longest rows with their layouts, as a table in the given order. ``declared``: number of
-    positions that the model's configuration declares, for a note if rows are longer; None: unknown.
+    """Formats ``runs``, the longest rows with their layouts, as a table. ``declared``: number of positions in the
+    model's configuration, or None.
     """
     return "\n".join(_lines(asked, runs, declared))
 
@@ -73,8 +73,8 @@ def _width(head: str) -> int:
 
 
 def longest_json(asked: PlanAsked, runs: Sequence[LongestRun], settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``runs``, longest rows with their layouts, as a JSON object, in tokens and bytes. ``settings``: engine
-    configuration of the first run, the longest.
+    """Returns ``runs``, the longest rows with their layouts, as a JSON object; ``settings``: configuration of the
+    first.
     """
     return {
         "model": asked.model.words,

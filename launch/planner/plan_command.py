@@ -56,8 +56,8 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)
 
 
 def run_plan(options: Namespace) -> None:
-    """Runs ``trine plan``: plans the configuration or searches for a layout, and prints the report. With
-    ``--calibrate``, measures a GPU instead.
+    """Runs ``trine plan``: prints the plan of a configuration or of the best layout; with ``--calibrate``, measures a
+    GPU.
 
     Raises:
         EngineError: the request, the model or the configuration is wrong.
@@ -355,8 +355,8 @@ def _write(path: Any, settings: dict[str, Any]) -> None:
 
 
 def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns an engine configuration for ``layout``: its batch sizes, parallel sizes, ZeRO stage and recomputation.
-    All other keys come from ``base``; None: from a default configuration with bf16 and AdamW.
+    """Returns an engine configuration for ``layout``. All other keys come from ``base``, or from a default with bf16
+    and AdamW.
     """
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}

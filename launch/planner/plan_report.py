@@ -23,9 +23,7 @@ PICTURED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Finished plan of one layout (parallel sizes, ZeRO stage, microbatches): its estimates of memory and time, and
-    whether it fits in GPU memory.
-    """
+    """Plan of one layout (parallel sizes, ZeRO stage, microbatches) with estimates of memory and time."""
 
     asked: PlanAsked
     plan: "Plan"
@@ -44,9 +42,7 @@ class Planned:
 
 
 def as_text(planned: Planned) -> str:
-    """Formats ``planned`` for the terminal: the startup banner that a run would print, then memory, step time and
-    whether the layout fits.
-    """
+    """Formats ``planned`` for the terminal: the startup banner of a run, memory and step time."""
     from engine.reporting.banner import banner_text
 
     lines = [banner_text(planned.plan, "no device: a plan")]
@@ -107,8 +103,8 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
 
 
 def balance_text(balance: "WorkBalance") -> str:
-    """Formats ``balance``, the attention work of each context rank, as one sentence with the maximum and its ratio to
-    the mean.
+    """Formats ``balance``, the attention work of each context rank, as a sentence with the maximum and its ratio to the
+    mean.
     """
     return (
         f"a context rank computes at most {max(balance.pairs):,} pairs of a query and a key in a head and row, "
@@ -117,7 +113,7 @@ def balance_text(balance: "WorkBalance") -> str:
 
 
 def expert_text(traffic: "ExpertTraffic") -> str:
-    """Formats the bytes that a rank sends for expert parallelism in a step, and the number of experts on each rank."""
+    """Formats the bytes that a rank sends for expert parallelism in a step, and the number of experts per rank."""
     places = "; ".join(_places(experts, bounds) for experts, bounds in traffic.placement)
     return (
         f"ep sends {traffic.expected / GIB:.2f} GiB a rank and step on average for even routing, at most "
@@ -171,9 +167,7 @@ def _verdict(planned: Planned) -> str:
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Formats ``value``, the setting ``name`` of a layout, for a sentence. For example "grid" with the sizes (dp, cp,
-    tp, pp, ep) = (4, 1, 2, 1, 1) becomes ``dp4 x tp2 x pp1``.
-    """
+    """Formats the setting ``name`` of a layout for a sentence, such as ``dp4 x tp2 x pp1`` for "grid"."""
     match name, value:
         case "grid", (dp, cp, tp, pp, ep):
             return f"dp{dp}{f' x cp{cp}' if cp > 1 else ''} x tp{tp} x pp{pp}{f' (ep{ep})' if ep > 1 else ''}"
@@ -187,9 +181,7 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def offload_text(smallest: LayoutEstimate | None) -> str:
-    """Returns a clause with the GPU memory that ``smallest``, the layout with the least memory, would need if its
-    optimizer state were offloaded to the host. Returns an empty string for None.
-    """
+    """Returns a clause with the GPU memory of ``smallest``, a layout, with offloaded optimizer state; "" for None."""
     if smallest is None:
         return ""
     left = (smallest.memory.total - smallest.memory.optimizer) / GIB
@@ -197,7 +189,7 @@ def offload_text(smallest: LayoutEstimate | None) -> str:
 
 
 def room_text(memory_bytes: float) -> str:
-    """Returns a clause with the part of ``memory_bytes``, a GPU's memory, that a plan may use."""
+    """Returns a clause with the GPU memory that a plan may use, a part of ``memory_bytes``."""
     room, whole = USABLE * memory_bytes / GIB, memory_bytes / GIB
     return f"a layout may fill {room:.1f} of {whole:.1f} GiB ({1 - USABLE:.0%} is left free)"
 
@@ -253,8 +245,8 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
-    """Formats the result of a layout search: a summary, a line for each of the best layouts, ``planned``, and the
-    reasons why the first layout is the fastest.
+    """Formats the result of a layout search: a summary, a line per layout in ``planned``, and reasons for the first
+    one.
     """
     lines = [f"model: {planned[0].asked.model.words}"]
     lines += [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]

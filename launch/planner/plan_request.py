@@ -20,8 +20,8 @@ STEP_TOKENS = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Source of the planned model: a Hugging Face folder, a function that builds the model, or the sizes of the
-    built-in decoder. Exactly one of ``folder``, ``function`` and ``decoder`` is set.
+    """Source of the model for a plan: exactly one of a Hugging Face folder, a function, or the built-in decoder's
+    sizes.
     """
 
     folder: Path | None = None
@@ -110,8 +110,7 @@ _DEFAULTS = {"layers": 8, "width": 256, "heads": 4, "context": 128, "vocabulary"
 
 
 def read_request(options: Namespace) -> PlanAsked:
-    """Parses and checks the options of ``trine plan``, and reads the files that they name: model source, GPU and
-    configuration.
+    """Parses and checks the options of ``trine plan``, and reads the files that they name.
 
     Raises:
         ConfigError, GridError: an input does not exist or does not fit the others.

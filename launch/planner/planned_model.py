@@ -74,7 +74,7 @@ WIDE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """Model on the meta device, with the loss function, an example row and the other inputs of the planner."""
+    """Model on the meta device, with loss function, example row and other inputs of the planner."""
 
     model: nn.Module
     loss_fn: LossFunction | None
@@ -90,7 +90,7 @@ class PlannedModel:
     """Cache of programs, shared by searches for several tensor sizes."""
 
     def plan(self, config: Config) -> Plan:
-        """Returns the plan that the engine would make and run for this model under ``config``."""
+        """Returns the plan that the engine would make for this model under ``config``."""
         styles = self.styles if config.tp > 1 and config.parallel.tensor_plan == "auto" else None
         if styles is not None:
             config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, prove_plan=False))
@@ -107,25 +107,24 @@ class PlannedModel:
         return replace(plan, notes=(*notes, KNOWN_NOTE))
 
     def plan_shorter(self, shorter: nn.Module, plan: Plan) -> Plan:
-        """Returns a plan for ``shorter``, a copy of the model with fewer blocks. It has the configuration and the
-        tensor-parallel styles of ``plan``, the plan of the whole model.
+        """Returns a plan for ``shorter``, a copy of the model with fewer blocks, with the tensor-parallel styles of
+        ``plan``.
         """
         styles = None if plan.tensor is None else _present(shorter, plan.tensor.patterns)
         made = replace(self, model=shorter, styles=styles).plan(plan.config)
         return replace(made, config=plan.config)
 
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
-        """Returns a copy of these planner inputs for ``shorter``, a copy of the model with fewer blocks. Its
-        tensor-parallel styles are the ones that a search finds for the whole model under ``config``.
+        """Returns a copy of these inputs for ``shorter``, a copy of the model with fewer blocks.
+
+        The tensor-parallel styles are searched for the whole model under ``config``.
         """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
         return replace(self, model=shorter, styles=_present(shorter, self._search(config).patterns))
 
     def with_rows_of(self, length: int) -> "PlannedModel":
-        """Returns a copy of these planner inputs with an example row of ``length`` tokens; the present row has the
-        model's default length.
-        """
+        """Returns a copy of these inputs with an example row of ``length`` tokens."""
         sizes = {leaf.shape[1] for leaf in tree_leaves(self.row) if leaf.dim() > 1}
         tokens = max(sizes, default=1)
 
@@ -135,9 +134,7 @@ class PlannedModel:
         return replace(self, row=map_tensors(self.row, longer))
 
     def called(self) -> set[int] | None:
-        """Returns the ``id`` of each module of the model that a forward calls. The forward runs on the meta device.
-        Returns None if the forward raises, for example because it reads tensor values.
-        """
+        """Returns the ``id`` of each module that a forward on the meta device calls; None if the forward raises."""
         program = Program(self.model, self.loss_fn, Precision(None, None), torch.device("meta"))
         called = CalledModules()
         try:
@@ -150,9 +147,7 @@ class PlannedModel:
         return called.all
 
     def workload(self, config: Config) -> Workload:
-        """Returns the model's workload (FLOPs and tensor sizes) for the cost model, traced in one forward without
-        data.
-        """
+        """Returns the model's FLOPs and tensor sizes for the cost model, traced in one forward without data."""
         return traced_workload(self._program(config), self.row)
 
     def _search(self, config: Config) -> FoundStyles:
@@ -258,8 +253,7 @@ MOST_SILENT = 150
 
 
 def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -> str:
-    """Returns the reason why the activations of ``plan`` are estimated instead of counted in a dry run: the model has
-    too many modules. Returns an empty string if they can be counted.
+    """Returns the reason why a dry run cannot count the activations of ``plan``: too many modules; "" if it can.
 
     Args:
         searches: True if the plan is one of several in a search, which allows fewer modules.
@@ -278,10 +272,10 @@ def _leaves(planned: PlannedModel) -> int:
 
 
 def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
-    """Counts the peak memory of activations on each pipeline rank, in a dry run with tensor shapes only. Returns a copy
-    of ``costs``, the estimates for ``plan``, with these numbers, and a description of the count.
+    """Counts each pipeline rank's peak memory of activations in a dry run with tensor shapes only.
 
-    If the model cannot run on shapes, returns ``costs`` without changes, and the reason as description.
+    Returns (``costs`` with these numbers, description). If the model cannot run on shapes, ``costs`` are unchanged, and
+    the description contains the reason.
     """
     leaves = _leaves(planned)
     if leaves > MOST_SILENT:
@@ -315,9 +309,7 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
 
 
 def kernels_of(config: Config, gpu: GpuSpec) -> PlannedKernels | None:
-    """Returns the rule by which a dry run chooses Triton kernels for ``gpu`` under ``config``. Returns None if
-    ``config`` sets ``kernels`` to "reference", plain torch operators.
-    """
+    """Returns the choice of Triton kernels for a dry run on ``gpu`` under ``config``; None: only torch operators."""
     return None if config.kernels == "reference" else PlannedKernels(config.kernels, gpu.name)
 
 
@@ -334,8 +326,7 @@ def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[Rank
 
 
 class SampledBlocks:
-    """Cache of measured memory of a model's blocks. A measurement is a dry run of the model with fewer blocks, made
-    when it is first needed.
+    """Cache of the memory of a model's blocks, measured when needed in dry runs with fewer blocks.
 
     Args:
         planned: model of the plan.
@@ -355,11 +346,10 @@ class SampledBlocks:
         self._shortened: dict[int, nn.Module] = {}
 
     def of(self, layout: TrainingLayout, fresh: bool = True, length: int | None = None) -> BlockSample | None:
-        """Returns the measured memory of one block under ``layout``, for rows of ``length`` tokens; ``length`` None:
-        the model's own row length.
+        """Returns the measured memory of one block under ``layout``, for rows of ``length`` tokens or the model's own
+        length.
 
-        Returns None if the model has no list of blocks of the same structure, cannot run on shapes, or needs less
-        memory with more blocks. ``fresh`` False: returns None if the cache has no entry, instead of measuring.
+        Returns None if it cannot be measured. ``fresh`` False: only searches the cache.
         """
         key = layout.tp, layout.cp, layout.sequence, layout.recomputation, layout.inputs, length
         if key not in self._samples and fresh:
@@ -419,10 +409,10 @@ class SampledBlocks:
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:
-    """Returns a function (estimate, fresh) that refines the bytes of activations and buffers in a layout's estimate.
+    """Returns a function (estimate, fresh) that refines the bytes of activations and buffers of a layout.
 
-    The function scales the estimate by the measured memory of the model's blocks in ``samples``. It returns None if
-    there is no measurement. Its argument ``fresh`` allows a new measurement, as in :meth:`SampledBlocks.of`.
+    It scales the estimate by the memory in ``samples``, or returns None without a measurement. ``fresh`` allows a new
+    measurement.
     """
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:

@@ -23,7 +23,7 @@ Form = Callable[[float], str]
 
 
 class Curve(NamedTuple):
-    """Named series of (step, value) points for a line chart. A point with the value None interrupts the line."""
+    """Named series of (step, value) points for a line chart; the value None interrupts the line."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
@@ -50,8 +50,7 @@ class _Frame(NamedTuple):
 
 
 def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -> str:
-    """Returns an HTML figure with an SVG line chart of ``curves`` by step. If there is only one curve, the figure's
-    title includes its newest value.
+    """Returns an HTML figure with an SVG line chart of ``curves`` by step.
 
     Args:
         form: callback that formats a number as text.
@@ -76,7 +75,7 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -
 
 
 def figure(title: str, shown: str, picture: str) -> str:
-    """Returns an HTML figure with ``title``, the text ``shown`` right after it, and ``picture``, HTML or SVG, below."""
+    """Returns an HTML figure with ``title``, the text ``shown`` after it, and ``picture``, HTML or SVG, below."""
     head = f"<figcaption>{escape(title)}<b>{escape(shown)}</b></figcaption>"
     return f'<figure class="chart">{head}{picture}</figure>'
 
@@ -133,9 +132,7 @@ def _thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, 
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Returns about five axis ticks at multiples of 1, 2 or 5 times a power of ten. The first is at most ``low``, and
-    the last at least ``high``.
-    """
+    """Returns about five axis ticks from at most ``low`` to at least ``high``, at round numbers."""
     if high - low <= abs(high) * 1e-12:
         low, high = (low - abs(low) * 0.5, high + abs(high) * 0.5) if low else (0.0, 1.0)
     rough = (high - low) / 4
@@ -161,7 +158,7 @@ KEYS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """Heat map of the load of experts. A cell's colour shows its load divided by the mean load."""
+    """Heat map of the load of experts; the colour shows load divided by mean load."""
 
     title: str
     cells: Sequence[Sequence[float]]
@@ -176,7 +173,7 @@ class HeatMap:
     """Label of the columns."""
 
     def drawn(self, shown: str) -> str:
-        """Returns the heat map as an HTML figure with an SVG. The text ``shown`` is right after the map's title."""
+        """Returns the heat map as an HTML figure with an SVG; the text ``shown`` is after its title."""
         height = min(_HIGHEST, max(_LOWEST, _ROW * len(self.cells)))
         high = height / len(self.cells)
         size = f"{WIDTH} {_MAP_TOP + height + _MAP_BOTTOM:.0f}"
@@ -259,8 +256,9 @@ class _Layer(NamedTuple):
 
 
 def expert_charts(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Returns the charts of expert load over the logged ``steps`` as a pair of HTML texts: the figures, and their
-    legend with a caption. Both are empty if no step has ``expert_load``.
+    """Returns the charts of expert load over ``steps`` as two HTML texts: figures and legend.
+
+    Both are empty if no step has ``expert_load``.
     """
     layers = list(_layers([row for row in steps if row.get("expert_load")]))
     if not layers:

@@ -256,9 +256,7 @@ def _lost(traces: Sequence[RankTrace]) -> str:
 
 
 def traffic_table(run: RecordedRun) -> str:
-    """Returns an HTML table of the planned and the sent bytes in the last recorded step, with a row for each axis and
-    label. The bytes are summed over the recorded ranks.
-    """
+    """Returns an HTML table of planned and sent bytes in the last recorded step, summed over the recorded ranks."""
     sums: dict[tuple[str, str], list[int]] = {}
     for row in (row for rank in run.ranks for row in rank.sent):
         planned, measured = sums.setdefault((row.axis, row.label), [0, 0])
@@ -281,9 +279,7 @@ KEYS = '<span class="key k0">planned</span><span class="key k1">measured</span>'
 
 
 def memory_table(ranks: Sequence[RecordedRank]) -> str:
-    """Returns an HTML table with a row for each rank: the planned bytes of its weights, gradients and optimizer state,
-    and its measured peak memory.
-    """
+    """Returns an HTML table with each rank's planned bytes by kind, such as weights, and its measured peak memory."""
     kinds = list(dict.fromkeys(kind for rank in ranks for kind, count in rank.state.items() if count))
     hosted = any(rank.host_bytes for rank in ranks)
     most = max(max(rank.peak_bytes, sum(rank.state.values())) for rank in ranks) or 1
@@ -299,13 +295,13 @@ def memory_table(ranks: Sequence[RecordedRank]) -> str:
 
 
 def wait_axes(ranks: Iterable[RecordedRank]) -> list[str]:
-    """Returns the sorted names of the grid axes on which at least one rank has waited for communication."""
+    """Returns the sorted names of the grid axes on which a rank has waited for communication."""
     return sorted({axis for rank in ranks for axis, seconds in (rank.waits or {}).items() if seconds})
 
 
 def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
-    """Returns an HTML table with a row for each rank: its seconds of waiting for communication by axis, the seconds of
-    its steps, and the fraction of the step time spent waiting.
+    """Returns an HTML table with each rank's seconds of waiting for communication, by axis, and their fraction of the
+    step.
     """
     axes = wait_axes(ranks)
     rows = []
@@ -322,9 +318,7 @@ def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
 
 
 def bubble_table(run: RecordedRun, predicted: float) -> str:
-    """Returns an HTML table with a row for each pipeline: the share of time in which its ranks are idle in the last
-    recorded step, as the schedule predicts (``predicted``) and as measured.
-    """
+    """Returns an HTML table with each pipeline's idle fraction in the last recorded step, predicted and measured."""
     found = run.timelines()
     rows = [
         [
@@ -369,13 +363,14 @@ def whole_number(count: int) -> str:
 
 
 def amount(count: int) -> str:
-    """Returns an HTML table cell with ``count`` bytes in readable units; the exact number is the tooltip."""
+    """Returns an HTML table cell with ``count`` bytes in readable units."""
     return f'<td class="r" title="{count} bytes">{megabytes(count)}</td>'
 
 
 def bars(lines: Sequence[Sequence[tuple[int, float]]]) -> str:
-    """Returns an HTML table cell with horizontal bars, one for each of ``lines``. A bar is a list of pieces, left to
-    right: (index of the colour, fraction of the cell's width).
+    """Returns an HTML table cell with a horizontal bar for each of ``lines``.
+
+    A bar is a list of (index of the colour, fraction of the cell's width).
     """
     drawn = (
         "".join(f'<i class="k{colour % 6}" style="width:{min(share, 1.0):.2%}"></i>' for colour, share in pieces)

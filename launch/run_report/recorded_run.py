@@ -27,7 +27,7 @@ from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
 class SentBytes(NamedTuple):
     """Planned and measured bytes that a rank sends for one label on one axis, in its last recorded step.
 
-    ``planned`` None: the plan has no such traffic. ``measured`` None: the rank sent none.
+    ``planned`` None: not planned. ``measured`` None: nothing was sent.
     """
 
     axis: str
@@ -38,7 +38,7 @@ class SentBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRank:
-    """Record that one rank has written about its last recorded step, with facts about the rank and measurements."""
+    """Record of one rank about its last recorded step."""
 
     rank: int
     place: Mapping[str, int]
@@ -107,9 +107,7 @@ class RecordedRun:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences for the report: notes of the plan, problems with the records, skipped steps, missing ranks, and
-        differences between planned and sent bytes.
-        """
+        """Sentences for the report, such as plan notes, damaged records, skipped steps, and missing ranks."""
         return [*map(str, self.facts["notes"]), *self.notes, *self._skipped(), *self._late(), *self._deviations()]
 
     def _skipped(self) -> Iterator[str]:
@@ -132,8 +130,9 @@ class RecordedRun:
             yield f"Planned and sent bytes differ on {len(off)} rank{'s' * (len(off) > 1)}: {_few(off)}."
 
     def timelines(self) -> dict[str, StepTimeline]:
-        """Returns the timeline of the last recorded step of each pipeline. A key names the pipeline, such as "data 0,
-        tensor 1". A pipeline is left out if ranks of it have no record, or records of different steps.
+        """Returns the timeline of the last recorded step of each pipeline, by names such as "data 0, tensor 1".
+
+        Pipelines with incomplete records are left out.
         """
         found: dict[str, StepTimeline] = {}
         places = {(_outside_pipeline(rank), rank.place["pp"]): rank for rank in self.ranks}
@@ -153,7 +152,7 @@ def _few(words: Sequence[str]) -> str:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Reads all records of a run. ``folder``: the folder that the run's configuration names in ``monitor.report``.
+    """Reads all records of a run from ``folder``, the ``monitor.report`` folder of its configuration.
 
     Raises:
         EngineError: the folder is missing, contains no records, or a file is damaged.
@@ -187,8 +186,7 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def read_recording(path: Path) -> dict[str, Any] | None:
-    """Reads the JSON file ``path`` that a rank has written, and returns its content. Returns None if the file does not
-    exist.
+    """Returns the content of a rank's JSON file ``path``, or None if it does not exist.
 
     Raises:
         EngineError: the file is damaged, or has another format version.
@@ -214,9 +212,7 @@ def _rank(path: Path) -> Iterator[RecordedRank]:
 
 
 def damaged_file(path: Path, error: Exception) -> EngineError:
-    """Returns an EngineError for the damaged file ``path``. ``error``: the exception that occurred when the file was
-    read.
-    """
+    """Returns an EngineError for the damaged file ``path``; ``error``: exception from reading the file."""
     cause = f"{type(error).__name__}: {error}".rstrip(".")
     return EngineError(f"{path} cannot be read ({cause}); it may be damaged: restore it, or train another step.")
 
@@ -310,8 +306,7 @@ class RankTrace(NamedTuple):
 
 
 def read_traces(folder: Path, size: int) -> list[RankTrace]:
-    """Reads the traces that the ranks of a run with ``size`` ranks have written to ``folder``. Ranks without a trace of
-    this run are left out; the list is empty if no step was profiled.
+    """Reads the traces in ``folder`` of a run with ``size`` ranks; ranks without a trace are left out.
 
     Raises:
         EngineError: a file is damaged.

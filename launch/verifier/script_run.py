@@ -32,9 +32,7 @@ class _EndOfScript(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class ScriptCall:
-    """Arguments of one call of ``engine.initialize`` in a user's script, and the first batch that the script passed to
-    a step.
-    """
+    """Arguments of one call of ``engine.initialize`` in a user's script, and the first batch of a step."""
 
     model: Any
     config: Any
@@ -75,9 +73,7 @@ class _Calls:
 
 
 class EngineStandIn:
-    """Substitute for the engine that ``engine.initialize`` returns, while a user's script is inspected. The script ends
-    at the first use that needs a real engine.
-    """
+    """Substitute for the engine in an inspected script, which ends at the first use that needs a real engine."""
 
     def __init__(self, call: ScriptCall, resolve: Callable[[Any], Config]) -> None:
         self._call, self._resolve = call, resolve
@@ -90,7 +86,7 @@ class EngineStandIn:
         return config.grid(0)
 
     def train_batch(self, batch: Any) -> None:
-        """Records ``batch`` as example rows, or its first item if it is an iterator; then ends the script."""
+        """Records ``batch``, or its first item if it is an iterator, as example rows; then ends the script."""
         given = next(batch) if isinstance(batch, Iterator) else batch
         self._call.rows = _with_content(given) or self._call.rows
         raise _EndOfScript
@@ -117,8 +113,7 @@ def _with_content(batch: Any) -> Batch | None:
 
 
 def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[Any], Config]) -> list[ScriptCall]:
-    """Runs ``script`` with ``arguments`` until it first uses an engine. Returns all calls of ``engine.initialize`` that
-    it has made until then.
+    """Runs ``script`` with ``arguments`` until it first uses an engine; returns its calls of ``engine.initialize``.
 
     Args:
         resolve: callback that converts the script's configuration to a :class:`Config`.
@@ -155,9 +150,7 @@ def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[A
 
 @contextmanager
 def started_as(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Returns a context in which ``sys.argv`` and ``sys.path`` have the values that they would have if Python had
-    started ``script`` with ``arguments``.
-    """
+    """Returns a context with ``sys.argv`` and ``sys.path`` as for ``python script arguments``."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))

@@ -68,9 +68,7 @@ class Subject:
     """Other arguments of :func:`engine.verify.verify`."""
 
     def batches(self, count: int, size: int) -> list[Batch]:
-        """Draws ``count`` batches of ``size`` random rows from ``rows``; a row may occur several times. Every call
-        returns the same batches.
-        """
+        """Draws ``count`` batches of ``size`` random rows from ``rows``, the same in every call."""
         chance = torch.Generator().manual_seed(SEED)
         rows = len(next(leaf for leaf in tree_leaves(self.rows) if isinstance(leaf, Tensor)))
         draws = [torch.randint(rows, (size,), generator=chance) for _ in range(count)]
@@ -78,11 +76,12 @@ class Subject:
 
 
 def of_function(name: str) -> Subject:
-    """Returns the test subject for ``name``, the ``module:function`` of a function that builds a model. The function
-    returns model, (model, rows) or (model, rows, loss_fn). The model is used at its full size.
+    """Returns the test subject for ``name``, a ``module:function`` that builds a model in its full size.
+
+    The function returns model, (model, rows) or (model, rows, loss_fn).
 
     Raises:
-        PlanError: there is no such function, it raises, or it returns no model or no rows.
+        PlanError: there is no function, it raises, or it returns no model or no rows.
     """
     function = find_function(name)
 
@@ -99,11 +98,9 @@ def of_function(name: str) -> Subject:
 
 
 def of_folder(folder: Path, tensor: int, layers: int) -> Subject:
-    """Returns the test subject for a Hugging Face folder or ``config.json``: the model with small sizes and random
-    weights.
+    """Returns the test subject for a Hugging Face folder or ``config.json``: a small model with random weights.
 
-    ``tensor``: number of tensor ranks; it divides the number of attention heads of the small model. ``layers``: maximum
-    number of blocks.
+    ``tensor``: number of tensor ranks. ``layers``: maximum number of blocks.
 
     Raises:
         PlanError: the model cannot be built at this size.
@@ -157,12 +154,13 @@ def _check_rows(rows: Batch, name: str) -> None:
 
 
 def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
-    """Returns the test subject for ``call``, a recorded call of ``engine.initialize``. A transformers language model is
-    replaced by a small one of its class; any other model is used as it is.
+    """Returns the test subject for ``call``, a recorded call of ``engine.initialize``.
+
+    A transformers language model is replaced by a small one.
 
     Args:
         name: name of the model in messages.
-        sizes: (number of tensor ranks, maximum number of blocks) for the small model.
+        sizes: (number of tensor ranks, maximum number of blocks) of the small model.
 
     Raises:
         PlanError: the model cannot be built again, or its rows are unknown.
@@ -219,12 +217,9 @@ _MOST: Mapping[str, int] = MappingProxyType({
 
 
 def shrink(config: Any, tensor: int, layers: int) -> None:
-    """Reduces a Hugging Face configuration in place to a small model, with numbers of heads and experts that ``tensor``
-    ranks can divide.
+    """Reduces a Hugging Face configuration in place to a small model that ``tensor`` ranks can divide, without dropout.
 
-    Widths, numbers of heads, experts and layers, vocabulary and positions become small, and dropout is off. Settings
-    that select code paths stay: activations, norms, biases, tied weights, kinds of attention, shared key heads, the
-    pattern of layers.
+    Settings that select code paths, such as activations and tied weights, stay.
 
     Args:
         layers: maximum number of blocks.
@@ -313,11 +308,9 @@ EPS = 1e-5
 
 
 def small_config(config: Config) -> Config:
-    """Returns a version of ``config`` in fp32 for a comparison with plain training, with few microbatches and at most
-    two data ranks. If ``config`` has shard groups, the result has two groups of two data ranks instead.
+    """Returns a small version of ``config`` in fp32, for a comparison with plain training.
 
-    With expert parallelism, two ranks share the experts. Checkpoints, monitors and watchdogs are off, since they do not
-    affect the results.
+    It has few microbatches and data ranks. Checkpoints, monitors and watchdogs are off.
     """
     optimizer = config.optimizer
     if optimizer is not None:
@@ -347,9 +340,7 @@ def _steadied(optimizer: Chosen) -> Chosen:
 
 
 def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yields (configuration key, copy of ``config`` without this feature) for each feature that ``config`` enables.
-    Runs with these copies show which feature causes a deviation.
-    """
+    """Yields (configuration key, copy of ``config`` without it) for each optional feature of ``config``."""
     parallel, (dp, tp, pp) = config.parallel, (config.dp, config.tp, config.pp)
     parts = replace(parallel, sequence_parallel=False, sequence_parallel_regather=False)
     line = replace(parallel, schedule="1f1b", virtual_stages=1)
@@ -378,8 +369,10 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def train_both_ways(subject: Subject, config: Config, steps: int) -> Parity:
-    """Trains the model of ``subject`` for ``steps`` steps twice: on the grid of ``config``, with one thread per rank,
-    and in plain torch in one process. Returns the comparison of both results.
+    """Trains the model of ``subject`` for ``steps`` steps on the grid of ``config`` and in plain torch; returns a
+    comparison.
+
+    The ranks of the grid are threads.
 
     Raises:
         EngineError: the same error that :func:`engine.initialize` or a step raises.

@@ -42,11 +42,11 @@ def add_verify_options(command: ArgumentParser) -> None:
 
 
 def run_verify(options: Namespace) -> int:
-    """Runs ``trine verify``: trains a model on the configured grid and in one process, compares both, and prints the
-    deviations. Returns exit status 0 if they agree, otherwise 1.
+    """Runs ``trine verify``: compares training on the configured grid and in one process. Returns exit status 0 if both
+    agree, otherwise 1.
 
     Raises:
-        EngineError: the model, the configuration or their combination is refused; the error that a run would raise.
+        EngineError: the model or the configuration is refused.
     """
     with _without_banners():
         return _verify(options)

@@ -62,9 +62,8 @@ def dispatch_product_kernel(
 ):  # fmt: skip
     """Sends rows of ``tokens`` [T, K] to the ranks of their experts, and multiplies the rows that this rank receives.
 
-    It writes ``out`` [R, N]: each of R received rows times the matrix of its expert in ``matrices`` [X, K, N], for the
-    X experts of this rank. ``sent`` and ``received`` are tables of tiles of rows (:class:`ExpertRows`). PUSHES and
-    MULTIPLIES select the two halves; a tile is multiplied once its rows have arrived.
+    It writes ``out`` [R, N]: received rows times the expert's matrix in ``matrices`` [X, K, N]. ``sent`` and
+    ``received`` are tables of tiles (:class:`ExpertRows`). PUSHES: sends; MULTIPLIES: receives and multiplies.
     """
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
@@ -94,11 +93,9 @@ def product_return_kernel(
     RANKS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies each row of ``whole`` [R, K] by the matrix of its expert, and sends the result to the rank that owns
-    the row.
+    """Multiplies rows of ``whole`` [R, K] by the matrices of their experts; sends the products to the tokens' ranks.
 
-    ``matrices`` [X, K, N] has one matrix for each of X experts. ``received`` is a table of tiles of rows
-    (:class:`ExpertRows`). ``out`` only determines the dtype of the sent rows.
+    ``matrices`` is [X, K, N]; ``received`` is a table of tiles (:class:`ExpertRows`); ``out`` gives the dtype.
     """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
@@ -121,8 +118,7 @@ def collect_rows_kernel(
     out, sent, sent_tiles, slots, arrivals, status, rank, epoch, patience, capacity, most, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies the result rows that the experts' ranks have sent back to this rank into ``out`` [T, N], each tile once it
-    has arrived.
+    """Copies the rows that the experts' ranks have returned to this rank into ``out`` [T, N].
 
     ``sent`` is a table of tiles of this rank's T rows (:class:`ExpertRows`).
     """
@@ -141,12 +137,11 @@ def collect_rows_kernel(
 def launch_dispatch_product(
     tokens_TK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall, half: Half = "both"
 ) -> Tensor:
-    """Sends each row of ``tokens_TK`` to the rank of its expert; returns the products of the rows that this rank
-    receives.
+    """Sends rows of ``tokens_TK`` to the ranks of their experts; returns received rows times their expert's matrix, [R,
+    N].
 
-    The result is [R, N]: each of R received rows times its expert's matrix in ``matrices_XKN`` [X, K, N]. ``rows`` has
-    the number of rows per rank and expert. ``tokens_TK`` is contiguous, sorted by expert, with the dtype of the
-    matrices. ``half``: "push" only sends, and the result is undefined; "multiply" only receives and multiplies.
+    ``tokens_TK`` is contiguous, sorted by expert, in the dtype of ``matrices_XKN``. ``rows``: counts of the sent rows.
+    ``half``: "push" only sends; "multiply" only receives and multiplies.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
@@ -164,11 +159,9 @@ def launch_dispatch_product(
 
 
 def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall) -> None:
-    """Multiplies each row of ``rows_RK`` by its expert's matrix, and sends the result to the rank that the row came
-    from.
+    """Multiplies rows of ``rows_RK`` by the matrices of their experts; sends the products to the tokens' ranks.
 
-    ``rows_RK`` is contiguous and sorted by expert. The receiving rank calls :func:`launch_collect_rows` to read the
-    results.
+    ``rows_RK`` is contiguous and sorted by expert. :func:`launch_collect_rows` receives the products.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
@@ -182,9 +175,9 @@ def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRow
 
 
 def launch_collect_rows(columns: int, rows: ExpertRows, call: KernelCall, dtype: torch.dtype) -> Tensor:
-    """Returns the rows that the experts' ranks have sent back with :func:`launch_product_return`, [T, N].
+    """Returns the rows that the experts' ranks have sent with :func:`launch_product_return`, [T, columns].
 
-    They are in the order of this rank's T tokens. ``columns`` is N.
+    They are in the order of this rank's T tokens.
     """
     shape, mailbox = call.shape(dtype), call.mailbox
     device = mailbox.status.device

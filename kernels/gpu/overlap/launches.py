@@ -91,15 +91,13 @@ def gather_product_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Sends ``part`` [B, L, K] to all W ranks, and writes ``out`` [B, W, L, N]: the rows of all ranks times ``matrix``
-    [K, N], plus ``bias`` [N] with BIAS.
+    """Sends ``part`` [B, L, K] to all W ranks, and multiplies the rows of all ranks by ``matrix`` [K, N].
 
-    Each rank has B sequences of L rows. PUSHES and MULTIPLIES select the two halves; a tile is multiplied once its rows
-    have arrived.
+    It writes ``out`` [B, W, L, N], plus ``bias`` [N] with BIAS. PUSHES: sends; MULTIPLIES: receives and multiplies.
 
     Args:
-        patience: number of polls after which a signal from another rank counts as lost.
-        capacity: bytes of a slot, the memory for the rows of one rank.
+        patience: number of polls after which a signal counts as lost.
+        capacity: bytes of the memory for the rows of one rank.
         most: maximum number of signals from one rank to another.
     """
     if PUSHES:
@@ -132,11 +130,10 @@ def product_scatter_kernel(
     PRECISION: tl.constexpr, PLUS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends the rows [B, w, L, N] of the
-    result to rank w of W.
+    """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends ``result[:, w]`` to rank w.
 
-    With EVERYWHERE ``whole`` is [B, L, K], and all result rows go to all ranks. With STAYS they stay in the memory of
-    this rank, where rank w reads them. ``out`` only determines the dtype of sent rows.
+    With EVERYWHERE, ``whole`` is [B, L, K], and all rows are sent to all ranks. With STAYS, rows are written only to
+    this rank's memory. ``out`` gives the dtype.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -174,7 +171,7 @@ def sum_slots_kernel(
 ):  # fmt: skip
     """Sums the rows that all ranks have sent to this rank, in fp32 and in rank order; writes ``out`` [B, L, N].
 
-    B is the number of sequences, each of L rows of N columns. Each tile is summed once it has arrived from all ranks.
+    It waits for each tile of rows.
     """
     each = tl.cdiv(L, BM)
     columns = tl.cdiv(N, BN)
@@ -195,8 +192,9 @@ def forward_slots_kernel(
     part, slots, arrivals, rank, epoch, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``part`` [L, N] to every rank, the next rank first and this rank last, into the memory there for rows of
-    this rank (slot). After each tile, signals ``epoch``, the call number, in the target's ``arrivals``. Does not wait.
+    """Writes ``part`` [L, N] to the memory of every rank, and signals each tile with the call number ``epoch``.
+
+    It does not wait for other ranks.
     """
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
@@ -216,9 +214,7 @@ def collect_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies the L rows that each of W ranks has sent to this rank into ``out`` [W, L, N], each tile once it has
-    arrived.
-    """
+    """Copies the L rows that each of W ranks has sent into ``out`` [W, L, N]; it waits for each tile of rows."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -263,11 +259,11 @@ def multicast_sum_kernel(
     like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sums rows [L, N] over the products of all ranks, through the NVLink switch, and sends the sums to all ranks.
+    """Sums this rank's rows [L, N] over the products of all ranks through the NVLink switch, and sends the sums to all
+    ranks.
 
-    They are the rows that this rank owns. Call ``epoch`` has written the products, and the sums belong to call
-    ``epoch`` + 1. A tile that some rank has not written is not sent. ``like`` determines the dtype, with BYTES per
-    element; without INSTRUCTIONS the switch is emulated.
+    Call ``epoch`` has written the products; the sums belong to the next call. A tile that a rank has not written is not
+    sent. Without INSTRUCTIONS the switch is emulated.
     """
     columns = tl.cdiv(N, BN)
     wide: tl.constexpr = 16 // BYTES
@@ -298,10 +294,9 @@ Half = Literal["push", "multiply", "both"]
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call of kernels that communicate between ranks: the ranks' memory, the call number ``epoch`` (from 1), and
-    the launch shape.
+    """Parameters of one call of kernels that communicate between ranks.
 
-    All ranks pass the same epoch and shape.
+    All ranks pass the same call number ``epoch`` (from 1) and launch shape.
     """
 
     mailbox: Mailbox
@@ -312,24 +307,19 @@ class KernelCall:
     """Number of concurrent programs of a kernel; None: one per processor. Ranks on one GPU divide the processors."""
 
     def shape(self, dtype: torch.dtype) -> Tile:
-        """Returns the tile shape for products in ``dtype``: the attribute ``tile``, or the default for ``dtype`` if
-        that is None.
-        """
+        """Returns the tile shape for products in ``dtype``: ``self.tile``, or the default."""
         return self.tile or tile_of(dtype)
 
     def grid(self, device: torch.device) -> tuple[int]:
-        """Returns the launch grid: a tuple with the number of programs of a kernel on ``device``.
+        """Returns the launch grid for ``device``: (number of programs,); 1 on the CPU.
 
-        It is no larger than the number of programs that can run at once, because running programs wait for others. On
-        the CPU it is 1, because Triton's interpreter runs programs one after the other.
+        All programs must run at once, because they wait for each other.
         """
         return (1 if is_host(device) else self.programs or processors(device),)
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """Five arguments of a kernel, in this order: the rank, the epoch (call number), the polls until a signal counts
-        as lost, the bytes of a slot, and the maximum number of signals from one rank to another.
-        """
+        """Arguments of a kernel: (rank, epoch, patience, capacity, most), as in :class:`Mailbox`."""
         box = self.mailbox
         return box.rank, self.epoch, box.patience, box.capacity, box.most
 
@@ -337,11 +327,11 @@ class KernelCall:
 def launch_gather_product(
     part_BLK: Tensor, matrix_KN: Tensor, bias: Tensor | None, call: KernelCall, half: Half = "both"
 ) -> Tensor:
-    """Sends ``part_BLK`` to all ranks, and returns the rows of all ranks times ``matrix_KN``, plus ``bias`` [N]: [B, W,
-    L, N].
+    """Sends ``part_BLK`` to all ranks; returns the rows of all W ranks times ``matrix_KN``, plus ``bias``, [B, W, L,
+    N].
 
-    Each of W ranks has B sequences of L rows. ``part_BLK`` is contiguous; it and the result have the dtype of the
-    matrix. ``half``: "push" only sends, and the result is undefined; "multiply" only receives and multiplies.
+    ``part_BLK`` is contiguous, in the dtype of the matrix. ``half``: "push" only sends; "multiply" only receives and
+    multiplies.
     """
     matrix, transposed = as_it_lies(matrix_KN)
     (sequences, rows, depth), columns = part_BLK.shape, matrix_KN.shape[1]
@@ -359,12 +349,11 @@ def launch_gather_product(
 def launch_product_scatter(
     whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype, stays: bool = False
 ) -> None:
-    """Multiplies ``whole`` [B, W, L, K] by ``matrix_KN``, adds ``plus`` [B, W, L, N], and sends the rows [B, w, L, N]
-    of the result to rank w.
+    """Multiplies ``whole`` [B, W, L, K] by ``matrix_KN``, adds ``plus``, and sends ``result[:, w]`` to rank w in
+    ``dtype``.
 
-    There are B sequences of L rows for each of W ranks. The rows are sent in ``dtype``. If ``whole`` is [B, L, K], all
-    result rows are sent to all ranks. With ``stays`` the rows stay in the memory of this rank, for
-    :func:`launch_multicast_sum`.
+    If ``whole`` is [B, L, K], all rows are sent to all ranks. With ``stays`` the rows are written only to this rank's
+    memory, for :func:`launch_multicast_sum`.
     """
     everywhere = whole.dim() == 3
     matrix, transposed = as_it_lies(matrix_KN)
@@ -379,7 +368,7 @@ def launch_product_scatter(
 
 
 def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> Tensor:
-    """Returns the sum over all ranks of the rows that they have sent to this rank with :func:`launch_product_scatter`.
+    """Returns the sum of the rows that all ranks have sent to this rank with :func:`launch_product_scatter`.
 
     The result is [``sequences``, ``rows``, ``columns``] in ``dtype``. The sum is computed in fp32, in rank order.
     """
@@ -393,12 +382,10 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
 
 
 def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
-    """Sums the rows that this rank owns over the products of all ranks, through the NVLink switch, and sends the sums
-    to all ranks.
+    """Sums this rank's rows over the products of all ranks through the NVLink switch, and sends the sums to all ranks.
 
-    ``rows`` and ``columns`` are the shape of these rows. :func:`launch_product_scatter` with ``stays`` has computed the
-    products in call ``call.epoch``; the sums belong to the next call, in which :func:`launch_collect_slots` receives
-    them.
+    :func:`launch_product_scatter` with ``stays`` computes the products in this call. :func:`launch_collect_slots`
+    receives the sums in the next call.
     """
     shape, mailbox = call.shape(dtype), call.mailbox
     like = torch.empty(0, dtype=dtype, device=mailbox.status.device)
@@ -434,7 +421,7 @@ def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
 def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
     """Returns the rows that all W ranks have sent with :func:`launch_forward_slots`, [W, L, N] in rank order.
 
-    ``part_LN``, this rank's own rows, only determines shape and dtype.
+    ``part_LN`` gives shape and dtype.
     """
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     out = part_LN.new_empty((mailbox.ranks, *part_LN.shape))
@@ -453,9 +440,9 @@ def tile_of(dtype: torch.dtype) -> Tile:
 
 
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
-    """Returns the maximum number of signals that one rank sends to another in a call: one for each tile of the product.
+    """Returns the maximum number of signals from one rank to another in a call: one for each tile of the product.
 
-    The product has ``sequences`` x ``rows`` rows and ``columns`` columns. A tile does not cross sequences.
+    The product has ``sequences`` x ``rows`` rows; a tile has rows of one sequence.
     """
     return int(sequences * ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
 

@@ -23,20 +23,16 @@ LOOKS_BETWEEN: tl.constexpr = tl.constexpr(64)
 
 @triton.jit
 def signal(place, epoch):
-    """Writes ``epoch``, the number of a call, to the int32 at ``place``, after all stores of this program.
-
-    A rank that reads this number there may then read the stored data.
-    """
+    """Writes the call number ``epoch`` to the int32 at ``place``, after all earlier stores of this program."""
     tl.debug_barrier()  # the stores of every thread come before the release of one
     tl.atomic_xchg(place, epoch, sem="release", scope="sys")
 
 
 @triton.jit
 def arrived(place, ended, epoch, last, patience):
-    """Waits until the int32 at ``place`` is at least ``epoch``, and returns True if it is then at most ``last``.
+    """Waits until the int32 at ``place`` is at least ``epoch``; returns True if it is then at most ``last``.
 
-    It returns False after ``patience`` polls, or once the int32 at ``ended``, the flag of a rank that has ended, is not
-    0. A value above ``last`` means that ranks make different calls.
+    It returns False after ``patience`` polls, or if the flag at ``ended`` is set: the other rank has ended.
     """
     value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     looks = 0
@@ -55,7 +51,7 @@ def arrived(place, ended, epoch, last, patience):
 def write_down(status, rank, tile, epoch):
     """Records a missing signal in the int64 at ``status``, as epoch << 32 | rank << 24 | tile + 1.
 
-    If the int64 is not 0, it already has the first missing signal and stays unchanged.
+    An earlier missing signal stays recorded.
     """
     what = (tl.cast(epoch, tl.int64) << 32) | (tl.cast(rank, tl.int64) << 24) | (tl.cast(tile, tl.int64) + 1)
     tl.atomic_cas(status, tl.cast(0, tl.int64), what)
@@ -63,11 +59,10 @@ def write_down(status, rank, tile, epoch):
 
 @triton.jit
 def slot_of(table, owner, writer, epoch, capacity, RANKS: tl.constexpr, like):
-    """Returns a pointer to the memory on rank ``owner`` (slot) for the data that rank ``writer`` sends in call number
-    ``epoch``.
+    """Returns a pointer to the memory on rank ``owner`` for data of rank ``writer`` in call number ``epoch``.
 
-    ``table`` has the address of each rank's slots, and ``capacity`` is the size of one slot in bytes. The pointer has
-    the type of the pointer ``like``.
+    ``table`` has the memory address of each rank; ``capacity``: bytes per writer. ``like``: pointer of the result's
+    type.
     """
     start = tl.load(table + owner) + tl.cast((epoch % 2) * RANKS + writer, tl.int64) * capacity
     return tl.multiple_of(start.to(like.dtype), 16)  # a pointer out of a table says nothing of its alignment
@@ -84,22 +79,18 @@ def place_of(table, owner, index):
 
 @triton.jit
 def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
-    """Returns a pointer to the signal that rank ``writer`` writes once ``tile`` is in the memory of rank ``owner``, in
-    call ``epoch``.
+    """Returns a pointer to the signal of rank ``writer`` on rank ``owner`` for ``tile`` in call ``epoch``.
 
-    Even and odd calls use different signals. ``arrivals`` has the address of each rank's signals; ``most`` is the
-    number of signals per writer.
+    ``arrivals`` has the address of each rank's signals; ``most`` is the number of signals per writer.
     """
     return place_of(arrivals, owner, ((epoch % 2) * RANKS + writer) * most + tile)
 
 
 @triton.jit
 def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.constexpr):
-    """Waits for the signal that rank ``writer`` has written ``tile`` for this ``rank``; returns True once it has
-    arrived.
+    """Waits until rank ``writer`` signals to ``rank`` that it has written ``tile``; returns True if the signal arrives.
 
     After ``patience`` polls, or if the writer has ended, it records the missing signal in ``status`` and returns False.
-    Later waits of the kernel then return at once, so that a hung rank costs one timeout, not one per tile.
     """
     looks = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
     ended = place_of(arrivals, RANKS, writer)
