@@ -65,7 +65,7 @@ class Engine(TrainingLoop, NamedState):
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
         """Shards the model for microbatches shaped like ``example``. Later calls do nothing. Collective.
 
-        ``problem``: error of this rank to raise in place of sharding; all ranks then raise.
+        ``problem``: error that this rank raises in place of sharding; all other ranks raise too.
         """
         self._parts.complete(example, problem)
 
@@ -448,8 +448,8 @@ class Engine(TrainingLoop, NamedState):
         placeholders for other stages. ``engine.deepspeed`` accepts a model in ZeRO shards again; no call accepts one in
         tensor shards or stages. The process group itself lives until the interpreter exits.
 
-        An engine without a ``close`` is closed when Python collects it; a pending checkpoint is then finished by a
-        thread.
+        An engine that is dropped without ``close`` closes when Python collects it; a thread finishes a pending
+        checkpoint.
         """
         try:
             self._parts.checkpoints.close()  # raises if a failed save stops the run
@@ -475,7 +475,7 @@ class Engine(TrainingLoop, NamedState):
             )
 
     def add_callback(self, callback: Callable[[StepReport], object]) -> None:
-        """Registers ``callback``: every later training step on this rank calls it with its report before it returns.
+        """Registers ``callback``, which every later training step on this rank calls with its report.
 
         An exception of ``callback`` ends the step's call. A callback that communicates must be added on all ranks.
         """

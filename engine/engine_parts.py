@@ -138,7 +138,8 @@ class EngineResources:
         self._closers.close()
 
     def refuse_by(self, check: Callable[[str], object]) -> None:
-        """Registers a callback that gets the name of each engine method before it runs, and raises to forbid the call.
+        """Registers ``check``, which is called with each engine method's name before the method runs, and raises to
+        forbid it.
         """
         if check not in self._refusals:
             self._refusals.append(check)
@@ -175,9 +176,8 @@ class EngineResources:
 
 
 class EngineParts:
-    """State of an engine: model, configuration, communication, checkpoints, and the objects that run steps.
-
-    The objects that run steps exist once the model is sharded.
+    """State of an engine: model, configuration, communication, checkpoints and, once the model is sharded, the objects
+    that run steps.
     """
 
     runner: StepRunner
@@ -202,7 +202,7 @@ class EngineParts:
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
         """Shards the model for microbatches with the shapes of ``example``. Later calls do nothing. Collective.
 
-        ``problem``: error of this rank to raise in place of sharding; all ranks then raise.
+        ``problem``: error that this rank raises in place of sharding; all other ranks raise too.
         """
         if self.built is None:
             entries = state_entries(self.model)

@@ -194,7 +194,7 @@ class NamedState:
 
     @contextmanager
     def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
-        """Yields this rank's parameters with matching names, by name, to read and to write in place. Collective.
+        """Yields this rank's parameters that match ``pattern``, by name, to read and write in place. Collective.
 
         ZeRO 3 gathers them over dp, label "parameters"; tensor ranks have their shards. Quantized frozen weights
         (``quantize_frozen``) are left out. At the end ZeRO 3 compares the values that data ranks have written, 8 bytes
@@ -217,7 +217,7 @@ class NamedState:
 
     @contextmanager
     def gradients(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Yields the gradients of the matching parameters by name, to read and to write in place. Collective.
+        """Yields the gradients of parameters that match ``pattern``, by name, to read and write in place. Collective.
 
         Between the last backward of a step and ``step()``, they are averaged over all microbatches and data ranks, not
         clipped, and without the loss scale; the step uses the written values. Inside an accumulation they are the

@@ -143,8 +143,7 @@ def _is_plain_embedding(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AddedRows:
-    """Forward of an embedding. Its backward adds the weight gradient directly to the buffer of accumulated gradients.
-    """
+    """Forward of an embedding. Its backward adds the weight gradient directly to the buffer of gradients."""
 
     module: nn.Module
     kernels: Kernels

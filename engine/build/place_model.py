@@ -43,10 +43,9 @@ _LOST = (
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
-    """Returns ``source`` if it is a module. Otherwise calls it with random generators seeded by ``seed``, and returns
-    the result.
+    """Returns ``source`` if it is a module, otherwise the result of its call under the random seed ``seed``.
 
-    The generators of the CPU and of ``device`` are restored.
+    The random generators of the CPU and of ``device`` are restored.
 
     Raises:
         PlanError: ``source`` is neither a module nor a callable that returns one.
@@ -91,8 +90,8 @@ def place_model(
 ) -> tuple[FlatBucket, ...]:
     """Shards ``model`` in place: its parameters become views of flat buckets (1-D tensors) on ``device``.
 
-    Returns the buckets of trainable parameters, then the buckets of frozen ones. If ``request.lender`` is an engine,
-    the model's frozen parameters become its tensors; they must be on the meta device before.
+    Returns the buckets of trainable parameters, then the buckets of frozen ones. With ``request.lender``, frozen
+    parameters (on the meta device) become tensors of that engine.
     """
     holder, config, patches = comm.grid.holder(), plan.config, request.patches
     parameters = dict(model.named_parameters())

@@ -72,8 +72,7 @@ class PartRequest:
 
 
 def make_parts(request: PartRequest) -> StepParts:
-    """Returns the optional features of a training step that the configuration turns on, in the same order on all ranks.
-    """
+    """Returns the enabled optional features of a training step, in the same order on all ranks."""
     return StepParts(part for make in MAKERS if (part := make(request)) is not None)
 
 

@@ -63,7 +63,7 @@ receives it too, forwards it to its own processes."""
 class StopSignal:
     """SIGTERM handler that records the first signal, so that the run saves and ends; a later signal ends the process.
 
-    The first signal is also passed to the handler that was installed before.
+    It passes the first signal to the previous handler too.
     """
 
     def __init__(self) -> None:
@@ -365,8 +365,8 @@ class CheckpointCoordinator:
             raise problem
 
     def release(self) -> None:
-        """Removes the signal handler, unlocks the folders and destroys the CPU process group. A second call does
-        nothing. A pending save continues in its thread and unlocks the folders at its end.
+        """Removes the signal handler, unlocks the folders and destroys the CPU process group; may be called twice. A
+        pending save continues in its thread and unlocks the folders at its end.
         """
         if self._signal is not None:
             self._signal.remove()

@@ -175,8 +175,8 @@ class Loader:
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Reads this rank's shards of the weights, and all buffers, into the model. A weight with an fp32 master is
-        read into the master only; :func:`share_weights` rounds it into the weight.
+        """Reads this rank's shards of the weights, and all buffers. A weight with an fp32 master is read into the
+        master only; :func:`share_weights` rounds it into the weight.
         """
         kinds = self.source.kinds
         wide = {held.tensor.partition("/")[2]: held for held in self.local_tensors.masters()}
@@ -217,7 +217,7 @@ class Loader:
     def read_apart(self, whole: Iterable[WholeUpdates]) -> None:
         """Reads optimizer state in other shapes than its parameter's, such as the preconditioners of Shampoo.
 
-        ``whole``: optimizer parts that store such state. A parameter without saved state starts with fresh state.
+        ``whole``: optimizer parts that store it. A parameter without saved state starts afresh.
         """
         for updates in whole:
             updates.forget()

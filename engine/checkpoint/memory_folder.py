@@ -180,8 +180,9 @@ class FileServer:
         self._thread.start()
 
     def answer(self, link: socket.socket, line: bytes) -> bool:
-        """Sends the bytes of a file, or an error number. ``line``: a JSON object with secret, file name, offset and
-        length. Returns False, without an answer, if the secret or the name is wrong.
+        """Sends the bytes of a file, or an error number; returns False if the secret or the name is wrong.
+
+        ``line``: request as a JSON object with secret, file name, offset and length.
         """
         asked = json.loads(line)
         if not hmac.compare_digest(str(asked["secret"]), self._secret) or asked["name"] not in self._names:

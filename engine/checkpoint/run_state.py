@@ -93,8 +93,7 @@ class RunState:
 
     @cached_property
     def stored(self) -> tuple[ModelTensor, ...]:
-        """Parameters and buffers that a checkpoint contains; frozen parameters only if ``checkpoint.frozen`` is true.
-        """
+        """Parameters and buffers that a checkpoint contains: all, or if ``checkpoint.frozen`` is false, ``trained``."""
         return self.tensors if self.config.checkpoint.frozen else self.trained
 
     @cached_property

@@ -57,8 +57,7 @@ from engine.parallel.comm.host_group import HostGroup, announce, collect, noting
 
 @dataclass(slots=True)
 class Report:
-    """Message to rank 0 about the files that a rank has written in a save: sizes, block hashes and pieces of tensors.
-    """
+    """Message to rank 0 about the files that a rank has written in a save: sizes, hashes and pieces of tensors."""
 
     files: dict[str, int] = field(default_factory=dict)
     hashes: dict[str, Hashes] = field(default_factory=dict)
@@ -224,10 +223,10 @@ class Saver:
         return Path(verdict.text("folder"))
 
     def export(self, snapshot: Snapshot | Exception, folder: Path, shard_bytes: int | None = None) -> None:
-        """Writes the weights into ``folder`` in Hugging Face's format, over existing files. Collective over the host
-        group.
+        """Writes the weights into ``folder`` in Hugging Face's format, replacing existing files. Collective over the
+        host group.
 
-        ``shard_bytes``: largest size of a file, which rank 0 then writes; None: one file for each rank.
+        ``shard_bytes``: largest size of a file, written by rank 0; None: one file for each rank.
 
         Raises:
             CheckpointError, EngineError: a rank has failed or cannot be reached; the folder is then unchanged.

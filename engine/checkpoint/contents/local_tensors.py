@@ -55,9 +55,8 @@ class ModelTensor:
 
 
 def local_region(row: ShardRow, holder: ShardHolder) -> Part:
-    """Returns the rows of a parameter that tensor and expert parallelism assign to ranks.
-
-    ``holder``: grid coordinates (pp, tp, ep) of the ranks. ZeRO then divides these rows over data ranks.
+    """Returns the rows of a parameter that tensor and expert parallelism assign to the ranks at ``holder`` (pp, tp,
+    ep).
     """
     return _region(row, row.tensor_ranges(holder), holder)
 
@@ -71,10 +70,9 @@ def _region(row: ShardRow, ranges: Sequence[Range], holder: ShardHolder) -> Part
 
 
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
-    """Returns the rows of a parameter that ranks save; None if they save none.
+    """Returns the rows of a parameter that the ranks at ``holder`` (pp, tp, ep) save; None if they save none.
 
-    Replicated rows are saved by the first of their tensor ranks. ``holder``: grid coordinates (pp, tp, ep) of the
-    ranks.
+    Replicated rows are saved by the first of their tensor ranks.
     """
     first = [each for each in row.ranges if each.holders[0] == holder.tp]
     return _region(row, first, holder) if first and row.held(holder._replace(pp=row.owners[0])) else None
@@ -88,9 +86,9 @@ class SaveOwnership:
 
     @cached_property
     def slots(self) -> Mapping[ShardHolder, Mapping[str, tuple[Bucket, Slot]]]:
-        """Flat buckets of all ranks, by grid coordinates (pp, tp, ep) and parameter name.
+        """Position of each parameter in flat buckets, by grid coordinates (pp, tp, ep) and parameter name.
 
-        A value is the bucket that contains the parameter, and the parameter's range of elements in it.
+        A position is a bucket and a range of elements in it.
         """
         return {
             where: {slot.name: (bucket, slot) for bucket in (*layout.buckets, *layout.frozen) for slot in bucket.slots}
@@ -206,9 +204,9 @@ class Held:
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Live weights, fp32 master weights and optimizer state of one rank, for a save to read and a load to write.
+    """Live weights, fp32 master weights and optimizer state of one rank, which saves read and loads write.
 
-    Iterators leave out frozen weights that the model stores as quantization codes.
+    Iterators leave out quantized frozen weights.
     """
 
     ownership: SaveOwnership
@@ -228,8 +226,7 @@ class LocalTensors:
     def weights(self, copies: bool = False) -> Iterator[Held]:
         """Yields this rank's parameters, in the dtype of the forward pass.
 
-        ``copies``: False to yield only the elements that this rank updates (its ZeRO shard); True to yield all elements
-        in this rank's memory.
+        ``copies``: False for only the elements that this rank updates (its ZeRO shard); True for all in its memory.
         """
         for state in self.inventory.weights():
             yield from self._of(state, "param", copies)
@@ -340,16 +337,16 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
     """Returns the slice of a buffer that contains the elements ``own`` of one parameter.
 
-    ``owned``: the flat bucket's elements that the buffer has. ``slot``: the parameter's range in the bucket.
+    ``owned``: range of a flat bucket that the buffer contains. ``slot``: the parameter's range in the bucket.
     """
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 
 
 @torch.no_grad()
 def copy_shared(source: Tensor, held: Piece, target: Tensor, wanted: Piece) -> None:
-    """Copies the elements that two pieces of a parameter share, from ``source`` to ``target``.
+    """Copies the elements that two pieces of a parameter share from one flat tensor to another.
 
-    ``source`` has the elements ``held`` of the parameter, and ``target`` the elements ``wanted``; both are flat.
+    ``held``: piece in ``source``. ``wanted``: piece in ``target``.
     """
     if held == wanted:
         target.copy_(source)

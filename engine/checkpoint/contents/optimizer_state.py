@@ -41,8 +41,7 @@ _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 
 
 def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
-    """Returns the optimizer's moments, such as "exp_avg", as flat parameter -> moment name -> tensor; {} before the
-    first step.
+    """Returns the optimizer's moments as flat parameter -> moment name -> tensor; {} before the first step.
 
     Encoded moments, such as 8-bit codes, are decoded into host memory.
     """
@@ -52,8 +51,8 @@ def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
 def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers:
     """Returns optimizer scalars, such as "step", as parameter name -> scalar name -> [value, dtype or None].
 
-    It has the parameters that this rank updates, and all state of one-element parameters. Returns {} for built-in
-    optimizers, which store scalars as group options.
+    It contains the parameters that this rank updates, and all state of one-element parameters. Returns {} for built-in
+    optimizers.
 
     Raises:
         CheckpointError: a state is neither a moment nor a number.
@@ -216,10 +215,10 @@ class Families:
 
 
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
-    """Replaces the optimizer's moments by zeros, which the load then fills, and returns them.
+    """Replaces the optimizer's moments by zeros, for a load to fill, and returns them.
 
-    The result is flat parameter -> moment name -> tensor, with the moments of ``families``. Moments that the optimizer
-    stores in 8 bits are unencoded, in host memory.
+    The result is flat parameter -> moment name -> tensor, with the moments of ``families``. Moments stored in 8 bits
+    are unencoded, in host memory.
     """
     inner, names = optimizer.inner, _names(optimizer, table)
     groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}
@@ -255,10 +254,9 @@ def restore(
     """Restores the optimizer's scalars and group options from ``stored``, the optimizer entry of a checkpoint's
     manifest.
 
-    A built-in optimizer restores its step count, and options that the user changed in the saved run. A changed option
-    is skipped if a schedule sets it (its name is in ``scheduled``), or if this run configures another value. An
-    optimizer that is not built in restores all saved options; a group with other parameters than before uses this run's
-    learning rate and weight decay.
+    A built-in optimizer restores its step count, and options that the user changed by hand, except options in
+    ``scheduled`` or configured differently now. Other optimizers restore all saved options; a group with other
+    parameters than before uses this run's learning rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
     missed, known = stored.get("missed", {}), {name for each in stored["groups"] for name in each["params"]}
@@ -300,8 +298,9 @@ def _restored(number: Sequence[Any], device: torch.device) -> Any:
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if this run's parameter groups differ from the saved run's, because its scheduler then
-    does not fit. ``stored``: the optimizer entry of the checkpoint's manifest.
+    """Raises CheckpointError if this run's parameter groups do not fit the scheduler of the saved run.
+
+    ``stored``: the optimizer entry of the checkpoint's manifest.
     """
     sources, count = _sources(optimizer, table, stored), len(stored["groups"])
     if len(sources) != count or any(source not in (index, None) for index, source in enumerate(sources)):

@@ -90,8 +90,7 @@ class TrainerState:
     def restore(self, reader: OpenCheckpoint) -> dict[str, torch.Tensor]:
         """Restores counters, registered objects and random generators from a checkpoint.
 
-        Returns the tensors that only this rank saved, such as states of random generators, by key; {} if the checkpoint
-        was saved on another grid of ranks.
+        Returns the tensors that only this rank saved, by key; {} if the checkpoint was saved on another grid of ranks.
         """
         manifest = reader.manifest
         self.update.load_state_dict(_counters(manifest.progress["update"]))
@@ -135,9 +134,9 @@ def _counters(state: Any) -> dict[str, Any]:
 
 
 def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
-    """Returns the tensors that only this rank saved, such as states of random generators, by key.
+    """Returns the tensors that only this rank saved, such as random states, by key.
 
-    Returns {} if the checkpoint was saved on a grid with other axis sizes, or another order of axes, than ``grid``.
+    Returns {} if the checkpoint was saved on another grid of ranks.
     """
     saved = reader.manifest.info["grid"]
     if ({axis: saved.get(axis, 1) for axis in grid.sizes}, saved_order(saved)) != (grid.sizes, grid.order):
@@ -182,15 +181,14 @@ _LEAVES = (bool, int, float, str, type(None))
 
 
 def schedule_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a scheduler's ``state_dict()`` that are numbers, strings, lists or dicts, as JSON values.
-    """
+    """Returns the entries of a scheduler's ``state_dict()`` that are numbers, strings, lists or dicts, as JSON."""
     return {key: _plain(value) for key, value in state.items() if _is_plain(value)}
 
 
 def joined(fresh: Any, stored: Any) -> Any:
     """Merges the saved state of a scheduler into the state of a new scheduler, and returns the result.
 
-    A saved value replaces the new value. Nested dicts, and lists of equal length, are merged entry by entry.
+    Saved values win. Nested dicts, and lists of equal length, are merged entry by entry.
     """
     if isinstance(fresh, Mapping) and isinstance(stored, Mapping):
         return {**fresh, **{key: joined(fresh.get(key), value) for key, value in stored.items()}}

@@ -301,8 +301,7 @@ def numbers_of(value: Any, what: str) -> tuple[int, ...]:
 
 
 def shape_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value``, a list or tuple that is a possible tensor shape, as a tuple; raises CheckpointError otherwise.
-    """
+    """Returns ``value``, a list or tuple, as a tensor shape; raises CheckpointError if it is not a possible shape."""
     found = numbers_of(value, what)
     if len(found) > 64 or prod(size or 1 for size in found) >= 2**62:
         raise CheckpointError(f"{what} has a shape that is too large for any tensor: it is damaged; {COPY_AGAIN}")

@@ -95,7 +95,7 @@ class ChunkReader:
 
     def read(self, file: int, target: ByteRange, start: int, check: Check) -> int:
         """Fills ``target`` from offset ``start`` of the open file on, and returns the number of bytes read. ``start``
-        must be a multiple of the page size. ``check`` is called with each chunk and its offset in the file.
+        must be a multiple of the page size. ``check`` is called with each chunk and its offset.
 
         Raises:
             OSError: the disk failed, or the file is too short. Errors of ``check`` pass through. The error at the

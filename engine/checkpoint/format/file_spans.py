@@ -77,10 +77,9 @@ def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Itera
 
 
 def pieces_of_box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[Piece, int]]:
-    """Divides a box of a tensor into pieces that a checkpoint can describe.
+    """Divides the box ``start[d] : start[d] + size[d]`` of a tensor into pieces that a checkpoint can describe.
 
-    The box has the elements ``start[d] : start[d] + size[d]`` of each dim d. Yields each piece with its offset in the
-    flattened box.
+    Yields each piece with its offset in the flattened box.
     """
     cut = [dim for dim in range(len(shape)) if size[dim] != shape[dim]]
     if not cut:

@@ -74,8 +74,7 @@ class Files:
         os.rename(path, target)
 
     def unlink(self, path: Path, parent: int | None = None) -> None:
-        """Removes the file or link ``path``. ``parent``: open descriptor of its folder, in which the name is looked up.
-        """
+        """Removes the file or link ``path``. ``parent``: open descriptor of its folder, to look up the name in."""
         os.unlink(path if parent is None else path.name, dir_fd=parent)
 
     def remove_folder(self, path: Path, parent: int | None = None) -> None:
@@ -121,7 +120,7 @@ class Files:
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
         """Fills ``target`` from byte ``offset`` of an open file on; returns the number of bytes read.
 
-        It is smaller than ``target`` only at the end of the file.
+        A short read means the end of the file.
         """
         done = 0
         while done < len(target):
@@ -144,11 +143,10 @@ class Files:
         return True
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` from byte ``offset`` of an open file on, without the page cache (O_DIRECT); returns the
-        bytes read.
+        """Fills ``target`` from byte ``offset`` of an open file on, with O_DIRECT; returns the number of bytes read.
 
-        The result is smaller than ``target`` only at the end of the file. ``target`` must begin at a page boundary; its
-        length and ``offset`` must be multiples of the page size.
+        A short read means the end of the file. ``target`` must begin at a page boundary; its length and ``offset`` must
+        be multiples of the page size.
         """
         try:
             direct = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT)

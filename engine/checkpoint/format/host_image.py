@@ -151,8 +151,7 @@ def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yields consecutive ``items`` in lists of at most ``limit`` bytes, by ``size_of``. A larger item has its own list.
-    """
+    """Yields consecutive ``items`` in lists of at most ``limit`` bytes, by ``size_of``. A larger item is alone."""
     batch: list[T] = []
     size = 0
     for item in items:

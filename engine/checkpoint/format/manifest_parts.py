@@ -280,8 +280,7 @@ class _Parts:
 
 
 class IndexedFiles(Mapping[str, int]):
-    """Mapping from a checkpoint's file names to their bytes. An index file is read when one of its entries is accessed.
-    """
+    """Mapping from a checkpoint's file names to their bytes. Index files are read when their entries are accessed."""
 
     def __init__(self, fields: Fields, read: ReadPart) -> None:
         entries = fields.list("file_parts")
@@ -353,7 +352,7 @@ class _Names:
 
 
 class IndexedTensors(Mapping[str, StoredTensor]):
-    """Mapping from names to a checkpoint's tensors. An index file is read when one of its tensors is accessed."""
+    """Mapping from names to a checkpoint's tensors. Index files are read when their tensors are accessed."""
 
     def __init__(self, fields: Fields, files: IndexedFiles, read: ReadPart) -> None:
         given = fields.each("tensors", lambda value, where: Fields(value, where))

@@ -123,9 +123,10 @@ class Piece:
 
 
 class Runs(NamedTuple):
-    """Ranges of elements that are contiguous in two pieces of a tensor, as three arrays with one entry per range.
+    """Ranges of elements that are contiguous in a source piece and a target piece, as three arrays with one entry per
+    range.
 
-    An entry has the range's offset in the source piece, its offset in the target piece, and its length in elements.
+    The arrays are offsets in the source piece, offsets in the target piece, and numbers of elements.
     """
 
     source: Numbers
@@ -163,8 +164,8 @@ def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: It
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     """Returns True if every element of a tensor of ``shape`` is in exactly one of ``pieces``.
 
-    The parts must divide the tensor along one common dim, and pieces must cover their part; otherwise returns False.
-    The cost does not depend on the tensor's size.
+    Returns False if the parts do not divide the tensor along one common dim, or are incomplete. The cost does not
+    depend on the tensor's size.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:

@@ -79,8 +79,7 @@ def code_of(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Contiguous elements of a tensor that a file stores under a separate key, such as one expert of a stacked weight.
-    """
+    """Contiguous elements of a tensor under a separate key of a file, such as one expert of a stacked weight."""
 
     key: str
     shape: tuple[int, ...]

@@ -88,8 +88,7 @@ def is_step(files: Files, path: Path) -> bool:
 
 
 def steps_of(files: Files, path: Path) -> list[Path]:
-    """Returns the folders of the checkpoints at ``path``, the newest last. ``path``: a checkpoint's folder, or a run's.
-    """
+    """Returns the folders of the checkpoints at ``path``, a checkpoint's folder or a run's; the newest is last."""
     return [path] if is_step(files, path) else committed(files, path)
 
 
@@ -230,8 +229,8 @@ class FolderLocks:
         """Locks the existing folder ``folder`` until ``close``. A second call does nothing, unless the folder was made
         again.
 
-        ``early``: True before the first save. Then a lock of another engine in this process raises no error, because
-        that engine may be about to close.
+        ``early``: True before the first save. A lock of another engine in this process is then no error, because that
+        engine may be about to close.
 
         Raises:
             CheckpointError: another engine has the lock; the message names its process and machine.

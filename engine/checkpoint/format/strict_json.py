@@ -41,8 +41,7 @@ def dump(value: Mapping[str, Any]) -> bytes:
 
 
 class Fields:
-    """Typed access to the fields of a JSON object. Methods raise a CheckpointError that names a missing or wrong field.
-    """
+    """Typed access to the fields of a JSON object. A missing or wrong field raises a CheckpointError with its name."""
 
     def __init__(self, value: Any, what: str) -> None:
         self.what = what
@@ -78,8 +77,7 @@ class Fields:
         return self._value.get(name)
 
     def each(self, name: str, read: Callable[[Any, str], _Value]) -> dict[str, _Value]:
-        """Returns the JSON object in field ``name``, with each value converted by ``read(value, name for messages)``.
-        """
+        """Returns the JSON object in field ``name``, with each value converted by ``read(value, name in errors)``."""
         return {key: read(value, f"{self.what}: {name}[{key!r}]") for key, value in self.object(name).items()}
 
     def _must(self, value: Any, kind: type[_Value], name: str = "") -> _Value:
