@@ -72,19 +72,19 @@ def initialize(
 ) -> Engine:
     """Places ``model`` on the grid of ranks that ``config`` describes, and returns its training engine. Collective.
 
-    Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. Freezes parameters without an optimizer.
+    Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. Freezes parameters that nothing updates.
 
     Args:
         model: a module, or a callable that builds one, equal on all ranks. DDP and torch.compile are unwrapped.
         config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics; or a torch loss. None: the model's.
+        loss_fn: ``(output, batch) -> loss`` (a mean, or (sum, weight)), or a torch loss. None: the model's loss.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
         optimizer: replaces the configured one: ``params -> torch.optim.Optimizer``, or one over the model's parameters.
         lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or a scheduler over the passed ``optimizer``.
         inputs: entries of a batch that forward receives: keys, positions or ``microbatch -> arguments``. None: the
             whole batch; with ``loss_fn``, the entries that are parameters of forward.
-        whole: keys or positions of tensors that are not split into microbatches, such as tensors without rows.
+        whole: keys or positions of tensors that are not split into microbatches.
         world: this rank's identity, for ranks that are threads (``run_thread_ranks``); None: read from the launcher.
 
     Raises:

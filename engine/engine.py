@@ -44,10 +44,11 @@ ServedFunction = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class Engine(TrainingLoop, NamedState):
-    """Training engine: a model sharded over the ranks of a grid, made by :func:`engine.initialize`; a context manager.
+    """Training engine: a model sharded over a grid of ranks. :func:`engine.initialize` makes it; it is a context
+    manager.
 
-    If planning needs a batch and there is no ``example_batch``, the model is sharded when the first batch arrives. An
-    engine that is dropped without ``close`` releases its resources when Python collects it.
+    Without an ``example_batch``, some configurations shard the model only when the first batch arrives. An engine that
+    is dropped without ``close`` releases its resources when Python collects it.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -62,11 +63,9 @@ class Engine(TrainingLoop, NamedState):
         )
 
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
-        """Traces, plans and shards the model for microbatches shaped like ``example``; later calls do nothing.
-        Collective.
+        """Shards the model for microbatches shaped like ``example``. Later calls do nothing. Collective.
 
-        ``initialize`` calls it if it has an example. ``problem``: exception that left this rank without an example, or
-        None; all ranks then raise.
+        ``problem``: error that this rank raises in place of sharding; all other ranks raise too.
         """
         self._parts.complete(example, problem)
 
@@ -106,7 +105,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def module(self) -> nn.Module:
-        """User's model; its parameters are views of the engine's flat buffers (ZeRO 3: see ``full_parameters``)."""
+        """User's model. Its parameters are views of flat buffers; at ZeRO 3, read them inside ``full_parameters``."""
         return self._parts.model
 
     @property
@@ -151,8 +150,8 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def outer(self) -> OuterState | None:
-        """State of the outer loop, by which several jobs (sites) merge their weights: its clock, versions, rows and
-        bytes. None without ``"outer"`` in the configuration, or before the first batch.
+        """Progress in merging weights with other jobs; None without ``"outer"`` in the configuration, or before the
+        first batch.
         """
         built = self._parts.built
         part = built.parts.find(OuterLoop) if built is not None else None
@@ -164,10 +163,9 @@ class Engine(TrainingLoop, NamedState):
         return self._parts.comm.recorder.waits if self._parts.comm.recorder is not None else {}
 
     def explain(self, module: str = "") -> str:
-        """Returns the patches that the engine has put on a module, one line each, the outermost first.
+        """Returns the patches that the engine has put on a module, one line each.
 
-        Patches are stages, gathers, recomputation, sharding, kernels etc. Patches of parent modules come first, then
-        patches of the module and of its submodules.
+        Patches of parent modules come first, then patches of the module and of its submodules.
 
         Args:
             module: name of the module, as in ``model.named_modules()``; empty: the whole model.
@@ -181,7 +179,7 @@ class Engine(TrainingLoop, NamedState):
     def timeline(self) -> StepTimeline:
         """Returns the measured start and end of each pipeline action in the last ``train_batch``. Collective over pp.
 
-        ``draw`` in ``engine.parallel.pipeline`` draws it as text, and ``simulate(plan.schedule)`` there predicts it.
+        ``draw`` in ``engine.parallel.pipeline`` draws it as text; ``simulate(plan.schedule)`` predicts it.
         """
         self._parts.resources.refuse_closed("timeline")
         return measured_timeline(self.plan.schedule, self._parts.runtime.executor, self._parts.comm, self._parts.device)
@@ -208,8 +206,8 @@ class Engine(TrainingLoop, NamedState):
         Raises:
             EngineError: the batch is malformed, or differs between the ranks of one model copy; all ranks raise, and
                 nothing is updated. Other failures have this effect only without tensor ranks, pipeline ranks and
-                sharded parameters. With them, a rank that fails in a forward or backward raises at once, and the job
-                ends. After ``max_skipped_steps`` skipped steps in a row all ranks raise the same error.
+                sharded parameters; with them, the failing rank raises at once and the job ends. All ranks raise after
+                ``max_skipped_steps`` skipped steps in a row.
         """
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
@@ -236,9 +234,10 @@ class Engine(TrainingLoop, NamedState):
     def eval_batch(
         self, batch: Batch | Iterator[Batch], return_output: bool = False
     ) -> StepReport | tuple[StepReport, Any]:
-        """Computes the loss of a batch without an update, in eval mode; restores the random state. Collective.
+        """Computes the loss of a batch in eval mode, without an update; restores the random state. Collective.
 
-        With ``return_output``, returns (report, output): the model's output for rank 0's rows, None on other ranks.
+        Returns a report. With ``return_output``, returns (report, output): the output of rank 0's rows on rank 0, else
+        None.
         """
         self._parts.resources.refuse_closed("eval_batch")
         with self._parts.comm.within(self._parts.update.made):
@@ -262,12 +261,11 @@ class Engine(TrainingLoop, NamedState):
                 not needed.
             rows: rows of a microbatch; the last microbatch may have fewer. None: ``train_micro_batch_size_per_gpu``.
                 Pass the rows of the whole batch if one of its tensors cannot be split by rows (image patches).
-            record_routing: return (output, experts), where experts are the choices of the routers, int32 [rows,
-                positions, layers, k]. A later batch can replay them under the key ``routed_experts``. Needs
-                ``router_replay``.
+            record_routing: return (output, experts): the experts that routers chose, int32 [rows, positions, layers,
+                k]. A later batch can replay them under the key ``routed_experts``. Needs ``router_replay``.
 
-        Every rank of one model copy gets the full output: logits are gathered over tp, and the last stage sends them to
-        the others over pp, label "outputs". Under ZeRO 3, data ranks agree on the number of forwards (8 bytes over dp).
+        Every rank of one model copy gets the full output: logits are gathered over tp, and the last stage sends them
+        over pp, label "outputs". Under ZeRO 3, data ranks agree on the number of forwards (8 bytes over dp).
 
         Raises:
             EngineError: the batch is malformed, or differs between ranks of one model copy; all its ranks raise.
@@ -290,7 +288,7 @@ class Engine(TrainingLoop, NamedState):
 
         Args:
             inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
-                With ``sampling``, a list of lists also works, for any causal model.
+                With ``sampling``, a list of lists also works.
             sampling: options of all rows, or of each row. None: Hugging Face's ``generate`` (beams, stopping criteria).
             options: without ``sampling``, options of ``generate``, such as ``max_new_tokens``; with it,
                 ``attention_mask`` only.
@@ -300,8 +298,8 @@ class Engine(TrainingLoop, NamedState):
 
         Each rank caches keys and values of its own heads and layers, if the model takes a cache. Each token costs the
         traffic of its forward, and 8 bytes a row over the model copy. Data ranks that gather parameters or share
-        experts also exchange 8 bytes over dp, to agree whether any has forwards left. Without ``sampling``, the last
-        stage sends the logits to the others over pp, label "outputs".
+        experts also exchange 8 bytes over dp. Without ``sampling``, the last stage sends the logits over pp, label
+        "outputs".
 
         Raises:
             EngineError: the model does not generate, the prompts are not token ids, options do not fit ``sampling``, or
@@ -323,8 +321,7 @@ class Engine(TrainingLoop, NamedState):
     def generate_requests(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Returns the completions of each request of this data rank, in order. Collective.
 
-        All requests run as one batch, each with its own options. A completion depends on its request alone, up to
-        rounding in products with other rows. Communicates as :meth:`generate` with ``sampling``.
+        All requests run as one batch, each with its own options. Communicates as :meth:`generate` with ``sampling``.
 
         Raises:
             EngineError: there is no request, a prompt is empty, or an accumulation is unfinished.
@@ -345,8 +342,8 @@ class Engine(TrainingLoop, NamedState):
     def serve(self, functions: Mapping[str, ServedFunction] | None = None, settings: ServeConfig | None = None) -> None:
         """Serves this engine to clients over HTTP until rank 0 gets SIGTERM or SIGINT. Collective.
 
-        ``functions``: functions that clients may call by name, from tensors to tensors. ``settings``: address, limits
-        and folder; None: the configured ones. Raises the same errors as :func:`engine.serve`.
+        ``functions``: functions that clients may call by name. ``settings``: address, limits and folder; None: the
+        configured ones. Raises the same errors as :func:`engine.serve`.
         """
         # by its name, because the service is built of engines
         import_module("engine.serving.host.service").serve(self, functions, settings)
@@ -363,22 +360,20 @@ class Engine(TrainingLoop, NamedState):
     def save_checkpoint(
         self, folder: Path_ | None = None, client_state: Any = None, without_frozen: bool = False
     ) -> PendingSave:
-        """Begins to write checkpoint ``folder/step-N``; returns once this rank's shards are copied to host memory.
-        Collective.
+        """Begins to write checkpoint ``folder/step-N``; returns once this rank's shards are in host memory. Collective.
 
-        The folder appears once all ranks have written and every tensor is complete, or not at all. ``wait()`` on the
-        result blocks until then and raises if the save failed; the failure is also logged. Weights are sent over a
-        separate gloo group, in the background.
+        The folder appears only if the checkpoint is complete. ``wait()`` on the result blocks until then and raises if
+        the save failed. Weights are sent over a separate gloo group, in the background.
 
         Args:
             folder: folder of the run; None: ``checkpoint.folder``, where only the newest ``checkpoint.keep`` are
                 retained.
             client_state: any JSON value but a string; the value of rank 0 is saved, and ``load_checkpoint`` returns it.
-            without_frozen: leave frozen parameters out, as ``checkpoint.frozen`` false does; the same on all ranks.
+            without_frozen: leave frozen parameters out; the same on all ranks.
 
         Raises:
-            EngineError: ``client_state`` is a string, such as a tag of DeepSpeed's. ``wait()`` raises problems of the
-                save itself on all ranks, such as another engine that saves into the folder.
+            EngineError: ``client_state`` is a string. ``wait()`` raises problems of the save itself on all ranks, such
+                as another engine that saves into the folder.
         """
         self._parts.resources.refuse_closed("save_checkpoint")
         self._note_unfinished("save_checkpoint")
@@ -397,8 +392,8 @@ class Engine(TrainingLoop, NamedState):
     ) -> Any:
         """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns the checkpoint's client state. If it is a dict, iteration over it raises, so that a script that unpacks
-        DeepSpeed's pair fails. Every block that is read is checked.
+        Returns the checkpoint's client state; if it is a dict, iteration over it raises, because DeepSpeed returns a
+        pair. Every block that is read is checked.
 
         Args:
             folder: folder of the run, or of one checkpoint; None: ``checkpoint.folder``.
@@ -407,8 +402,7 @@ class Engine(TrainingLoop, NamedState):
             strict: False: parameters and buffers that the checkpoint lacks keep their values, and parameters that were
                 not trained get fresh optimizer state; the log names them.
             missing_ok: return None if the folder has no checkpoint.
-            load_lr_scheduler_states: False: a torch scheduler restarts after the next update, which uses the saved
-                rate.
+            load_lr_scheduler_states: False: a torch scheduler restarts. The next update still uses the saved rate.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged (names file, tensor and the last good checkpoint), or
@@ -431,9 +425,8 @@ class Engine(TrainingLoop, NamedState):
     def copy_weights_from(self, other: "Engine") -> None:
         """Copies parameters and persistent buffers from another engine on the same ranks, on any grid. Collective.
 
-        An example is a generator or reference model that follows a policy. Reads the other engine's fp32 masters, if it
-        has any; the optimizer state of this engine does not change. Full tensors exist on a rank only in chunks of at
-        most 256 MiB, each all-reduced over the world, label "weights".
+        Reads the other engine's fp32 masters, if it has any; the optimizer state of this engine does not change. Full
+        tensors exist on a rank only in chunks of at most 256 MiB, each all-reduced over the world, label "weights".
 
         Raises:
             EngineError: the models differ, the engines have different numbers of ranks, or this engine has gradients of
@@ -451,14 +444,12 @@ class Engine(TrainingLoop, NamedState):
     def close(self) -> None:
         """Ends the engine: waits for a pending checkpoint, removes every patch from the model, closes logs and groups.
 
-        Classes, attributes and hooks of the model's modules are then the same as before ``initialize``. Parameters stay
-        as this rank has them: ZeRO or tensor shards, and placeholders for other stages. ``engine.deepspeed`` accepts a
-        model in ZeRO shards again; no call accepts one in tensor shards or stages. Groups are destroyed on this rank,
-        independently of other ranks. The process group itself lives until the interpreter exits: other engines may use
-        it.
+        The model's classes, attributes and hooks are then as before ``initialize``. Parameters stay in shards, with
+        placeholders for other stages. ``engine.deepspeed`` accepts a model in ZeRO shards again; no call accepts one in
+        tensor shards or stages. The process group itself lives until the interpreter exits.
 
-        Python closes an engine that is dropped instead when it collects it. Then nothing waits for a pending
-        checkpoint, but a thread finishes writing it.
+        An engine that is dropped without ``close`` closes when Python collects it; a thread finishes a pending
+        checkpoint.
         """
         try:
             self._parts.checkpoints.close()  # raises if a failed save stops the run
@@ -484,7 +475,7 @@ class Engine(TrainingLoop, NamedState):
             )
 
     def add_callback(self, callback: Callable[[StepReport], object]) -> None:
-        """Makes every later training step on this rank call ``callback`` with its report before the step returns.
+        """Registers ``callback``, which every later training step on this rank calls with its report.
 
         An exception of ``callback`` ends the step's call. A callback that communicates must be added on all ranks.
         """

@@ -54,8 +54,8 @@ PLANNING = "planning (trace, tensor plan, pipeline stages)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBuilder:
-    """Function object that plans, shards and patches the model on this rank. It is called with an example batch once
-    the process group is open, and returns the objects that run steps.
+    """Callable that shards and patches the model on this rank for an example batch. It returns the objects that run
+    steps.
     """
 
     model: nn.Module
@@ -113,11 +113,9 @@ class RankBuilder:
 
 
 class EngineResources:
-    """Stack of callbacks that release an engine's resources: its patches, logs, signal handlers, process groups and
-    shared memory.
+    """Stack of callbacks that release an engine's patches, logs, signal handlers, process groups and shared memory.
 
-    The callbacks run in ``close``, or when Python collects the engine. ``weakref.finalize`` would never let Python
-    collect a model that refers to its engine; with ``__del__`` the garbage collector finds the cycle.
+    They run in ``close``, or when Python collects the engine.
     """
 
     def __init__(self) -> None:
@@ -127,34 +125,34 @@ class EngineResources:
         self._process = os.getpid()
 
     def add(self, close: Callable[[], object]) -> None:
-        """Adds ``close``, a callback that releases one resource. It must not wait for other ranks, and a second call of
-        it must do no harm.
+        """Adds ``close``, a callback that releases one resource. It must not wait for other ranks, and must allow a
+        second call.
         """
         self._closers.callback(close)
 
     def close(self) -> None:
-        """Runs all callbacks, the last added first; one that raises does not stop the others, and its error is raised
-        at the end.
+        """Runs all callbacks, the last added first. An error does not stop the other callbacks; it is raised at the
+        end.
         """
         self._closed = True
         self._closers.close()
 
     def refuse_by(self, check: Callable[[str], object]) -> None:
-        """Registers the callback ``check``. It is called with the name of each engine method before that method runs,
-        and raises to forbid the call.
+        """Registers ``check``, which is called with each engine method's name before the method runs, and raises to
+        forbid it.
         """
         if check not in self._refusals:
             self._refusals.append(check)
 
     def refuse_no_more_by(self, check: Callable[[str], object]) -> None:
-        """Unregisters the callback ``check`` that ``refuse_by`` registered; does nothing if it is not registered."""
+        """Unregisters a callback of ``refuse_by``; does nothing if it is not registered."""
         self._refusals = [known for known in self._refusals if known != check]
 
     def refuse_closed(self, call: str) -> None:
-        """Raises if the engine method ``call`` is not allowed: after ``close``, or if a check of ``refuse_by`` raises.
+        """Checks that the engine method ``call`` is allowed.
 
         Raises:
-            EngineError: all resources have been released, or one that the call needs is missing.
+            EngineError: the engine is closed, or a callback of ``refuse_by`` forbids the call.
         """
         if self._closed:
             raise EngineError(
@@ -178,10 +176,8 @@ class EngineResources:
 
 
 class EngineParts:
-    """State that the engine's methods use: model, configuration, communication, checkpoints, and objects that exist
-    only once the model is sharded.
-
-    If planning needs a batch and there is no ``example_batch``, ``complete`` is called when the first batch arrives.
+    """State of an engine: model, configuration, communication, checkpoints and, once the model is sharded, the objects
+    that run steps.
     """
 
     runner: StepRunner
@@ -204,11 +200,9 @@ class EngineParts:
         resources.add(self.reports.close)
 
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
-        """Plans and shards the model for microbatches with the shapes of ``example``. Does nothing if that was done
-        before. Collective.
+        """Shards the model for microbatches with the shapes of ``example``. Later calls do nothing. Collective.
 
-        ``problem``: exception that left this rank without an example, or None. This rank raises it, and all other ranks
-        raise too.
+        ``problem``: error that this rank raises in place of sharding; all other ranks raise too.
         """
         if self.built is None:
             entries = state_entries(self.model)
@@ -251,8 +245,10 @@ class EngineParts:
         return self.built
 
     def completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
-        """Shards the model for the shapes of ``batch`` if it is not sharded yet. Returns the batch to train on: then
-        the microbatches already taken from ``batch``, else ``batch`` itself. Collective in the first case.
+        """Shards the model for the shapes of ``batch`` if it is not sharded yet (collective). Returns the batch to
+        train on.
+
+        Train on the result in place of ``batch``, because sharding pulls microbatches from an iterator.
         """
         if self.built is not None:
             return batch
@@ -267,24 +263,24 @@ class EngineParts:
         return seen if self.config.uneven_microbatches else iter(seen)
 
     def refuse_unfinished(self, call: str) -> None:
-        """Raises if the engine method ``call`` is not allowed now: after ``close``, or while microbatches of the user's
-        loop have gradients without an update.
+        """Raises if the engine method ``call`` is not allowed now: after ``close``, or while gradients wait for an
+        update.
         """
         self.resources.refuse_closed(call)
         if self.loop is not None and self.loop.state is not LoopState.LEFT:
             self.loop.leave(call)
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Returns a context for evaluations. With a schedule-free optimizer, which trains at other weights than it
-        evaluates, the model has the averaged weights inside; else the context changes nothing.
+        """Returns a context for evaluations. With a schedule-free optimizer, the model has the averaged weights inside
+        it.
         """
         averaged = self.built.averaged if self.built is not None else None
         taken = averaged is not None and averaged.by_itself and not averaged.inside
         return self.runtime.averaging() if taken else nullcontext()
 
     def recorded(self, batch: Batch, rows: int | None) -> tuple[Any, Tensor]:
-        """Returns (the model's output for ``batch``, the experts that its routers chose: int32 [rows, positions,
-        layers, k]), with k experts per token.
+        """Returns the model's output for ``batch``, and the experts that routers chose, int32 [rows, positions, layers,
+        k].
 
         ``rows``: rows of a microbatch; None: the configured number.
 
@@ -302,8 +298,9 @@ class EngineParts:
         return output, replay.joined(found, self.rows.count(batch), self.comm, self.device)
 
     def report(self, finished: FinishedStep) -> StepReport:
-        """Returns the report of ``finished``, a finished training step, after it was written to the configured logs.
-        Also saves a checkpoint and publishes weights, if the configuration says that they are due.
+        """Writes the report of a finished training step to the configured logs and returns it.
+
+        Also saves a checkpoint and publishes weights if they are due.
 
         Raises:
             EngineError: ``max_skipped_steps`` steps in a row were skipped.

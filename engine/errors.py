@@ -9,8 +9,8 @@ COPY_AGAIN = "copy it again, or load another checkpoint."
 class EngineError(Exception):
     """Base of all errors that Trine raises on purpose.
 
-    Raised when a running engine is used against its rules: a batch with a wrong leading dim, ``step`` before
-    ``backward``, a loss that is not a scalar.
+    An engine raises it directly for wrong use: a malformed batch, ``step`` before ``backward``, a loss that is not a
+    scalar.
     """
 
 
@@ -19,9 +19,7 @@ class ConfigError(EngineError):
 
 
 class GridError(EngineError):
-    """Error about the grid of ranks and the processes: their numbers do not match, or processes cannot connect to each
-    other.
-    """
+    """Error about the ranks: their number does not match the grid, or processes cannot connect to each other."""
 
 
 class ScheduleError(EngineError):
@@ -37,21 +35,16 @@ class CheckpointError(EngineError):
 
 
 class LaunchError(EngineError):
-    """Error about a job that cannot be started on the requested hosts; the message lists every problem with its
-    host.
-    """
+    """Error about a job that cannot start on the requested hosts; the message lists every problem with its host."""
 
 
 class CorruptionError(EngineError):
-    """Error about silent data corruption: bits of weights or optimizer state have changed between updates, or copies
-    that ranks must have equal differ.
-    """
+    """Error about silent data corruption: weights or optimizer state changed between updates, or replicas differ."""
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of the message of ``error``, or the name of its class if the message is empty.
-
-    A C++ source location at the start of the line, such as ``[../gloo/transport/tcp/pair.cc:538]``, is removed.
+    """Returns the first line of the error's message, without a C++ source location; its class name if the message is
+    empty.
     """
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return re.sub(r"^(\[[^\[\]\s]*\.(cc|cpp|cxx|h|hpp):\d+\]\s*)+(?=\S)", "", line)

@@ -23,23 +23,22 @@ class TrainingLoop:
     """Engine methods for a training loop in the user's code: forward (``eng(batch)``), ``backward``, ``step`` and
     others.
 
-    With pipeline parallelism most of them raise unless ``open_pipeline`` was called: only a fixed schedule, as in
-    ``train_batch``, runs all stages.
+    With pipeline parallelism, call ``open_pipeline`` first; otherwise most of them raise.
     """
 
     _parts: EngineParts
 
     def open_pipeline(self, rows: int | None = None) -> None:
-        """Makes all later calls ``eng(batch)`` run every stage of the pipeline, and return the output on every rank.
-        Call it on all ranks.
+        """Makes later calls ``eng(batch)`` run all pipeline stages and return the output on every rank. Call it on all
+        ranks.
 
         A loop may then compute the loss itself and call ``backward(loss)``. The activations of a forward are stored
-        until its backward, as in GPipe. If a batch is divided into m parts, each of p stages idles for (p-1)/(m+p-1) of
-        the time. The last stage sends outputs to the p-1 others over pp, label "outputs". The traffic in ``plan``
-        leaves them out, because it is the traffic of ``train_batch``.
+        until its backward, as in GPipe. The last stage sends outputs to the other stages over pp, label "outputs";
+        ``plan`` does not count these bytes.
 
         Args:
-            rows: rows of each part of a batch that runs through the stages; the outputs are joined. None: one part.
+            rows: rows of each part into which a batch is divided to fill the pipeline; outputs are joined. None: one
+                part.
         """
         self._parts.resources.refuse_closed("open_pipeline")
         self._parts.control.piped, self._parts.control.rows = True, rows
@@ -63,19 +62,17 @@ class TrainingLoop:
         retain_graph: bool = False,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Runs the backward of the loss of one microbatch. A microbatch may have several losses, each with its own
-        call; their gradients add up.
+        """Runs the backward of the loss of one microbatch. Several losses of a microbatch each have their own call.
 
         Averages the gradient over the microbatches of the step and over data ranks; a loss (sum, weight) is divided by
         the weights of all losses in the step. Gradients are reduced over dp during the last backward.
-        ``loss.backward()`` has the same effect, but the report of the step then has no loss (nan), and under fp16 it
-        needs ``scale``.
+        ``loss.backward()`` has the same effect, but the step's report then has no loss, and fp16 needs ``scale``.
 
         Args:
             loss: a 0-dim mean, or (sum, weight); it may depend on several forwards, and on several engines.
             retain_graph: True to allow another backward through the same graph.
-            metrics: values by the names of ``monitor.metrics`` for the report of the step, as ``loss_fn`` returns them:
-                numbers, 0-dim tensors or (sum, weight).
+            metrics: values by the names of ``monitor.metrics`` for the report of the step: numbers, 0-dim tensors or
+                (sum, weight).
 
         Raises:
             EngineError: backwards of more microbatches than ``gradient_accumulation_steps``; a loss that is not a
@@ -94,8 +91,8 @@ class TrainingLoop:
                 eng.backward(loss(output))
 
         Call it after the forward and before the next update. Inside ``restored()`` the model has the weights of that
-        forward again, so that the gradient is exact to the bit. The first update after the call copies this rank's
-        weights; the copy is freed once no handle refers to it.
+        forward. The first update after the call copies this rank's weights; the copy is freed once no handle refers to
+        it.
 
         Raises:
             EngineError: the model is not placed yet, or is on a pipeline without ``open_pipeline``.
@@ -103,8 +100,7 @@ class TrainingLoop:
         return self._looped("hold_weights()").hold_weights()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns the 0-dim ``loss`` times the loss scale, so that ``eng.scale(loss).backward()`` trains correctly. The
-        scale is 1 except under fp16.
+        """Returns the 0-dim ``loss`` times the loss scale (1 except under fp16), for ``eng.scale(loss).backward()``.
 
         Raises:
             EngineError: the loss is not a scalar, or depends on no parameter; the model is on a pipeline.
@@ -117,12 +113,11 @@ class TrainingLoop:
         return self._looped("scale(loss)").scale(loss)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Makes the next ``step`` clip the averaged gradient to the L2 norm ``max_norm``, in place of
-        ``gradient_clipping``.
+        """Makes the next ``step`` clip the averaged gradient to the L2 norm ``max_norm``; returns the norm before
+        clipping.
 
-        Call it after the last backward of a step. Returns the norm before clipping, over all parameters. Collective:
-        reduces outstanding gradients over dp, sums the loss weights over dp and the squared norms over the world (8
-        bytes).
+        Call it after the last backward of a step. Collective: reduces outstanding gradients and loss weights over dp,
+        and the squared norms over the world (8 bytes).
 
         Raises:
             EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline without ``open_pipeline``.
@@ -132,14 +127,13 @@ class TrainingLoop:
             return loop.clip(max_norm)
 
     def step(self, max_norm: float | None = None) -> StepReport | None:
-        """Updates the weights after the last microbatch of an accumulation, and returns the report of the step.
-        Collective in that case.
+        """Updates the weights if the accumulation is complete, and returns the step's report; otherwise returns None.
 
-        After any other microbatch, changes no weights and returns None.
+        An update is collective.
 
         Args:
             max_norm: L2 norm to which this step clips the averaged gradient, equal on all ranks; 0: no clipping. None:
-                the configured ``gradient_clipping``. Unlike ``clip_gradients``, it costs no communication.
+                the configured ``gradient_clipping``.
 
         Raises:
             EngineError: no backward was called in this step; under fp16, a loss was not scaled; a negative
@@ -155,24 +149,22 @@ class TrainingLoop:
         return None if finished is None else self._parts.report(finished)
 
     def zero_grad(self) -> None:
-        """Drops all gradients since the last update, so that the accumulation starts anew; call it on all ranks. An
-        update drops them itself.
-        """
+        """Drops all gradients since the last update, so that the accumulation starts anew. Call it on all ranks."""
         self._parts.resources.refuse_closed("zero_grad()")
         if self._parts.loop is not None:
             self._parts.loop.zero_grad()
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Returns the rows of all data ranks as one tensor [data ranks * b, ...], in rank order. ``rows``: this rank's
-        rows [b, ...], with the same shape on all data ranks. Collective.
+        """Returns the rows of all data ranks as one tensor [data ranks * b, ...], in rank order. Collective.
 
-        It is for losses that compare rows with each other (CLIP, SigLIP). The backward sends each rank the exact
-        gradient of its rows. Each rank may compute the loss of all rows, or of its own rows against all: the step
-        averages over data ranks, or divides sum by weight. A ``loss_fn`` with an argument ``gather_rows`` receives this
-        function, on pipelines too.
+        It is for losses that compare rows with each other (CLIP, SigLIP); the backward sends each rank the exact
+        gradient of its rows. A ``loss_fn`` with an argument ``gather_rows`` receives this function, on pipelines too.
 
         Each microbatch costs one all-gather over dp in forward and a reduce-scatter in backward, label "gathered rows".
-        The traffic in ``plan`` leaves them out.
+        ``plan`` does not count these bytes.
+
+        Args:
+            rows: this rank's rows [b, ...], with the same shape on all data ranks.
 
         Raises:
             EngineError: the argument is not a tensor with rows.
@@ -181,40 +173,38 @@ class TrainingLoop:
         return self._parts.runtime.program.gather(rows)
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Makes reads of a parameter's ``grad`` raise until the next forward, ``step`` or ``zero_grad``. The engine has
-        the gradients in flat buffers, so ``grad`` would be None.
+        """Makes reads of a parameter's ``grad`` raise until the next forward, ``step`` or ``zero_grad``.
 
-        The engine does this itself between a backward and its step. A framework that calls ``zero_grad`` only after the
-        step also calls this method.
+        The engine does this itself between a backward and its step, because ``grad`` would be None. A framework that
+        calls ``zero_grad`` only after the step also calls this method.
 
         Args:
             around: module by which a framework wraps the model; its ``zero_grad`` then drops the engine's gradients
-                too. None: no wrapper.
+                too.
         """
         if self._parts.loop is not None:
             self._parts.loop.guard_gradients(around)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which backwards do not reduce gradients over data ranks: none of them counts as the last
-        backward of a step.
+        """Returns a context in which backwards do not reduce gradients over data ranks. ``step`` reduces them later.
 
-        Results with and without it are equal: ``step`` reduces all gradients that are not reduced yet. With
-        ``reduce: microbatch``, ZeRO 2 and 3 store only shards of gradients, and reduce in every backward, also inside.
+        The results are the same. With ``reduce: microbatch``, ZeRO 2 and 3 reduce in every backward, also in this
+        context.
         """
         self._refuse_pipeline("no_sync()")
         return self._parts.control.no_sync()
 
     def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
-        """Makes all later calls of ``step`` update the weights (True), or none of them (False), until the next call of
-        this method. None restores the default: every ``gradient_accumulation_steps``-th call of ``step`` updates.
+        """Makes all later calls of ``step`` update the weights (True), or none of them (False).
 
-        An update averages the gradient over all microbatches since the last update.
+        None restores the default: every ``gradient_accumulation_steps``-th call updates. An update averages the
+        gradient over all microbatches since the last update.
         """
         self._refuse_pipeline("set_gradient_accumulation_boundary")
         self._parts.control.boundary = boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Returns True if the call of ``step`` after the running microbatch will update the weights."""
+        """Returns True if ``step`` after the running microbatch will update the weights."""
         self._refuse_pipeline("is_gradient_accumulation_boundary")
         if self._parts.control.boundary is not None:
             return self._parts.control.boundary

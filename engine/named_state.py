@@ -44,17 +44,17 @@ class NamedState:
     _parts: EngineParts
 
     def full_state_dict(self, ema: bool = False) -> dict[str, Tensor]:
-        """Returns the whole model on rank 0, with the keys and dtypes of ``model.state_dict()``, on the CPU; an empty
-        dict on all other ranks. Collective.
+        """Returns the whole model on rank 0, with the keys and dtypes of ``model.state_dict()``, on the CPU.
+        Collective.
 
-        With ``ema``, trained parameters are replaced by their moving average. With a schedule-free optimizer, they are
-        the averaged weights that it evaluates; ``masters`` yields the weights at which it takes gradients.
+        Other ranks get an empty dict. ``ema`` selects the moving average of trained parameters. A schedule-free
+        optimizer gives its averaged weights; ``masters`` yields its training weights.
 
         fp32 masters are gathered over dp, one flat buffer at a time, then row by row over tp and pp.
 
         Raises:
-            EngineError: inside ``full_parameters`` with sharded parameters, which changes them at its end; with
-                ``ema``, the run has no moving average.
+            EngineError: inside ``full_parameters`` with sharded parameters; with ``ema``, the run has no moving
+                average.
         """
         self._parts.resources.refuse_closed("full_state_dict")
         if self._parts.runtime.gatherer is not None:
@@ -67,13 +67,11 @@ class NamedState:
             return self._parts.checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
 
     def publish_weights(self) -> "PendingVersion":
-        """Publishes the present weights as a new version, which receivers such as inference engines read while training
-        goes on. Collective.
+        """Publishes the present weights as a new version for receivers, such as inference engines. Collective.
 
-        Copies this rank's shard, in the dtype of forward, to host memory. With ``weights_out.copies`` 2, copies the
-        shard of another rank too. Waits until ``weights_out.deadline`` for receivers that still read the version
-        before, which is then dropped. Sends three small all-reduces over the world, label "start"; frozen quantized
-        weights are gathered once over dp.
+        Copies this rank's shard to host memory, in the dtype of forward; with ``weights_out.copies`` 2, another rank's
+        shard too. Waits until ``weights_out.deadline`` for receivers of the previous version, then drops that version.
+        Sends three small all-reduces over the world, label "start"; frozen quantized weights are gathered once over dp.
 
         Returns a handle: its ``wait()`` waits for the consumers named in ``weights_out.to``, and its ``url`` is the
         address for receivers.
@@ -97,13 +95,13 @@ class NamedState:
         """Loads the weights and persistent buffers of the whole model from ``state`` on rank 0. Collective.
 
         ``state`` has the keys of ``model.state_dict()`` (one key is enough for a tied weight), with tensors in any
-        floating-point dtype, on any device. Other ranks may pass an empty dict, since theirs is not read. fp32 masters
-        are written if there are any, a moving average restarts, and the optimizer state does not change. Tensors are
-        all-reduced over the world in chunks of at most 256 MiB, label "weights".
+        floating-point dtype, on any device. Other ranks may pass an empty dict. A moving average restarts, and the
+        optimizer state does not change. Tensors are all-reduced over the world in chunks of at most 256 MiB, label
+        "weights".
 
         Args:
-            strict: True to raise if ``state`` lacks a tensor of the model, or has a key that the model lacks. False:
-                missing tensors retain their values in the model, and unknown keys are ignored.
+            strict: True to raise if ``state`` lacks a tensor of the model, or has an unknown key. False: missing
+                tensors retain their values, and unknown keys are ignored.
 
         Raises:
             CheckpointError: a key is missing or unknown, or a tensor does not fit; the same on all ranks, before a
@@ -118,13 +116,11 @@ class NamedState:
             self._parts.checkpoints.load_state(state, strict)
 
     def gradient_norms(self) -> dict[str, float]:
-        """Returns the L2 norm of the gradient of each trained parameter, by name; all ranks get the same norms.
-        Collective.
+        """Returns the L2 norm of the gradient of each trained parameter, by name; 0 without a gradient. Collective.
 
-        The gradient is averaged over microbatches and data ranks, before clipping and without the loss scale. The sum
-        of the squared norms is the square of ``grad_norm`` in the step's report; a parameter without a gradient has 0.
-        Call it between the last backward and ``step()``, or after a step. One all-reduce of eight bytes a parameter
-        over the world, label "gradient norms".
+        The gradient is averaged over microbatches and data ranks, before clipping and without the loss scale. Call it
+        between the last backward and ``step()``, or after a step. All ranks get the same norms. One all-reduce of eight
+        bytes a parameter over the world, label "gradient norms".
 
         Raises:
             EngineError: no backward was called yet.
@@ -155,10 +151,9 @@ class NamedState:
     def averaged_weights(self) -> Iterator[None]:
         """Opens a context in which the model has the average of its weights, to evaluate or to save it. Collective.
 
-        The average is that of ``"ema"``, or of a schedule-free optimizer. With such an optimizer, ``eval_batch``,
-        ``predict`` and ``generate`` enter this context themselves. The average is rounded to the dtype of forward;
-        afterwards the weights have their earlier bits. Gathers over dp twice, label "parameters", and stores a copy of
-        this rank's weights meanwhile.
+        The average comes from ``"ema"`` or from a schedule-free optimizer, for which ``eval_batch``, ``predict`` and
+        ``generate`` enter this context themselves. The average is rounded to the dtype of forward. Gathers over dp
+        twice, label "parameters", and stores a copy of this rank's weights meanwhile.
 
         Raises:
             EngineError: the run has no average; inside, a call that needs the training weights raises too.
@@ -171,15 +166,14 @@ class NamedState:
     def save_pretrained(
         self, folder: str | os.PathLike[str], ema: bool = False, max_shard_size: int | str | None = None
     ) -> None:
-        """Writes weights (in the dtype of forward) and the model's config to ``folder``, from which ``from_pretrained``
-        of ``transformers`` loads them. Collective.
+        """Writes the model to ``folder`` in Hugging Face format, in the dtype of forward. Collective.
 
-        With ``ema``, or with a schedule-free optimizer, it writes the average of the weights (``averaged_weights``).
-        For a ``PeftModel`` it writes only the adapters, for ``PeftModel.from_pretrained``.
+        Writes the average of the weights with ``ema``, or with a schedule-free optimizer. Writes only the adapters of a
+        ``PeftModel``.
 
         Args:
-            max_shard_size: maximal bytes of a file, such as "5GB"; one file if the model fits. Rank 0 copies the files
-                of all ranks, a few MiB at a time. None: each rank that owns weights writes one file.
+            max_shard_size: maximal bytes of a file, such as "5GB"; one file if the model fits. Rank 0 then writes all
+                files. None: each rank that owns weights writes one file.
         """
         shards = shard_bytes(max_shard_size) if max_shard_size is not None else None
         self._parts.resources.refuse_closed("save_pretrained")
@@ -200,13 +194,11 @@ class NamedState:
 
     @contextmanager
     def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
-        """Yields the parameters of this rank's pipeline stages with names that match ``pattern``, by name, to read and
-        to write in place. Collective.
+        """Yields this rank's parameters that match ``pattern``, by name, to read and write in place. Collective.
 
-        ZeRO 3 gathers them over dp; without sharded parameters (ZeRO 0-2) each data rank has them in full already. With
-        tensor parallelism, each is this tensor rank's shard. Quantized frozen weights (``quantize_frozen``) are left
-        out. ZeRO 3 makes one batch of gathers over dp, label "parameters". At the end it compares the values that data
-        ranks have written, 8 bytes per bucket and parameter.
+        ZeRO 3 gathers them over dp, label "parameters"; tensor ranks have their shards. Quantized frozen weights
+        (``quantize_frozen``) are left out. At the end ZeRO 3 compares the values that data ranks have written, 8 bytes
+        per bucket and parameter.
 
         Raises:
             EngineError: inside a forward; no parameter matches; data ranks have written different values.
@@ -225,12 +217,12 @@ class NamedState:
 
     @contextmanager
     def gradients(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Yields the gradients of the matching parameters by name, to read and to write in place. Collective.
+        """Yields the gradients of parameters that match ``pattern``, by name, to read and write in place. Collective.
 
         Between the last backward of a step and ``step()``, they are averaged over all microbatches and data ranks, not
         clipped, and without the loss scale; the step uses the written values. Inside an accumulation they are the
-        step's sum so far, divided by ``gradient_accumulation_steps``. After a step they are the gradients of its
-        update, clipped, and read-only. Tensor ranks have their shard of each.
+        step's sum so far, divided by ``gradient_accumulation_steps``. After a step they are clipped, and read-only.
+        Tensor ranks have their shard of each.
 
         Args:
             pattern: names of trained parameters.
@@ -260,8 +252,8 @@ class NamedState:
     def masters(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
         """Yields the weights that the optimizer updates, by parameter name, to read and to write in place. Collective.
 
-        They are fp32 masters, or without masters (fp32, or bf16 weights alone) the parameters themselves. Each tensor
-        rank has its shard. Written values are rounded into the parameters at the end, on all data ranks.
+        They are fp32 masters, or without masters the parameters themselves. Tensor ranks have their shard of each.
+        Written values are rounded into the parameters at the end, on all data ranks.
 
         Args:
             pattern: names of trained parameters, such as ``"layers.0.*"``.
@@ -286,8 +278,9 @@ class NamedState:
 
     @contextmanager
     def optimizer_state(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
-        """Yields the optimizer's state tensors by parameter name, such as {"layers.0.weight": {"exp_avg": tensor,
-        ...}}. They may be read and written in place. Before the first update there are none. Collective.
+        """Yields the optimizer's state tensors by parameter name, to read and to write in place. Collective.
+
+        Example: {"layers.0.weight": {"exp_avg": tensor, ...}}. Empty before the first update.
 
         Args:
             pattern: names of trained parameters, such as ``"layers.0.*"``.
@@ -321,21 +314,18 @@ class NamedState:
         non_blocking: bool = False,
         unfinished: bool = False,
     ) -> None:
-        """Moves weights, gradients and optimizer state from the device to host memory, until ``reload_states``. Their
-        values do not change.
+        """Moves weights, gradients and optimizer state from the device to host memory, until ``reload_states``.
 
-        Until then an engine method that needs the state raises.
+        Until then an engine method that needs the state raises. Nothing is communicated.
 
         Args:
             include: DeepSpeed's names: "optim_states" (moments), "hp_params" (fp32 masters), "lp_params" (parameters,
                 or this rank's shards of them, also frozen ones), "lp_grads" (gradients and residuals); None: all.
             device: "cpu", the only supported device.
-            pin_memory: page-lock the copies, so that they transfer at the speed of the link.
+            pin_memory: page-lock the copies, for faster transfers.
             non_blocking: True: copies may still run when this returns.
             unfinished: allow the call inside an accumulation, and before backwards of earlier forwards, which run after
-                ``reload_states``. It waits for running reductions, and serves engines that use one GPU alternately.
-
-        Nothing is communicated. State of ``offload_optimizer`` and ``offload_param`` is on the host already.
+                ``reload_states``.
 
         Raises:
             EngineError: another device, an unknown name, too little memory; inside an accumulation, or a `with` block
@@ -361,7 +351,7 @@ class NamedState:
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves all state that ``offload_states`` has moved to host memory back to the device. Nothing is communicated.
 
-        ``non_blocking``: copies may still run when this returns; the device waits for them before it uses the state.
+        ``non_blocking``: copies may still run when this returns; the device waits for them.
         """
         self._parts.resources.refuse_closed("reload_states")
         if self._parts.built is not None:

@@ -55,44 +55,36 @@ class TrainingRecord:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Comparison of a training run of the engine with a run of the same model and batches in one process of plain
-    torch.
-    """
+    """Comparison of the engine's training run with a run in one process of plain torch."""
 
     engine: TrainingRecord
     reference: TrainingRecord
 
     @property
     def loss(self) -> float:
-        """Largest relative deviation, over all steps, between the engine's loss and that of plain torch."""
+        """Largest relative deviation between the losses of the two runs, over all steps."""
         return _worst(self.engine.losses, self.reference.losses)
 
     @property
     def norm(self) -> float:
-        """Largest relative deviation, over all steps, between the engine's gradient norm and that of plain torch."""
+        """Largest relative deviation between the gradient norms of the two runs, over all steps."""
         return _worst(self.engine.norms, self.reference.norms)
 
     @property
     def weights(self) -> dict[str, float]:
-        """Largest absolute deviation between the elements of each final weight in the engine's run and in plain torch,
-        by name.
-        """
+        """Largest absolute deviation between the final weights of the two runs, by parameter name."""
         return {name: _distance(self.engine.weights[name], value) for name, value in self.reference.weights.items()}
 
     @property
     def weight(self) -> float:
-        """Largest absolute deviation between the final weights of the engine's run and of plain torch, over all
-        elements.
-        """
+        """Largest absolute deviation between the final weights of the two runs, over all elements."""
         return _largest(self.weights.values())
 
     def holds(self, loss: float = 1e-6, norm: float = 1e-5, weight: float = 1e-5) -> bool:
-        """Returns True if all deviations between the two runs are within the bounds. The defaults are the bounds that
-        the engine guarantees for fp32.
+        """Returns True if all deviations are within the bounds. The defaults are the engine's guarantee for fp32.
 
-        ``loss``, ``norm``: bounds of the relative deviations. ``weight``: bound of the absolute deviation, which needs
-        an Adam eps of about 1e-5. With 1e-8, a gradient that is zero except for rounding (such as a key bias) gets full
-        update steps.
+        ``loss`` and ``norm`` bound relative deviations. ``weight`` bounds the absolute deviation; it needs an Adam eps
+        of about 1e-5.
         """
         return self.loss <= loss and self.norm <= norm and self.weight <= weight
 
@@ -158,7 +150,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """Arguments of :func:`engine.initialize` that ``verify`` passes on, other than model and configuration."""
+    """Arguments of :func:`engine.initialize` that ``verify`` passes on."""
 
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
@@ -179,11 +171,10 @@ PLAIN = VerifyOptions()
 def train_on_grid(
     build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
-    """Trains one step on each batch with the engine, and returns the losses, gradient norms and final weights.
+    """Trains one step on each batch with the engine. Returns losses, gradient norms and, on rank 0, the final weights.
 
-    ``batches``: global batches, equal on every rank, from which each data rank takes its rows. ``wishes``: further
-    arguments of :func:`engine.initialize`. ``world``: this rank's identity; None: read from the launcher. The weights
-    of the record are on rank 0, and empty on other ranks.
+    ``batches``: global batches, equal on every rank. ``wishes``: further arguments of :func:`engine.initialize`.
+    ``world``: this rank's identity; None: read from the launcher.
     """
     world = world or read_world()
     resolved = load_config(config, world.size)
@@ -200,11 +191,10 @@ def train_on_grid(
 def train_alone(
     build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
-    """Trains one step on each batch in one process of plain torch, and returns the losses, gradient norms and final
-    weights.
+    """Trains one step on each batch in one process of plain torch. Returns losses, gradient norms and final weights.
 
-    The microbatches of all data ranks in :func:`train_on_grid` run one after the other. ``world``: identity of the rank
-    that runs this, which gives the device and the number of ranks; None: read from the launcher.
+    The microbatches of all data ranks run one after the other. ``world`` gives the device and the number of ranks;
+    None: read from the launcher.
     """
     world = world or read_world()
     resolved = load_config(config, world.size)

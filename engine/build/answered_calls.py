@@ -23,9 +23,9 @@ _R = TypeVar("_R")
 
 @contextmanager
 def answered_by(answer: Answer) -> Iterator[None]:
-    """Returns a context manager that redirects calls of functions with the decorator :func:`answerable` in this thread.
-    Such a call does not run the function. It calls ``answer`` with a dict of the arguments by name, defaults included,
-    and returns the result of ``answer``.
+    """Opens a context in which calls of :func:`answerable` functions in this thread return ``answer(arguments)``.
+
+    The functions do not run. ``arguments`` is a dict by name, with defaults.
     """
     token = _ANSWER.set(answer)
     try:
@@ -35,9 +35,7 @@ def answered_by(answer: Answer) -> Iterator[None]:
 
 
 def answerable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns a wrapper of ``function``. Inside the context manager :func:`answered_by`, a call of the wrapper calls
-    the function given there instead; elsewhere it calls ``function``.
-    """
+    """Returns a wrapper of ``function`` that calls it, except inside :func:`answered_by`, where it calls ``answer``."""
     known = signature(function)
 
     @wraps(function)

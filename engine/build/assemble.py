@@ -120,8 +120,7 @@ def plan_run(
     costs: Costs | None = None,
     found: FoundStyles | None = None,
 ) -> Plan:
-    """Returns the plan of this run: pipeline stages, sharding and schedule. :func:`engine.planning.plan.build_plan`
-    lists its errors.
+    """Returns the plan of this run: pipeline stages, sharding and schedule.
 
     Args:
         request: arguments of ``initialize`` other than model and configuration.
@@ -134,9 +133,7 @@ def plan_run(
 
 
 def search_model(model: nn.Module, config: Config, request: Request, example: Batch) -> FoundStyles:
-    """Returns tensor-parallel styles (ways to shard a layer) for the layers of ``model``, found by a search with
-    ``example``, one microbatch. See :class:`engine.planning.tensor_plan_search.SearchedProgram`.
-    """
+    """Searches a way to shard each layer of ``model`` over tensor ranks; returns it. ``example``: one microbatch."""
     wish = _plan_request(model, config, request, example)
     return search_styles(config, replace(wish, shared_experts=find_expert_plan(model, config)))
 
@@ -155,10 +152,7 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
-    """Runs forward and backward of ``model`` with ``example``, one microbatch, on ``device``, and returns the measured
-    cost of each module call, by which pipeline stages are balanced. See
-    :func:`engine.planning.profile_calls.profile_run`.
-    """
+    """Measures the cost of each module call in a forward and backward of ``example``, one microbatch, on ``device``."""
     program = request.program(model, make_precision(config, model), torch.device("cpu"))
     return profile_run(program, example, config, stages_wanted(config), device)
 
@@ -166,8 +160,9 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
 def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Checks that all ranks have equal models and plans. Then shards ``model`` in place, and returns the objects that
-    run steps on this rank. ``example`` is one microbatch. All ranks of the world must call it.
+    """Checks that models and plans are equal on all ranks, shards ``model``, and returns the objects that run steps.
+
+    ``example``: one microbatch. Collective over the world.
     """
     check_equal(model, plan, comm, device)
     return assemble_rank(model, plan, comm, device, request, example)
@@ -456,9 +451,9 @@ _MOST_TILES = 1 << 14
 
 
 def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:
-    """Sets in ``axis``, as ``parallel.overlap`` says, how matrix products of tensor-parallel layers overlap with their
-    communication. For fused kernels it also allocates the buffers that all tensor ranks can write. All ranks must call
-    it.
+    """Configures the overlap of matrix products with tensor-parallel communication in ``axis``. All ranks must call it.
+
+    For fused kernels it also allocates the buffers that all tensor ranks can write.
     """
     wanted = config.parallel.overlap
     if wanted == "off":

@@ -29,13 +29,10 @@ _SETUP, _CONFIG, _MODEL = "setup ", "config ", "model "
 
 
 def describe_input(model: nn.Module, config: Config, device: torch.device) -> dict[str, str]:
-    """Returns a dict of texts that must be equal on all ranks: versions, device type, configuration and model. Ranks
-    compare them before process groups exist. The configuration begins with the grid, because batch sizes follow from
-    it.
+    """Returns texts that must be equal on all ranks, by key: versions, device type, configuration and model.
 
-    The entries of the model are its module classes; shapes, dtypes and ``requires_grad`` of parameters; shapes and
-    dtypes of buffers; and numeric module attributes (dropout's ``p``, ``training``). Private attributes, and attributes
-    named after a rank or device, are left out.
+    The model's entries are module classes, shapes and dtypes of tensors, ``requires_grad`` and numeric attributes.
+    Private attributes, and attributes named after a rank or device, are left out.
     """
     setup = {"trine": _trine_version(), "torch": str(torch.__version__), "python": _python(), "device": device.type}
     return {
@@ -46,18 +43,17 @@ def describe_input(model: nn.Module, config: Config, device: torch.device) -> di
 
 
 def describe_config(config: Config) -> dict[str, str]:
-    """Returns a flat dict of the configuration, with defaults and derived values filled in, for a comparison between
-    ranks. A key is the dotted path of a setting, and its value is the setting as JSON.
-    """
+    """Returns the full configuration as a flat dict, for a comparison between ranks: dotted path -> JSON text."""
     return {_CONFIG + key: value for key, value in _flat({"parallel": None} | config.to_json())}
 
 
 def difference_error(difference: Difference) -> EngineError:
-    """Returns the error that every rank raises if the ranks were started with different input. It is a ConfigError, a
-    PlanError for the model, or a GridError for versions and devices.
+    """Returns the error that every rank raises if ranks were started with different input.
+
+    It is a ConfigError, a PlanError for the model, or a GridError for versions and devices.
 
     Args:
-        difference: first key of the compared dicts with different values, and these values.
+        difference: first key with different values, and these values.
     """
     kind, _, key = difference.key.partition(" ")
     told = str(Difference(key, difference.values))
@@ -108,9 +104,8 @@ def _words(name: str) -> set[str]:
 def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
     """Raises on all ranks if weights or plans differ between ranks. All ranks of the world must call it.
 
-    If ``initial_weights`` is "rank0", rank 0 first broadcasts its weights, which replace the weights of other ranks.
-    Then ranks compare three hashes by one all-reduce, label "equal weights". If a hash differs, all-gathers find the
-    deviating ranks and the first parameter that differs.
+    If ``initial_weights`` is "rank0", rank 0 first broadcasts its weights. Then one all-reduce compares hashes, label
+    "equal weights". If a hash differs, all-gathers find the ranks and the first parameter.
 
     Raises:
         PlanError: parameters, weights or plans differ between ranks.

@@ -34,9 +34,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class ForwardChanges:
-    """Kernel choices of a run, and the modules that run an equivalent engine operator (such as a fused kernel) in place
-    of their own forward. The changes are made before planning.
-    """
+    """Kernel choices of a run, and the modules that run an engine kernel in place of their own forward."""
 
     kernels: Kernels = REFERENCE
     replacements: tuple[Replacement, ...] = ()
@@ -53,10 +51,9 @@ def _check_kernels(config: Config, device: torch.device) -> None:
 def change_forwards(
     model: nn.Module, config: Config, device: torch.device, patches: ForwardPatches, planned: Kernels | None = None
 ) -> ForwardChanges:
-    """Lets modules of ``model`` run equivalent engine operators in place of their own forwards, and compiles its blocks
-    if ``compile`` is on. Removing ``patches`` undoes the changes.
+    """Replaces forwards of ``model`` by the engine's kernels, and compiles its blocks if ``compile`` is on.
 
-    Nothing is communicated; all ranks make the same changes.
+    Removing ``patches`` undoes it. Nothing is communicated; all ranks make the same changes.
 
     Args:
         planned: kernel choices for a GPU that is absent; None: choices for ``device``.
@@ -82,16 +79,17 @@ def change_forwards(
 
 
 def own_card(kernels: Kernels) -> str:
-    """Returns the name of this rank's GPU, such as "NVIDIA H100 80GB HBM3", if ``kernels`` chooses kernels by the type
-    of GPU (mode "auto"). Returns "" in other modes, on a CPU, and where Triton does not run.
+    """Returns the name of this rank's GPU if it decides the choice of kernels (``kernels`` "auto", Triton runs); else
+    "".
     """
     device = torch.device(find_accelerator() or "cpu")
     return device_name(device) if kernels.mode == "auto" and not is_host(device) and runs_triton(device) else ""
 
 
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
-    """Lets all ranks choose kernels by the type of rank 0's GPU, because some kernels change the communication, so that
-    all ranks must run the same ones. One broadcast. Does nothing on a CPU, or if ``kernels`` is not in mode "auto".
+    """Makes all ranks choose kernels by the type of rank 0's GPU. One broadcast.
+
+    Does nothing on CPUs, or in another mode than "auto".
 
     Raises:
         ConfigError: rank 0 can run Triton and another rank cannot; all ranks raise it.
@@ -109,11 +107,10 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Fuses each linear layer listed in ``changes`` with the activation function after it into one kernel, if the layer
-    is unsharded or its output features are sharded over tensor ranks.
+    """Fuses unsharded and column-parallel linear layers in ``changes`` with the activations after them.
 
-    If backwards add weight gradients directly to accumulation buffers (``changes.kernels.main`` has entries), other
-    unsharded linear layers and embeddings also get forwards with such a backward.
+    With main gradients (accumulation buffers), other unsharded linear layers and embeddings add their weight gradients
+    there.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)
@@ -146,9 +143,7 @@ def _is_plain_embedding(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AddedRows:
-    """Forward of an embedding. Its backward adds the weight gradient directly to the accumulation buffer of gradients
-    (main gradient), without a temporary gradient tensor.
-    """
+    """Forward of an embedding. Its backward adds the weight gradient directly to the buffer of gradients."""
 
     module: nn.Module
     kernels: Kernels
@@ -162,9 +157,9 @@ class AddedRows:
 
 
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:
-    """Replaces the forwards of the output layers ``heads``, names of modules that are unsharded or sharded over the
-    vocabulary. They then return lazy logits: the loss computes them chunk by chunk, so that not all logits are in
-    memory at once. Layers of other pipeline stages are left out. Removing ``patches`` undoes it.
+    """Makes the output layers ``heads`` (module names) return lazy logits, which the loss computes chunk by chunk.
+
+    Removing ``patches`` undoes it. Layers of other pipeline stages are left out.
     """
     modules = [module for module in map(model.get_submodule, heads) if isinstance(module, nn.Linear)]
     for module in modules:
@@ -175,9 +170,7 @@ def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, pa
 
 
 def leave_out_of_compilation(model: nn.Module, names: Iterable[str], patches: ForwardPatches) -> None:
-    """Excludes the forwards of the modules ``names`` from torch.compile until ``patches`` are removed, because these
-    forwards communicate or dequantize a weight.
-    """
+    """Excludes the forwards of the modules ``names`` from torch.compile until ``patches`` are removed."""
     for module in map(model.get_submodule, names):
         forward, note = vars(module).get("forward"), "is left out of torch.compile: it communicates or reads codes"
         if forward is not None and getattr(forward, "__self__", None) is not module:  # a wrapper, of another object

@@ -25,8 +25,8 @@ _NAMES = ("__reduce_ex__", "__deepcopy__")
 
 
 def lay_entries_apart(model: nn.Module, patches: ForwardPatches) -> None:
-    """Makes ``state_dict()`` of ``model`` return tensors that share no storage with each other, until ``patches`` are
-    removed. Parameters are views of flat buckets, so pickling an entry would otherwise write the whole bucket.
+    """Makes ``model.state_dict()`` return tensors with separate storages until ``patches`` are removed, so that each
+    can be pickled alone.
     """
     for module in model.modules():
         if any(parameter is not None for parameter in module._parameters.values()):
@@ -63,8 +63,8 @@ def _shallow_copy(held: _Held) -> nn.Module:
 
 
 def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
-    """Makes pickling of ``model`` raise EngineError until ``patches`` are removed; ``copy.copy`` and ``copy.deepcopy``
-    still work. Does nothing for a model class that defines ``__setstate__`` or ``__deepcopy__``.
+    """Makes pickling of ``model`` raise EngineError until ``patches`` are removed. Copies still work. Does nothing for
+    a class that defines ``__setstate__`` or ``__deepcopy__``.
     """
     kind = type(model)
     if kind.__setstate__ is not nn.Module.__setstate__ or hasattr(kind, "__deepcopy__"):
@@ -90,8 +90,8 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: ForwardPatches) -> None:
-    """Makes ``load_state_dict`` and ``save_pretrained`` of the modules of ``model`` raise EngineError where they would
-    read or write only this rank's part of the weights, until ``patches`` are removed.
+    """Makes ``load_state_dict`` and ``save_pretrained`` raise EngineError, until ``patches`` are removed, if they would
+    see only this rank's shards.
 
     Args:
         codes: True if frozen weights are stored quantized; both methods are then refused too.
@@ -103,9 +103,9 @@ def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: Forward
 
 
 def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPatches) -> None:
-    """Notes that this rank has only a part of the model's parameters. When ``patches`` are removed, the parameters are
-    marked, so that ``refuse_parts`` later refuses to train the model again. Does nothing if this rank has all
-    parameters.
+    """Marks the parameters of ``model`` when ``patches`` are removed, if this rank lacks some of their elements.
+
+    :func:`refuse_parts` refuses a marked model.
 
     Args:
         cut: True if some parameter is sharded over tensor or expert ranks.
@@ -123,8 +123,7 @@ def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPat
 
 
 def refuse_parts(model: nn.Module) -> None:
-    """Raises if an engine that was closed has left only parts of the parameters of ``model`` on this rank: shards, or
-    placeholders for other pipeline stages.
+    """Raises if a closed engine has left only shards of the model's parameters, or placeholders, on this rank.
 
     Raises:
         PlanError: ``model`` has only parts of its parameters.

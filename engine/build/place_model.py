@@ -43,8 +43,9 @@ _LOST = (
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
-    """Returns ``source`` if it is a module. Otherwise calls ``source`` and returns its result; during the call the
-    random generators of the CPU and of ``device`` are seeded with ``seed``, and afterwards they are as before.
+    """Returns ``source`` if it is a module, otherwise the result of its call under the random seed ``seed``.
+
+    The random generators of the CPU and of ``device`` are restored.
 
     Raises:
         PlanError: ``source`` is neither a module nor a callable that returns one.
@@ -61,8 +62,7 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Returns a tuple: the module inside the wrappers of DDP and torch.compile, or ``model`` itself without one, and a
-    text about each wrapper, which says that it is not used.
+    """Returns the module inside wrappers of DDP and torch.compile, and a note for the user about each wrapper.
 
     Raises:
         PlanError: the parameters are sharded already, by FSDP or as DTensors.
@@ -88,11 +88,10 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, request: Request
 ) -> tuple[FlatBucket, ...]:
-    """Shards ``model`` in place: its parameters become views of this rank's flat buckets (1-D tensors of many
-    parameters) on ``device``. Returns the buckets of trainable parameters, then the buckets of frozen ones.
+    """Shards ``model`` in place: its parameters become views of flat buckets (1-D tensors) on ``device``.
 
-    If ``request`` has a lender, an engine that shares its frozen weights, the model's frozen parameters become the
-    lender's tensors. They must be on the meta device before.
+    Returns the buckets of trainable parameters, then the buckets of frozen ones. With ``request.lender``, frozen
+    parameters (on the meta device) become tensors of that engine.
     """
     holder, config, patches = comm.grid.holder(), plan.config, request.patches
     parameters = dict(model.named_parameters())
@@ -174,8 +173,9 @@ class _Parts:
 
 
 def borrow(lender: Lender, plan: Plan, holder: ShardHolder) -> Mapping[str, Tensor]:
-    """Returns the frozen weights that the engine ``lender`` shares with this engine, by parameter name. Frozen
-    parameters in flat buckets are only checked.
+    """Returns the frozen weights that the engine ``lender`` shares with this engine, by parameter name.
+
+    Frozen parameters in flat buckets are only checked.
 
     Args:
         holder: tensor, pipeline and expert coordinate of this rank.
@@ -216,8 +216,7 @@ def _shard(
 
 
 def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Moves optimizer moments from host memory to files of this rank, if ``offload_optimizer`` has device "nvme". These
-    are the moments of buckets that the CPU updates.
+    """Moves optimizer moments of this rank from host memory to files, if ``offload_optimizer.device`` is "nvme".
 
     All ranks must call it; if one fails, all raise.
 

@@ -27,9 +27,7 @@ ModelSource = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Arguments of ``initialize`` other than model and configuration, as the build of an engine passes them on, and the
-    patches already made to the model.
-    """
+    """Arguments of ``initialize`` other than model and configuration, and the patches already made to the model."""
 
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
@@ -61,8 +59,8 @@ class Request:
     def program(
         self, model: nn.Module, precision: Precision, device: torch.device, comm: Comm | None = None
     ) -> Program:
-        """Returns ``model`` and ``loss_fn`` as one function from a microbatch to a loss, in the dtypes of ``precision``
-        on ``device``.
+        """Returns ``model`` and ``loss_fn`` as one function from a microbatch to a loss, in the dtypes of
+        ``precision``.
 
         Args:
             comm: communication by which ``loss_fn`` can gather rows over the data ranks; None: without it.

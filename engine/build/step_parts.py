@@ -48,9 +48,7 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRequest:
-    """Objects of one rank from which optional features of a training step are made, such as integrity checks or an
-    average of weights.
-    """
+    """Objects of one rank that optional features of a training step need, such as integrity checks."""
 
     model: nn.Module
     plan: Plan
@@ -69,14 +67,12 @@ class PartRequest:
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """Flat buckets of trainable parameters: 1-D tensors on this rank that each have many parameters."""
+        """Flat buckets (1-D tensors of many parameters) of this rank's trainable parameters."""
         return self.inventory.trained
 
 
 def make_parts(request: PartRequest) -> StepParts:
-    """Returns the optional features of a training step that the configuration turns on, such as integrity checks, in an
-    order that is equal on all ranks.
-    """
+    """Returns the enabled optional features of a training step, in the same order on all ranks."""
     return StepParts(part for make in MAKERS if (part := make(request)) is not None)
 
 

@@ -18,13 +18,13 @@ def freeze_untrained(
     optimizer: OptimizerFactory | torch.optim.Optimizer | None,
     patches: ForwardPatches,
 ) -> Config:
-    """Sets ``requires_grad`` to False for the trainable parameters of ``model`` that no optimizer updates, until
-    ``patches`` are removed. Returns ``config``; if there are such parameters, it has one more note about them for the
-    user.
+    """Freezes the parameters of ``model`` that no optimizer updates, until ``patches`` are removed.
+
+    Returns ``config``, with a note for the user if a parameter was frozen.
 
     Args:
-        optimizer: optimizer from the user's code: parameters that it leaves out are frozen. A callable freezes nothing.
-            None: if ``config`` has no optimizer either, all parameters are frozen.
+        optimizer: the user's optimizer: parameters that it leaves out are frozen. A callable freezes nothing. None
+            without a configured optimizer: all parameters are frozen.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -22,9 +22,9 @@ from engine.zero.reduce.reducer import check_own_hooks
 
 
 def prepare(model: nn.Module, config: Config, request: Request) -> None:
-    """Checks the arguments of ``initialize``, as far as this is possible without a batch and without communication.
-    Also sets ``use_cache`` to False in the Hugging Face configurations of the model's modules, until
-    ``request.patches`` are removed.
+    """Checks the arguments of ``initialize`` as far as possible without a batch and without communication.
+
+    Also sets ``use_cache`` to False in Hugging Face configurations until ``request.patches`` are removed.
 
     Raises:
         ConfigError: settings of the configuration or arguments exclude each other or do not fit the model.
@@ -59,8 +59,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
 
 
 def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
-    """Returns ``model``, marked as in use by an engine, so that a second engine refuses it. Removing ``patches``
-    removes the mark.
+    """Marks ``model`` as in use by an engine until ``patches`` are removed, and returns it.
 
     Raises:
         PlanError: another engine trains the model or one of its modules, or has left only parts of its parameters; or a

@@ -62,8 +62,8 @@ receives it too, forwards it to its own processes."""
 
 class StopSignal:
     """SIGTERM handler that records the first signal, so that the run saves and ends; a later signal ends the process.
-    The first signal is also passed to the handler installed before this one, another engine's or the user's. If that
-    handler exits, the run saves first. After a removal outside the main thread, this handler only passes signals on.
+
+    It passes the first signal to the previous handler too.
     """
 
     def __init__(self) -> None:
@@ -104,13 +104,13 @@ class StopSignal:
             signal.raise_signal(number)
 
     def give_up(self) -> None:
-        """Removes the handler. The process then ends if SIGTERM was received, because no further step would end it."""
+        """Removes the handler. The process then ends if SIGTERM was received."""
         self.remove()
         if self.asked and not self._active:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Removes this handler. Its previous handler is called again, also by a handler that was installed later."""
+        """Removes this handler from the chain of SIGTERM handlers."""
         if not self._active:
             return
         self._active = False
@@ -178,12 +178,12 @@ class CheckpointCoordinator:
         """True if steps may end with a save, so each calls ``after_step``."""
 
     def hold_folder(self) -> None:
-        """Locks ``checkpoint.folder`` on rank 0 until the engine closes. Communicates nothing. If the folder cannot be
-        created, logs a warning; the first save into it then raises.
+        """Locks ``checkpoint.folder`` on rank 0 until the engine closes. Communicates nothing. Logs a warning if the
+        folder cannot be created; the first save into it then raises.
 
         Raises:
             CheckpointError: an engine of another process saves its checkpoints there. For an engine of this process,
-                only the first save raises, because that engine may be about to close.
+                only the first save raises.
         """
         if self._folder is None or self._comm.grid.rank:
             return
@@ -194,7 +194,7 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Loads the checkpoint given to ``load`` before sharding, or else ``checkpoint.init_from``. Collective."""
+        """Loads the checkpoint of an earlier call of ``load``, or else ``checkpoint.init_from``. Collective."""
         self._run = RunState(
             model=self._model,
             config=self._config,
@@ -220,7 +220,7 @@ class CheckpointCoordinator:
         return TrainerState(update, self._tracked, self._comm.grid, self.device, late)
 
     def register(self, things: Mapping[str, object]) -> None:
-        """Adds ``things``, name -> object, to saves; see :meth:`engine.Engine.register_for_checkpointing`."""
+        """Adds ``things``, name -> object, to saves."""
         for name, thing in things.items():
             if not isinstance(thing, Stateful):
                 raise EngineError(
@@ -232,8 +232,8 @@ class CheckpointCoordinator:
     def save(
         self, folder: str | os.PathLike[str] | None, client_state: Any, without_frozen: bool = False
     ) -> PendingSave:
-        """Starts a save into ``folder``, by default ``checkpoint.folder``, together with the user's ``client_state``.
-        Returns its handle. See :meth:`engine.Engine.save_checkpoint`.
+        """Starts a save into ``folder``, by default ``checkpoint.folder``, and returns its handle. See
+        :meth:`engine.Engine.save_checkpoint`.
         """
         path = self._folder if folder is None else self.control.save_folder(resolved(folder))
         if path is None:
@@ -262,8 +262,8 @@ class CheckpointCoordinator:
         options: LoadOptions,
         missing_ok: bool,
     ) -> Any:
-        """Loads the newest checkpoint in ``folder`` and returns its ``client_state``. Returns None if there is no
-        checkpoint and ``missing_ok`` is True. See :meth:`engine.Engine.load_checkpoint`.
+        """Loads the newest checkpoint in ``folder`` and returns its ``client_state``; None if there is no checkpoint
+        and ``missing_ok`` is True. See :meth:`engine.Engine.load_checkpoint`.
         """
         path = self._folder if folder is None else resolved(folder)
         if path is None:
@@ -280,22 +280,22 @@ class CheckpointCoordinator:
         return ClientState(user) if isinstance(user, dict) else user
 
     def gather_state(self, average: Average | None = None, keys: Set[str] | None = None) -> dict[str, Tensor]:
-        """Returns the full state dict on rank 0, {} elsewhere; see :meth:`engine.Engine.full_state_dict`. ``average``:
-        weight average in place of the trained weights. ``keys``: the same keys on all ranks; None: all keys.
+        """Returns the full state dict on rank 0, {} elsewhere. ``average``: weight average in place of the trained
+        weights. ``keys``: selected keys, equal on all ranks; None: all.
         """
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
         return self._run.full_state.gather((*runtime.buckets, *runtime.frozen), average, keys)
 
     def copy_weights(self, source: "CheckpointCoordinator") -> None:
-        """Copies weights from the engine of ``source``; see :meth:`engine.Engine.copy_weights_from`."""
+        """Copies weights from another engine; see :meth:`engine.Engine.copy_weights_from`."""
         assert self._run is not None and source._run is not None, "the caller has checked that the models are built"
         source.control.refuse_spoiled()
         copy_weights(source._run, self._run)
         self._run.runtime.weights_written()
 
     def load_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Loads rank 0's full state dict; see :meth:`engine.Engine.load_full_state_dict` (also for ``strict``)."""
+        """Loads rank 0's full state dict; see :meth:`engine.Engine.load_full_state_dict`."""
         assert self._run is not None, "the caller has checked that the model is built"
         load_given(self._run, state, strict)
         self._run.runtime.weights_written()
@@ -320,8 +320,8 @@ class CheckpointCoordinator:
             checkpoints.export(resolved(folder), shard_bytes)
 
     def after_step(self, made: bool, stops: bool, ends_trial: bool = False) -> None:
-        """Saves if ``made`` (the step updated the weights) and a save is due, or if ``stops`` (a rank received SIGTERM)
-        or ``ends_trial`` (a sweep's trial ends). Then ends the run if ``stops``. All ranks pass the same values.
+        """Saves after a step if it is due, and before an end: ``stops`` (a rank received SIGTERM) ends the run,
+        ``ends_trial`` a sweep's trial. ``made``: the step updated the weights. All ranks pass the same values.
 
         Raises:
             SystemExit: status 143, after a committed checkpoint.
@@ -353,7 +353,7 @@ class CheckpointCoordinator:
         """Waits for the pending save, then calls ``release``.
 
         Raises:
-            CheckpointError: the last save failed, no step has raised this, and ``checkpoint.on_failure`` stops the run.
+            CheckpointError: the last save failed, and ``checkpoint.on_failure`` stops the run.
         """
         if self._signal is not None:
             self._signal.remove()
@@ -365,8 +365,8 @@ class CheckpointCoordinator:
             raise problem
 
     def release(self) -> None:
-        """Removes the signal handler, unlocks the folders and destroys the CPU process group. A second call does
-        nothing. It does not wait: a pending save continues in its thread, which unlocks the folders at its end.
+        """Removes the signal handler, unlocks the folders and destroys the CPU process group; may be called twice. A
+        pending save continues in its thread and unlocks the folders at its end.
         """
         if self._signal is not None:
             self._signal.remove()
@@ -452,8 +452,8 @@ class CheckpointCoordinator:
         return reader.manifest.user
 
     def placed(self, call: str) -> RunState:
-        """Returns this rank's state. Raises EngineError, which names the method ``call``, if the model is not sharded
-        yet or the context ``full_parameters`` is open.
+        """Returns this rank's state. Raises EngineError with the name of the method ``call`` if the model is not
+        sharded yet or ``full_parameters`` is open.
         """
         if self._run is None:
             raise EngineError(

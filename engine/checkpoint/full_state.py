@@ -41,9 +41,7 @@ class Entry:
 
 
 def state_entries(model: nn.Module) -> dict[str, Entry]:
-    """Returns the parameter or buffer that each key of ``model.state_dict()`` refers to, found by the identity of its
-    tensor. Call it before the engine moves tensors.
-    """
+    """Returns the parameter or buffer of each key of ``model.state_dict()``. Call it before tensors are moved."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     buffers = {id(b): name for name, b in model.named_buffers()}
     entries: dict[str, Entry] = {}
@@ -59,7 +57,7 @@ def state_entries(model: nn.Module) -> dict[str, Entry]:
 
 
 class FullState:
-    """Gatherer of the user's full ``model.state_dict()`` from the shards of all ranks into CPU memory of rank 0."""
+    """Gatherer of the full ``model.state_dict()`` from the shards of all ranks into CPU memory of rank 0."""
 
     def __init__(self, model: nn.Module, plan: Plan, entries: Mapping[str, Entry], comm: Comm) -> None:
         self._model, self._plan, self.entries, self._comm = model, plan, entries, comm
@@ -73,11 +71,11 @@ class FullState:
         average: Average | None = None,
         keys: Set[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Returns the user's ``model.state_dict()`` with full CPU tensors on rank 0, and {} on other ranks. Collective
-        over the world.
+        """Returns ``model.state_dict()`` with full CPU tensors on rank 0, and {} on other ranks. Collective over the
+        world.
 
         Args:
-            buckets: flat buckets (tensors that concatenate parameters) of trainable and frozen parameters.
+            buckets: flat buckets of trainable and frozen parameters.
             average: weight average to return in place of the trained parameters; None: the parameters.
             keys: keys of the state dict to return, the same on all ranks; None: all keys.
         """

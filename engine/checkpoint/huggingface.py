@@ -32,7 +32,7 @@ class PretrainedFolder:
     Args:
         keys: engine's name ("param/...", "buffer/...") -> possible keys in the folder.
         prefix: transformers' ``base_model_prefix``; keys are found with and without it.
-        parts: engine's name -> full shape, and the tensors that a published folder has in place of the full tensor.
+        parts: engine's name -> (full shape, tensors of the folder that together form the full tensor).
 
     Raises:
         CheckpointError: the folder has no safetensors file, or has a tensor that this model lacks.
@@ -70,9 +70,7 @@ class PretrainedFolder:
         self.kinds = {name: tensor.kind for name, tensor in self._tensors.items()}
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Reads the piece of each request in ``wanted`` from the files into the request's target memory. Reads only the
-        bytes of these pieces.
-        """
+        """Reads each requested piece from the files into the request's memory. Reads only the bytes of these pieces."""
         read_spans(self._files, self._tensors, wanted)
 
     def _find(self) -> dict[str, SpannedTensor]:
@@ -113,8 +111,8 @@ class PretrainedFolder:
 
 
 def model_files(model: nn.Module) -> dict[str, bytes]:
-    """Returns the contents of "config.json" and "generation_config.json" of a Hugging Face model, by file name; {} for
-    any other model.
+    """Returns "config.json" and "generation_config.json" of a Hugging Face model, name -> contents; {} for other
+    models.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not hasattr(type(model), "base_model_prefix"):
@@ -146,9 +144,7 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
-    """Returns the files of a Hugging Face folder (name -> contents), with the weights' ``dtype``, such as "bfloat16",
-    written into "config.json".
-    """
+    """Returns the files of a Hugging Face folder (name -> contents), with ``dtype`` written into "config.json"."""
     return {
         name: _text(json.loads(data) | {"dtype": dtype}) if name == "config.json" else data
         for name, data in files.items()

@@ -53,12 +53,12 @@ class TensorSource(Protocol):
         """Folder of the tensors, or another description of the source, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Reads the piece of each request in ``wanted`` from the source into the request's target memory."""
+        """Reads each requested piece from the source into the request's memory."""
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Reader of weights and optimizer state from a checkpoint or Hugging Face folder, ``source``, into one rank's
+    """Reader of weights and optimizer state from ``source`` (a checkpoint or Hugging Face folder) into one rank's
     shards.
     """
 
@@ -72,8 +72,9 @@ class Loader:
     """Names ("param/...") of tensors that the checkpoint was saved without; they keep their current values."""
 
     def check(self) -> None:
-        """Checks that the weights and buffers in ``source`` have the names, shapes and dtypes of the model's. A
-        floating-point dtype may differ from the model's floating-point dtype.
+        """Checks that the weights and buffers in ``source`` have the model's names, shapes and dtypes.
+
+        Floating-point dtypes may differ.
 
         Raises:
             CheckpointError: names the first difference.
@@ -120,9 +121,7 @@ class Loader:
         return buffer if buffer in self.source.kinds else f"param/{leaf}"
 
     def tell_differences(self) -> None:
-        """Logs the names of tensors that only ``source`` has, and of tensors that only the model has. ``check`` accepts
-        such differences if ``strict`` is False.
-        """
+        """Logs the names of tensors that only ``source`` has, or only the model has."""
         for names, told in (
             (self._absent(), "the checkpoint lacks %d tensor(s), which keep their values: %s%s"),
             (self._surplus(), "the checkpoint has %d tensor(s) that the model lacks: %s%s"),
@@ -147,10 +146,10 @@ class Loader:
         return [name.partition("/")[2] for name in names]
 
     def check_moments(self, families: Families) -> None:
-        """Checks that ``source`` has every optimizer moment in ``families``, such as "exp_avg", that this rank's
-        parameters need. Call it before the memory of the moments is allocated.
+        """Checks that ``source`` has the optimizer moments in ``families`` that this rank's parameters need.
 
-        Parameters that the optimizer updates as one flat tensor need the same moments.
+        Call it before the memory of the moments is allocated. Parameters that the optimizer updates as one flat tensor
+        need the same moments.
 
         Raises:
             CheckpointError: names the first moment that is missing, has another shape than its parameter, or is not
@@ -176,8 +175,8 @@ class Loader:
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Reads this rank's shards of the weights, and all buffers, into the model. If a weight has an fp32 master, the
-        values are read into the master instead; :func:`share_weights` then rounds them into the weight.
+        """Reads this rank's shards of the weights, and all buffers. A weight with an fp32 master is read into the
+        master only; :func:`share_weights` rounds it into the weight.
         """
         kinds = self.source.kinds
         wide = {held.tensor.partition("/")[2]: held for held in self.local_tensors.masters()}
@@ -208,17 +207,17 @@ class Loader:
 
     @torch.no_grad()
     def read_moments(self, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-        """Reads this rank's shards of optimizer moments into ``moments``: flat parameter of the optimizer -> moment
-        name -> tensor. Moments that were not saved (``left_out``), or are missing while ``strict`` is False, do not
-        change.
+        """Reads this rank's shards of optimizer moments into ``moments``: flat parameter -> moment name -> tensor.
+
+        Moments that were not saved do not change.
         """
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 
     @torch.no_grad()
     def read_apart(self, whole: Iterable[WholeUpdates]) -> None:
-        """Reads optimizer state that does not have its parameter's shape, such as the preconditioners of Shampoo.
-        ``whole``: the parts of the optimizer that store such state. A parameter without such state in ``source`` starts
-        with fresh state.
+        """Reads optimizer state in other shapes than its parameter's, such as the preconditioners of Shampoo.
+
+        ``whole``: optimizer parts that store it. A parameter without saved state starts afresh.
         """
         for updates in whole:
             updates.forget()
@@ -228,15 +227,14 @@ class Loader:
                 self._fill(held for held in self.local_tensors.apart(updates) if held.row.name in known)
 
     def check_apart(self, whole: Iterable[WholeUpdates], updated: Collection[str]) -> None:
-        """Checks optimizer state that does not have its parameter's shape, such as the preconditioners of Shampoo:
-        ``source`` must have it with the names and shapes that this run's optimizer uses.
+        """Checks optimizer state in other shapes than its parameter's, such as the preconditioners of Shampoo.
 
         Args:
             whole: parts of this run's optimizer that store such state.
             updated: names of the parameters that the saved run has updated; other parameters may lack state.
 
         Raises:
-            CheckpointError: names the first parameter with other state than this run's optimizer has.
+            CheckpointError: names the first parameter with saved state in other names or shapes than this run's.
         """
         for updates in whole:
             found = self._stored_apart(updates)
@@ -291,11 +289,9 @@ class Loader:
 
 @torch.no_grad()
 def read_unplaced(source: TensorSource, model: nn.Module) -> None:
-    """Reads full weights and buffers from ``source`` into a model that is not sharded yet, because its sharding is
-    planned with the first batch.
+    """Reads full weights and buffers into a model that is not sharded yet.
 
-    A tensor on the meta device, or with another shape in ``source`` than in the model, is skipped without an error; the
-    load after sharding checks it.
+    Skips tensors on the meta device or with another shape; the load after sharding checks them.
     """
     kinds = source.kinds
     tensors: dict[tuple[str, str], Tensor] = {}
@@ -316,8 +312,10 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @torch.no_grad()
 def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """Completes weights after each data rank has loaded its 1 / N of them. All-gathers the weights that every data rank
-    stores in full: fp32 masters at ZeRO 0, and parameters at ZeRO 0 to 2. Rounds masters into the parameters.
+    """Completes weights on all data ranks after each has loaded its ZeRO shard.
+
+    All-gathers fp32 masters at ZeRO 0, and parameters at ZeRO 0 to 2, over data ranks. Rounds masters into the
+    parameters.
     """
     pending = []
     for flat in buckets:
@@ -345,8 +343,8 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 @torch.no_grad()
 def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> None:
-    """Completes optimizer moments at ZeRO 0, where every data rank stores all of them, by an all-gather over data
-    ranks. Before it, each data rank has loaded its 1 / N of ``moments``. Does nothing at other ZeRO stages.
+    """All-gathers optimizer moments over data ranks at ZeRO 0, after each rank has loaded its part. Does nothing at
+    other stages.
     """
     for flat in local_tensors.buckets:
         places = [place for place in local_tensors.places if place.flat is flat]

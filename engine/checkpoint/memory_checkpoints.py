@@ -59,9 +59,7 @@ SHARED = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class HostMap:
-    """Ranks of each host, in ascending order. Each host stores copies of the files of the host before it in ``hosts``;
-    the first host stores copies of the last host's files.
-    """
+    """Ranks of each host, in ascending order. Each host also stores copies of the previous host's files, in a ring."""
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -70,25 +68,25 @@ class HostMap:
         return {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
 
     def is_first(self, rank: int) -> bool:
-        """Returns True if ``rank`` is the first rank of its host. This rank does work that is needed once per host."""
+        """Returns True if ``rank`` is the first rank of its host."""
         return self.hosts[self._host_of[rank]][0] == rank
 
     def keeper(self, rank: int) -> int | None:
-        """Returns the rank on the next host that stores the copy of the files of ``rank``; None if there is only one
-        host.
-        """
+        """Returns the rank on the next host that stores copies of the files of ``rank``; None for a single host."""
         host = self._host_of[rank]
         following = self.hosts[(host + 1) % len(self.hosts)]
         return following[self.hosts[host].index(rank) % len(following)] if len(self.hosts) > 1 else None
 
     def kept(self, rank: int) -> list[int]:
-        """Returns the ranks on other hosts for which ``rank`` stores copies of their files, in ascending order."""
+        """Returns the ranks with copies of their files on ``rank``, in ascending order."""
         return [other for other in sorted(self._host_of) if self.keeper(other) == rank]
 
 
 def find_hosts(host: HostGroup, identity: str) -> HostMap:
-    """Groups all ranks by host and returns the groups. Ranks that pass the same ``identity``, from
-    :func:`memory_identity`, share host memory. ``host``: process group of all ranks for CPU messages. Collective.
+    """Groups all ranks by host. Ranks with the same ``identity``, from :func:`memory_identity`, share host memory.
+    Collective.
+
+    ``host``: process group of all ranks for CPU messages.
 
     Raises:
         EngineError: a rank cannot be reached.
@@ -102,8 +100,7 @@ def find_hosts(host: HostGroup, identity: str) -> HostMap:
 
 
 def memory_identity(shared: Path) -> str:
-    """Returns a text that is equal for two processes if they share the memory folder ``shared``. Containers on one
-    machine can have separate folders.
+    """Returns a text that is equal for two processes if they share the memory folder ``shared``.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -143,8 +140,8 @@ class _Copy:
 
 
 class Mirror:
-    """Distribution of one saved checkpoint over the memory of the hosts, so that each file is on two hosts. Every rank
-    makes a new object for every save.
+    """Distributor of one saved checkpoint over host memories, so that each file is on two hosts. Every save needs a new
+    object.
     """
 
     def __init__(self, host: HostGroup, hosts: HostMap, folder: MemoryFolder, files: MemoryFiles) -> None:
@@ -152,10 +149,10 @@ class Mirror:
         self._with_rank_0 = any({0, host.rank} <= set(ranks) for ranks in hosts.hosts)
 
     def spread(self, step: Path) -> None:
-        """Copies the checkpoint in the folder ``step``, which rank 0 has committed, to the memory of other hosts, and
-        commits it there. Collective over the host group.
+        """Copies the committed checkpoint ``step`` to the memory of other hosts and commits it there. Collective over
+        the host group.
 
-        Every rank receives the manifest and block hashes. Each rank sends its own files to one rank of another host.
+        Each rank sends its files to a rank of another host.
 
         Raises:
             CheckpointError: a rank has failed, or does not answer; all ranks raise the same error.
@@ -301,15 +298,15 @@ class MemoryCheckpoints:
         self._saved = False
 
     def save(self, host: HostGroup, write: Callable[[Files, Path], Path]) -> Path:
-        """Saves a checkpoint into the memory of the hosts, then copies each host's files to the next host. Returns the
-        checkpoint's folder on rank 0's host.
+        """Saves a checkpoint into the memory of the hosts, then copies each host's files to the next host.
+
+        Returns the checkpoint's folder on rank 0's host.
 
         Args:
-            write: function (file operations, folder) that saves and returns the folder that rank 0 has committed.
+            write: function (file operations, folder) that saves and returns the committed folder.
 
         Raises:
-            CheckpointError, EngineError: ``write`` or the copy has failed on a rank; the older checkpoint is still
-                complete.
+            CheckpointError, EngineError: ``write`` or the copy has failed on a rank. The previous checkpoint remains.
         """
         folder = self._open(host)
         files = MemoryFiles(self._named, self._shared)
@@ -326,8 +323,8 @@ class MemoryCheckpoints:
         return step
 
     def find(self, host: HostGroup, beyond: int) -> MemoryStep | None:
-        """Opens the newest checkpoint of a step after ``beyond`` that is complete if the files of all hosts are
-        combined. Returns None if there is none.
+        """Opens the newest checkpoint that is complete over all hosts and later than step ``beyond``; None if there is
+        none.
 
         Raises:
             CheckpointError: a host cannot answer; all ranks raise the same error.
@@ -346,9 +343,7 @@ class MemoryCheckpoints:
         return self._reach(host, _Offer(**answer["chosen"]), ours, answer["secret"])
 
     def close(self) -> None:
-        """Stops this host's file server, from which other hosts read checkpoints. Call it after all ranks have read
-        their data.
-        """
+        """Stops the server from which other hosts read this host's checkpoints. Call it after all ranks have read."""
         if self._found is not None:
             self._found.files.hang_up()
         if self._server is not None:
@@ -356,9 +351,7 @@ class MemoryCheckpoints:
         self._found = self._server = None
 
     def remove(self) -> None:
-        """Deletes the checkpoints in this host's memory, at the end of a run. Communicates nothing; the first rank of
-        each host deletes.
-        """
+        """Deletes the checkpoints in this host's memory, at the end of a run. Communicates nothing."""
         self.close()
         if self._folder is not None and self._acts:
             self._folder.remove()
@@ -411,8 +404,10 @@ class MemoryCheckpoints:
 
 
 def newest_whole(offers: Iterable[_Offer], beyond: int) -> _Offer | None:
-    """Returns the newest checkpoint of a step after ``beyond`` that has every file on at least one host; None if there
-    is none. ``offers``: the checkpoints in the memory of each host.
+    """Returns the newest checkpoint that is complete over all hosts and later than step ``beyond``; None if there is
+    none.
+
+    ``offers``: the checkpoints in the memory of each host.
     """
     held: dict[tuple[int, str], set[str]] = {}
     found: dict[tuple[int, str], _Offer] = {}

@@ -38,8 +38,8 @@ class MemoryFiles(Files):
     """File operations that write a checkpoint into host memory. Folders are created with their first file.
 
     Args:
-        named: path of the memory folder on rank 0, with which all given paths begin.
-        shared: path of the memory folder on this host, which replaces ``named``.
+        named: rank 0's memory folder, the start of all given paths.
+        shared: this host's memory folder, which replaces ``named``.
     """
 
     def __init__(self, named: Path, shared: Path) -> None:
@@ -49,7 +49,7 @@ class MemoryFiles(Files):
         self._open: dict[int, Path] = {}
 
     def create(self, path: Path) -> int:
-        """Creates the file ``path``, and missing folders above it, in this host's memory folder. Returns the file's
+        """Creates the file ``path``, and missing parent folders, in this host's memory folder; returns the file's
         descriptor. Raises FileExistsError if the file exists.
         """
         if path.is_relative_to(self._named):
@@ -60,27 +60,25 @@ class MemoryFiles(Files):
         return file
 
     def close(self, file: int) -> None:
-        """Closes an open file. If ``create`` has opened it, records its size in ``sizes``."""
+        """Closes an open file. Records its size in ``sizes`` if ``create`` has opened it."""
         if (path := self._open.pop(file, None)) is not None:
             self.sizes[path] = os.fstat(file).st_size
         os.close(file)
 
     def make_folder(self, path: Path) -> None:
-        """Creates the folder ``path``. Raises no error if it exists, because another rank of this host may have created
-        it.
-        """
+        """Creates the folder ``path``; does nothing if it exists."""
         path.mkdir(exist_ok=True, mode=0o700)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFolder:
-    """Folder for the checkpoints of one run in the memory of a host. Every host has one."""
+    """Folder for the checkpoints of one run in the memory of one host."""
 
     root: Path
 
     def claim(self) -> None:
-        """Creates the folder, and deletes memory folders of earlier runs that had the same folder on disk. One rank of
-        each host calls it.
+        """Creates the folder, and deletes memory folders of earlier runs with the same disk folder. One rank of each
+        host calls it.
 
         Raises:
             CheckpointError: a folder of another user, or a link, has this folder's name.
@@ -109,8 +107,8 @@ class MemoryFolder:
 
 
 def run_token(files: Files, folder: Path) -> str:
-    """Returns the random token that identifies the run in ``folder``. The token's file in ``folder`` is created if it
-    is missing. Rank 0 calls the function.
+    """Returns the random token that identifies the run in ``folder``; creates its file if it is missing. Rank 0 calls
+    it.
 
     Raises:
         CheckpointError: the token file is damaged.
@@ -130,7 +128,7 @@ def run_token(files: Files, folder: Path) -> str:
 
 def memory_folder(shared: Path, folder: Path, token: str) -> MemoryFolder:
     """Returns the memory folder of the run that saves its checkpoints into ``folder`` on disk. ``shared``: tmpfs folder
-    that contains the memory folder; ``token``: random id of the run, from :func:`run_token`.
+    that contains it. ``token``: random id from :func:`run_token`.
     """
     place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     return MemoryFolder(shared / f"trine-memory-{os.getuid()}-{place}-{token}")
@@ -182,8 +180,9 @@ class FileServer:
         self._thread.start()
 
     def answer(self, link: socket.socket, line: bytes) -> bool:
-        """Answers the request ``line``, a JSON object with secret, file name, offset and length. Sends the bytes of the
-        file, or an error number. Returns False, without an answer, if the secret or the name is wrong.
+        """Sends the bytes of a file, or an error number; returns False if the secret or the name is wrong.
+
+        ``line``: request as a JSON object with secret, file name, offset and length.
         """
         asked = json.loads(line)
         if not hmac.compare_digest(str(asked["secret"]), self._secret) or asked["name"] not in self._names:
@@ -212,8 +211,8 @@ class FileServer:
 
 
 class RemoteFiles(Files):
-    """File operations that read a checkpoint's files from this host's memory, or over the network from the file servers
-    of other hosts. Descriptors of files on other hosts are negative.
+    """File operations that read a checkpoint from this host's memory, or over the network from other hosts. Descriptors
+    of files on other hosts are negative.
     """
 
     def __init__(self, here: Path, held: Mapping[str, Sequence[Holder]], sizes: Mapping[str, int], secret: str) -> None:
@@ -225,8 +224,8 @@ class RemoteFiles(Files):
         """Bytes received from other hosts."""
 
     def open(self, root: Path, name: str) -> int:
-        """Opens the file ``name`` of the checkpoint, on this host or on another host that has it. Returns its
-        descriptor. The argument ``root`` is not used.
+        """Opens the file ``name`` of the checkpoint, on this host or another one; returns its descriptor. ``root`` is
+        not used.
         """
         if (self._here / name).exists():
             return super().open(self._here, name)
@@ -245,7 +244,7 @@ class RemoteFiles(Files):
         return super().read_into(file, target, offset) if file >= 0 else self._fetch(file, target, offset)
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """Calls ``read_into``: all files are in memory, so there is no page cache to bypass."""
+        """Calls ``read_into``, because files in memory have no page cache to bypass."""
         return self.read_into(file, target, offset)
 
     def is_cached(self, file: int, offset: int) -> bool:

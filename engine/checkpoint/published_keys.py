@@ -19,11 +19,11 @@ from engine.checkpoint.format.safetensors_file import FilePart
 
 
 def published_parts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[FilePart, ...]]:
-    """Returns the tensors that a published Hugging Face folder has in place of each parameter, by the parameter's key.
-    Example: a folder has one tensor for each expert, where the model has one stacked parameter.
+    """Returns the tensors of a published Hugging Face folder that together form each parameter, by the parameter's key.
 
-    A parameter is left out if the folder stores it under its own key, or in another order of elements. Returns {} for
-    models that are not of transformers. Communicates nothing.
+    Example: a folder has one tensor for each expert, where the model has one stacked parameter. Leaves out a parameter
+    that the folder stores under its own key, or with its elements in another order. Returns {} for models that are not
+    from transformers.
 
     Args:
         shapes: full shape of every parameter, by its key in ``model.state_dict()``.

@@ -49,11 +49,10 @@ logger = logging.getLogger("trine")
 
 
 class ClientState(dict[str, Any]):
-    """Dict with the user's ``client_state`` that ``load_checkpoint`` returns. Iteration over it raises EngineError;
-    ``items``, ``keys`` and ``values`` work as in any dict.
+    """Dict that ``load_checkpoint`` returns. Iteration over it raises EngineError; ``items``, ``keys`` and ``values``
+    work.
 
-    With DeepSpeed, the result is a pair: ``path, state = eng.load_checkpoint(...)``. Without the error, this code would
-    assign two keys of the dict.
+    The error catches ``path, state = eng.load_checkpoint(...)``, which is right only with DeepSpeed.
     """
 
     def __iter__(self) -> Iterator[str]:
@@ -64,8 +63,9 @@ class ClientState(dict[str, Any]):
 
 
 def find_checkpoint(folder: Path, host: HostGroup, files: Files, missing_ok: bool = False) -> Path | None:
-    """Finds the checkpoint to load: ``folder`` itself if it is a checkpoint, otherwise the newest checkpoint in it.
-    Returns None if there is none and ``missing_ok`` is True. Rank 0 searches and sends the result to all ranks.
+    """Finds the checkpoint to load: ``folder`` itself, or the newest checkpoint in it. Rank 0 searches for all ranks.
+
+    Returns None if there is none and ``missing_ok`` is True.
 
     Raises:
         CheckpointError: ranks passed different folders; there is no checkpoint, and ``missing_ok`` is False.
@@ -140,7 +140,7 @@ class LoadRequest:
 
 
 class Resume:
-    """Load of one checkpoint into an engine with a sharded model.
+    """Loader of one checkpoint into an engine with a sharded model.
 
     Args:
         run: model, optimizer and counters of the engine.
@@ -353,8 +353,8 @@ class Resume:
 
 
 def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> AbstractContextManager[None]:
-    """Returns a context for one phase of a load. If the phase raises on a rank, all ranks raise its error, followed by
-    the text that the callback ``advice`` returns.
+    """Returns a context for a part of a load. If a rank fails in it, all ranks raise its error, followed by
+    ``advice()``.
 
     Raises:
         CheckpointError: a rank has failed; names the checkpoint ``step``.

@@ -43,7 +43,7 @@ WORTH_A_LINE = 0.1
 
 @dataclass(frozen=True)
 class RunState:
-    """Model, optimizer and counters of an engine on one rank, from which a save reads and into which a load writes."""
+    """Model, optimizer and counters of an engine on one rank, for a save to read and a load to write."""
 
     model: nn.Module
     config: Config
@@ -59,7 +59,7 @@ class RunState:
 
     @cached_property
     def ownership(self) -> SaveOwnership:
-        """Assignment of the elements of every parameter to ranks. A rank saves the elements assigned to it."""
+        """Assignment of the parameters' elements to the ranks that save them."""
         return SaveOwnership(self.runtime.plan)
 
     @cached_property
@@ -82,8 +82,8 @@ class RunState:
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
-        """Parameters and buffers of a checkpoint's folder ``model/``, each with the rank that writes it. The value is
-        the same on all ranks.
+        """Parameters and buffers of a checkpoint's folder ``model/``, each with the rank that writes it; equal on all
+        ranks.
         """
         parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
         kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
@@ -93,39 +93,35 @@ class RunState:
 
     @cached_property
     def stored(self) -> tuple[ModelTensor, ...]:
-        """Parameters and buffers that a checkpoint contains: ``tensors``, without frozen parameters if
-        ``checkpoint.frozen`` is false.
-        """
+        """Parameters and buffers that a checkpoint contains: all, or if ``checkpoint.frozen`` is false, ``trained``."""
         return self.tensors if self.config.checkpoint.frozen else self.trained
 
     @cached_property
     def trained(self) -> tuple[ModelTensor, ...]:
-        """Trainable parameters, and buffers: ``tensors`` without frozen parameters."""
+        """Trainable parameters, and buffers."""
         return tuple(tensor for tensor in self.tensors if tensor.row is None or tensor.row.trainable)
 
     @property
     def local_tensors(self) -> LocalTensors:
-        """Views of this rank's live weights, fp32 master weights and optimizer state, to save or to load into."""
+        """Views of this rank's live weights, fp32 master weights and optimizer state."""
         return LocalTensors(self.ownership, self.comm.grid.coord(), self.runtime.inventory)
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """Residuals of this rank's quantized gradients, by name ("residual/..."): the rounding errors of earlier steps,
-        which error feedback adds to later gradients.
+        """Rounding errors of this rank's quantized gradients, by name ("residual/..."), which are added to later
+        gradients.
         """
         return {f"residual/{name}": residual for name, residual in self.runtime.reducer.residuals.items()}
 
     def own_state(self) -> dict[str, Tensor]:
-        """Returns the tensors that only this rank has, by name: states of random generators, state of step features,
-        and rounding errors of quantized gradients (error feedback).
-        """
+        """Returns the tensors that only this rank has, by name, such as states of random generators."""
         parts = self.runtime.parts.having(StepPart.state)
         states = {name: tensor for part in parts for name, tensor in part.state().items()}
         return random_states(self.device) | states | self.residuals
 
     def ours(self, weights_only: bool = False) -> Ours:
         """Returns the state that this rank contributes to a save, as views of the live tensors. ``weights_only``: True
-        for only weights and buffers, without optimizer state and random generators.
+        for weights and buffers alone.
         """
         for flat in self.runtime.buckets:
             sync_masters(flat)
@@ -140,9 +136,7 @@ class RunState:
         return Ours(weights, self.buffers, pieces, self.own_state(), numbers)
 
     def contents(self, user: Any, tensors: tuple[ModelTensor, ...]) -> Contents:
-        """Returns the checkpoint's metadata: the manifest fields that are not about tensors. ``user``: the
-        ``client_state`` to save.
-        """
+        """Returns the checkpoint's metadata, with ``user`` as its ``client_state``."""
         scheduler = self.runtime.learning_rate.scheduler
         progress = {
             "update": self.trainer_state.update.state_dict(),
@@ -182,7 +176,7 @@ class RunState:
         }
 
     def dtype(self) -> str:
-        """Returns the torch name, such as "bfloat16", of the dtype that most bytes of the model's tensors have."""
+        """Returns the most frequent dtype of the model's tensors, by bytes, as a torch name such as "bfloat16"."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:
             sizes[tensor.kind.dtype] = sizes.get(tensor.kind.dtype, 0) + tensor.kind.bytes

@@ -57,9 +57,7 @@ from engine.parallel.comm.host_group import HostGroup, announce, collect, noting
 
 @dataclass(slots=True)
 class Report:
-    """Message that a rank sends to rank 0 during a save, about the files that it has written: sizes, block hashes and
-    pieces of tensors.
-    """
+    """Message to rank 0 about the files that a rank has written in a save: sizes, hashes and pieces of tensors."""
 
     files: dict[str, int] = field(default_factory=dict)
     hashes: dict[str, Hashes] = field(default_factory=dict)
@@ -73,16 +71,12 @@ class Report:
     """Temporary folder of the save on this rank."""
 
     def file(self, name: str, size: int, hashes: Hashes) -> None:
-        """Adds the file ``name``, which this rank has written, to the report: its size in bytes and the hashes of its
-        blocks.
-        """
+        """Adds a written file to the report, with its size in bytes and the hashes of its blocks."""
         self.files[name] = size
         self.hashes[name] = hashes
 
     def piece(self, tensor: str, kind: TensorKind, stored: StoredPiece) -> None:
-        """Adds ``stored``, a piece of the tensor ``tensor`` that this rank has written, to the report. ``kind``: dtype
-        and full shape of the tensor.
-        """
+        """Adds a written piece of a tensor to the report. ``kind``: dtype and full shape of the tensor."""
         entry = {"dtype": kind.dtype, "shape": list(kind.shape), **piece_to_json(stored, stored.file)}
         self.pieces.setdefault(tensor, []).append(entry)
 
@@ -97,22 +91,22 @@ class Report:
 
 
 def digests(tracked: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the hex sha256 of each registered object's JSON state, by the object's name. Ranks compare it."""
+    """Returns the hex sha256 of each registered object's JSON state, by the object's name."""
     return {name: hashlib.sha256(dump({"state": state})).hexdigest() for name, state in tracked.items()}
 
 
 def failure(problem: str) -> bytes:
-    """Returns the report, as JSON bytes, of a rank that could not write its files. ``problem``: the error text."""
+    """Returns, as JSON bytes, the report that this rank could not write its files because of ``problem``."""
     return dump({"problem": problem})
 
 
 def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
-    """Merges the reports of all ranks, which are in order of rank. Returns the merged report, and all tensors with the
-    pieces that the ranks have written.
+    """Merges the reports of all ranks, in rank order. Returns the merged report, and all tensors with their written
+    pieces.
 
     Raises:
-        CheckpointError: a rank has failed; the ranks used different folders, or have different states of a registered
-            object, or different optimizer scalars; an element of a tensor was not written exactly once.
+        CheckpointError: a rank has failed; ranks differ in the folder, a registered object's state or optimizer
+            scalars; an element of a tensor was not written exactly once.
     """
     merged, numbers = Report(), []
     kinds: dict[str, TensorKind] = {}
@@ -174,7 +168,7 @@ class Saver:
         ownership: assignment of elements to the ranks that save them.
         tensors: the tensors of ``model/``, the same on all ranks.
         host: process group of CPU tensors for all messages of a save.
-        lock: callback (folder of a run) that locks this folder on rank 0, or raises.
+        lock: callback that locks the folder of a run on rank 0, or raises.
     """
 
     def __init__(
@@ -195,25 +189,28 @@ class Saver:
         """Lock on the folder of the pending save; rank 0 only."""
 
     def elsewhere(self, files: Files) -> "Saver":
-        """Returns a saver that writes the same snapshots with other file operations, ``files``, such as into host
-        memory. It takes no locks.
+        """Returns a saver of the same snapshots that writes with ``files``, for example into host memory. It takes no
+        locks.
         """
         other = copy(self)
         other._files, other._lock, other._held, other._whole = files, lambda folder: None, ExitStack(), True
         return other
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies into host memory all state in ``ours`` and ``contents`` that training will change, and returns the
-        copy. The next call reuses the memory, so that the earlier snapshot is then invalid.
+        """Copies into host memory all state that training will change, and returns the copy.
+
+        The next call reuses the memory, which makes the earlier snapshot invalid.
         """
         return self._snapshots.take(ours, contents)
 
     def run(self, snapshot: Snapshot | Exception, folder: Path, keep: int | None) -> Path:
-        """Writes the snapshots of all ranks as one checkpoint into the folder of a run, and commits it. Returns the
-        checkpoint's folder. Collective over the host group.
+        """Writes the snapshots of all ranks as one checkpoint into a run's folder, and commits it. Collective over the
+        host group.
+
+        Returns the checkpoint's folder.
 
         Args:
-            snapshot: this rank's snapshot, or the error that prevented it; then no rank writes.
+            snapshot: this rank's snapshot; or an error, with which no rank writes.
             keep: number of checkpoints that remain in ``folder``; None: all.
 
         Raises:
@@ -226,11 +223,10 @@ class Saver:
         return Path(verdict.text("folder"))
 
     def export(self, snapshot: Snapshot | Exception, folder: Path, shard_bytes: int | None = None) -> None:
-        """Writes the weights into ``folder`` in Hugging Face's format, without optimizer state. Existing files with the
-        names of the new ones are replaced. Collective over the host group.
+        """Writes the weights into ``folder`` in Hugging Face's format, replacing existing files. Collective over the
+        host group.
 
-        ``shard_bytes``: rank 0 merges the ranks' files into files of at most this many bytes; None: one file for each
-        rank.
+        ``shard_bytes``: largest size of a file, written by rank 0; None: one file for each rank.
 
         Raises:
             CheckpointError, EngineError: a rank has failed or cannot be reached; the folder is then unchanged.

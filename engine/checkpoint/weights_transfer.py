@@ -28,10 +28,10 @@ from engine.zero.optim.master_weights import sync_masters
 
 
 def copy_weights(source: RunState, target: RunState) -> None:
-    """Copies parameters and persistent buffers of ``source`` into ``target``, cast to the target's dtypes. The target's
-    optimizer state does not change. Collective over the world.
+    """Copies parameters and persistent buffers of ``source`` into ``target``, cast to its dtypes. Collective over the
+    world.
 
-    If ``source`` has fp32 masters, their values are copied in place of the rounded weights.
+    Takes fp32 masters of ``source`` in place of rounded weights. The target's optimizer state does not change.
 
     Raises:
         EngineError: the models differ, or the engines run on different ranks. All ranks raise, before communication.
@@ -91,9 +91,7 @@ def kind_bytes(kind: TensorKind) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Full tensors by name in one CPU buffer. A load can read from it as from a checkpoint, because it has the
-    interface ``TensorSource``.
-    """
+    """Full tensors by name in one CPU buffer, which a load can read like a checkpoint."""
 
     kinds: Mapping[str, TensorKind]
     places: Mapping[str, Tensor]
@@ -101,12 +99,12 @@ class Image:
     name: Path | str = "the other engine"
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Reads the piece of each request in ``wanted`` from the buffer into the request's target memory."""
+        """Reads each requested piece from the buffer into the request's memory."""
         for request in wanted:
             _copy(request.piece, self.kinds[request.tensor].width, self.places[request.tensor], request.target, True)
 
     def write(self, tensor: str, piece: Piece, values: Tensor) -> None:
-        """Copies ``values``, the elements ``piece`` of the tensor named ``tensor``, into the buffer of full tensors."""
+        """Copies ``values`` into the buffer, as the elements ``piece`` of ``tensor``."""
         _copy(piece, self.kinds[tensor].width, self.places[tensor], as_bytes(values), False)
 
 
@@ -122,11 +120,13 @@ def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) 
 
 
 def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[[Image], None]) -> Image:
-    """Returns the full tensors ``kinds`` (dtype and shape by name) on every rank. On each rank, the callback ``fill``
-    writes this rank's pieces into the buffer of zeros; one all-reduce over the world (label "weights") combines the
-    buffers.
+    """Returns full tensors on every rank, combined from the pieces of all ranks by an all-reduce over the world (label
+    "weights").
 
-    If several ranks write one element, they must write the same value.
+    Args:
+        kinds: dtype and shape of each tensor, by name.
+        fill: callback that writes this rank's pieces into a buffer of zeros. Ranks that write one element write the
+            same value.
     """
     sizes = [kind_bytes(kind) for kind in kinds.values()]
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)
@@ -163,8 +163,8 @@ _SOURCE = "the state that rank 0 was given"
 
 @torch.no_grad()
 def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
-    """Loads weights and persistent buffers on all ranks from ``state``, the full state dict that rank 0 passes.
-    Collective over the world.
+    """Loads weights and persistent buffers on all ranks from ``state``, rank 0's full state dict. Collective over the
+    world.
 
     Raises:
         CheckpointError: a tensor has the wrong shape or is not floating-point; or, with ``strict``, a key is unknown or

@@ -21,10 +21,9 @@ from engine.step.state import RunControl
 
 
 class PendingSave:
-    """Handle of a save, which usually runs in a background thread. ``wait`` returns the checkpoint's folder, or raises
-    the failure. A failure is logged even if ``wait`` is never called.
+    """Handle of a save, which usually runs in a background thread. ``wait`` returns the checkpoint's folder or raises.
 
-    The handle references the engine's data only until the save ends.
+    A failure is logged even if ``wait`` is never called.
     """
 
     def __init__(self, work: Callable[[], Path], told: Callable[["PendingSave"], None], background: bool) -> None:
@@ -65,9 +64,7 @@ class PendingSave:
         return self.folder
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Calls the callback ``call`` once when the save has ended: in the save's thread, or at once if it has ended
-        already. The method takes no lock, so that finalizers may call it.
-        """
+        """Calls ``call`` once when the save has ended: in the save's thread, or at once if it has ended already."""
         self._afterwards.append(call)
         if self._ended:
             self._call_afterwards()
@@ -114,8 +111,7 @@ class CheckpointWriter:
         """Problem of the last save into memory."""
 
     def save(self, folder: Path, user: Any, keep: int | None, without_frozen: bool = False) -> PendingSave:
-        """Starts a save of the run into ``folder`` and returns its handle. ``user``: the ``client_state`` to store. See
-        :meth:`engine.Engine.save_checkpoint`.
+        """Starts a save of the run into ``folder`` and returns its handle. ``user``: the ``client_state`` to store.
 
         Args:
             keep: number of checkpoints that remain in the folder; None: all.
@@ -138,9 +134,7 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending.done
 
     def save_in_memory(self, copies: MemoryCheckpoints) -> None:
-        """Starts a save into the memory of this host, with a copy of each file on another host. A failure is logged,
-        and the run continues.
-        """
+        """Starts a save into this host's memory, with a copy of each file on another host. A failure is only logged."""
         self.drain()
         saver, snapshot = self._saver, self._snapshot({}, self._saver)
 
@@ -152,12 +146,13 @@ class CheckpointWriter:
         self._pending = PendingSave(save, partial(self._told_of_copy, step=step), self._config.asynchronous)
 
     def use(self, host: HostGroup) -> None:
-        """Sets ``host`` as the process group of CPU tensors that later saves use. No save may be pending."""
+        """Sets the process group of CPU tensors for later saves. No save may be pending."""
         self._saver.host = host
 
     def export(self, folder: Path, shard_bytes: int | None = None) -> None:
-        """Writes a Hugging Face folder of the model and waits until it is complete. ``shard_bytes``: largest size of a
-        file in bytes; None: one file for each rank.
+        """Writes a Hugging Face folder of the model and waits until it is complete.
+
+        ``shard_bytes``: largest size of a file in bytes; None: one file for each rank.
 
         Raises:
             CheckpointError: frozen weights are quantized, so that their exact values are not available.
@@ -194,16 +189,14 @@ class CheckpointWriter:
             return error
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Calls the callback ``call`` when no save is pending: at once, or in the pending save's thread when that save
-        ends.
-        """
+        """Calls ``call`` when no save is pending: at once, or in the pending save's thread at its end."""
         if self._pending is None:
             call()
         else:
             self._pending.afterwards(call)
 
     def drain(self) -> None:
-        """Waits until the pending save has ended, if there is one. Does not raise if the save has failed."""
+        """Waits until no save is pending. Does not raise if the save has failed."""
         pending = self._pending
         if pending is None:
             return

@@ -106,7 +106,7 @@ _BATCH_PART = Int(low=1, null=True, remedy="give a whole number of at least 1, o
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Full configuration of a run; ``resolve`` fills in sizes that depend on the number of processes."""
+    """Full configuration of a run. ``resolve`` fills in sizes that depend on the number of processes."""
 
     train_batch_size: int | None = setting(None, _BATCH_PART)
     """Rows per optimizer step over all data ranks: micro x accumulation x data."""
@@ -216,7 +216,7 @@ class Config:
 
     @property
     def given_microbatches(self) -> int | None:
-        """Number of microbatches that each data rank passes to a step; None: the number is not fixed."""
+        """Number of microbatches that each data rank passes to a step; None: any number."""
         return None if self.uneven_microbatches else self.accumulation
 
     @cached_property
@@ -226,12 +226,12 @@ class Config:
 
     @cached_property
     def row_ranks(self) -> int:
-        """Number of data ranks that read different rows of the batch."""
+        """Number of data ranks with different rows of the batch."""
         return self.dp
 
     @cached_property
     def shards(self) -> int:
-        """Number of data and context ranks over which ZeRO shards one copy of the state."""
+        """Number of data and context ranks over which ZeRO shards the state."""
         return (self.zero_optimization.shard_size or self.dp) * self.cp
 
     @cached_property
@@ -265,7 +265,7 @@ class Config:
         return int(sizes[name])
 
     def grid(self, rank: int) -> Grid:
-        """Returns the grid of all ranks (number of ranks on each parallel axis), as seen from rank ``rank``."""
+        """Returns the grid of ranks over the parallel axes, as seen from rank ``rank``."""
         asked = self.zero_optimization.shard_size
         shards = asked if asked is not None and asked < self.dp else None
         sizes = {axis.name: self._settled(axis.noun) for axis in grid.AXES}
@@ -280,14 +280,14 @@ class Config:
         return load_config(self, world_size)
 
     def for_accelerators(self) -> "Config":
-        """Returns the config with the default ``reduce_bucket_size`` of GPUs, or unchanged if that key is set."""
+        """Returns the config with the default ``reduce_bucket_size`` of GPUs, unless that key is set."""
         zero = self.zero_optimization
         if zero.reduce_bucket_size is not None:
             return self
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a dict of JSON values; ``load_config`` makes a config from it that is equal except in ``notes``."""
+        """Returns a dict of JSON values, from which ``load_config`` makes an equal config without ``notes``."""
         return dump_section(self)
 
 
@@ -303,8 +303,8 @@ def load_config(
     """Loads a config from a dict, a JSON, TOML or YAML file, or another Config, and checks it.
 
     ``world_size``, the number of processes, determines all "auto" and missing sizes. ``overrides`` are words such as
-    ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``, unknown top-level keys that
-    resemble no known key get a note instead of an error, because a script may read them itself.
+    ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``, unknown top-level keys get a note
+    instead of an error, unless they resemble a known key.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
@@ -418,9 +418,9 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
 
 
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int | Literal["auto"]]:
-    """Returns the size, or "auto", of each parallel axis by the name of the axis.
+    """Returns the size of each parallel axis, or "auto", by axis name.
 
-    An axis without a configuration key has its default size, as listed in ``grid.AXES``.
+    An axis without a configuration key has its default size.
     """
     others = {axis.noun: getattr(parallel, axis.noun, axis.size) for axis in grid.AXES if axis.noun not in AXES}
     return {axis: getattr(parallel, axis) for axis in AXES} | others

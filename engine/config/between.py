@@ -24,9 +24,7 @@ from engine.config.wording import shown_value
 
 
 def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastConfig, problems: Problems) -> None:
-    """Adds a problem to ``problems`` for each pair of settings that exclude each other in ``bf16``, ``fp16`` and
-    ``torch_autocast``.
-    """
+    """Adds a problem for each pair of settings that exclude each other in ``bf16``, ``fp16`` and ``torch_autocast``."""
     if autocast.enabled and fp16.enabled:
         problems.add(
             "torch_autocast.enabled",
@@ -43,9 +41,7 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
 
 
 def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
-    """Adds a problem if ``checkpoint.memory_every`` is set without ``checkpoint.folder``, which stores the run's
-    identity.
-    """
+    """Adds a problem if ``checkpoint.memory_every`` is set without ``checkpoint.folder``."""
     if checkpoint.memory_every and checkpoint.folder is None:
         problems.add(
             "checkpoint.memory_every",
@@ -55,10 +51,8 @@ def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
 
 
 def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
-    """Adds a problem for each key of ``activation_checkpointing`` that its ``mode`` does not read or that contradicts
+    """Adds a problem for each key of ``activation_checkpointing`` that its ``mode`` ignores, or that contradicts
     another key.
-
-    ``given`` is this section, and ``problems`` collects the problems.
     """
     takes = {
         "save": given.mode == "selective" or (given.mode, given.others) == ("offload", "selective"),
@@ -108,8 +102,8 @@ def check_tiles(
 
 
 def check_zero(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem for each setting in ``zero`` that needs another ZeRO stage, and for each offload setting that
-    lacks another setting which it needs.
+    """Adds a problem for each ZeRO setting that needs another stage, and each offload setting that needs another
+    setting.
     """
     _check_offload(zero.offload_optimizer, problems)
     if zero.reduce == "microbatch" and zero.stage < 2:
@@ -171,8 +165,8 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
 
 
 def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if ZeRO++ hpZ, a second copy of the parameter shards within each node, is configured, but no
-    all-gather would read that copy.
+    """Adds a problem if ZeRO++ hpZ (secondary parameter shards within each node) is configured without all-gathers to
+    use it.
     """
     asked = zero.zero_hpz_partition_size
     if asked in (0, 1):
@@ -192,10 +186,8 @@ def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem for each ZeRO message that the configuration quantizes, but that the configured stage does not
-    send.
-
-    It also adds a problem for each setting of a quantization that is off.
+    """Adds a problem for each quantized message that the ZeRO stage does not send, and each setting of a disabled
+    quantization.
     """
     for key, what in (("zero_quantized_weights", "gather parameters"), ("zero_quantized_gradients", "reduce shards")):
         if getattr(zero, key) and zero.stage == 0:
@@ -226,7 +218,7 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
-    """Adds a problem for each setting of ``integrity`` that has no effect at ``integrity.every`` 0 (no checks)."""
+    """Adds a problem for each setting of ``integrity`` that has no effect because ``integrity.every`` is 0."""
     if integrity.every:
         return
     for key, asks in (("rerun", integrity.rerun), ("on_failure", integrity.on_failure != "raise")):
@@ -239,10 +231,7 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 
 
 def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if ``integrity.rerun``, which runs a step twice, is set together with error feedback of gradients.
-
-    The second run of a step would add the rounding errors of the first, so the two runs would differ.
-    """
+    """Adds a problem if ``integrity.rerun`` (each step runs twice) is set together with error feedback of gradients."""
     if integrity.rerun and zero.zero_gradient_error_feedback:
         problems.add(
             "integrity.rerun",
@@ -252,10 +241,7 @@ def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problem
 
 
 def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if a moving average of the weights is configured together with a delayed optimizer update.
-
-    The average would read the weights during their update.
-    """
+    """Adds a problem if a moving average of the weights is configured together with a delayed optimizer update."""
     if ema is not None and zero.offload_optimizer.delayed_update:
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
@@ -264,10 +250,7 @@ def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -
 
 
 def check_uneven(uneven: bool, parallel: ParallelConfig, problems: Problems) -> None:
-    """Adds a problem if ``uneven`` is True and there are expert ranks, because they exchange rows in every forward.
-
-    ``uneven`` is the configuration value ``uneven_microbatches``: ranks may pass different numbers of microbatches.
-    """
+    """Adds a problem if ``uneven_microbatches`` (``uneven``) is True and there are expert ranks."""
     if uneven and parallel.expert > 1:
         problems.add(
             "uneven_microbatches",
@@ -277,11 +260,7 @@ def check_uneven(uneven: bool, parallel: ParallelConfig, problems: Problems) -> 
 
 
 def check_managed(managed: bool, parallel: ParallelConfig, problems: Problems) -> None:
-    """Adds a problem if ``managed`` is False and there are pipeline ranks, because a pipeline schedule needs a fixed
-    number of microbatches.
-
-    ``managed`` is the configuration value ``managed_gradient_accumulation``.
-    """
+    """Adds a problem if ``managed_gradient_accumulation`` (``managed``) is False and there are pipeline ranks."""
     if not managed and parallel.pipeline not in (1, "auto"):
         problems.add(
             "managed_gradient_accumulation",
@@ -291,10 +270,9 @@ def check_managed(managed: bool, parallel: ParallelConfig, problems: Problems) -
 
 
 def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Problems) -> None:
-    """Adds a problem if ``monitor.profile`` is set, but is not a range of steps such as "10:12".
+    """Adds a problem if ``monitor.profile`` is not a range of steps such as "10:12", or lacks a setting that it needs.
 
-    It also adds one if the profile lacks a setting that it needs: a folder for its file, or the watchdog's flight
-    recorder.
+    A profile needs a folder (``monitor.report``) and the watchdog.
     """
     if (given := monitor.profile) is None:
         return
@@ -327,9 +305,8 @@ _ORDERED = (
 def check_optimizer(
     optimizer: OptimizerConfig | None, zero: ZeroConfig, bf16: Bf16Config, ema: EmaConfig | None, problems: Problems
 ) -> None:
-    """Adds a problem for each pair of optimizer params that contradict each other.
-
-    It also adds one for each setting that the type of the optimizer, or a list of optimizers, does not support.
+    """Adds a problem for each contradiction between optimizer params, and each setting that an optimizer does not
+    support.
     """
     if optimizer is None:
         return
@@ -404,7 +381,7 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
 
 
 def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None, problems: Problems) -> None:
-    """Adds a problem for each scheduler param that contradicts another one or the params of the optimizer."""
+    """Adds a problem for each scheduler param that contradicts another one, or a param of the optimizer."""
     if scheduler is None:
         return
     params, at = scheduler.params, "scheduler.params"

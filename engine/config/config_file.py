@@ -22,7 +22,7 @@ _LAST_COMMA = re.compile(_TEXT + r"|,(?=\s*[}\]])", flags=re.DOTALL)
 
 
 class FileObject(dict[str, Any]):
-    """JSON object read from a file, with a list of the keys that occur twice in the file's object."""
+    """JSON object read from a file, with a list of the keys that occur twice in it."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         dict.__init__(self, pairs)
@@ -51,9 +51,7 @@ def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mappin
 
 
 def remarks(raw: object) -> tuple[str, ...]:
-    """Returns a note for the user if the file of the object ``raw`` was read as Hjson, because it is not JSON;
-    otherwise ().
-    """
+    """Returns a note for the user if ``raw`` comes from a file that was read as Hjson; otherwise ()."""
     return (raw.remark,) if isinstance(raw, FileObject) and raw.remark else ()
 
 
@@ -130,7 +128,7 @@ def _parsed_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
 def note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
     """Adds a problem for each key that an object in ``raw`` has twice.
 
-    ``at`` is the JSON path of ``raw``, and ``depth`` the number of enclosing objects and lists.
+    ``at``: JSON path of ``raw``. ``depth``: number of enclosing objects and lists.
     """
     if depth > _DEPTH:
         return  # no section is nested so deeply; the reader reports the key above as unknown
@@ -222,8 +220,8 @@ def is_override(word: str) -> bool:
 def overridden(raw: Mapping[str, Any], overrides: Sequence[str], problems: Problems) -> Mapping[str, Any]:
     """Returns a copy of the configuration ``raw`` with every KEY=VALUE word in ``overrides`` applied, in order.
 
-    A value is JSON, or text if it is not JSON: ``true``, ``3e-4``, ``["*.bias"]``, ``1f1b``. A number in a key is the
-    index of a list: ``optimizer.groups.0.lr=1e-5``. Missing objects on the path are created. Mistakes become problems.
+    A value is JSON, or else text: ``3e-4``, ``["*.bias"]``, ``1f1b``. A number in a key is the index of a list:
+    ``optimizer.groups.0.lr=1e-5``. Missing objects on the path are created. Mistakes become problems.
     """
     if not overrides:
         return raw

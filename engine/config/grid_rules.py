@@ -33,10 +33,7 @@ def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
 
 
 def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Adds problems if data ranks do not divide evenly into nodes, shard groups or expert groups.
-
-    Sizes that are still "auto" are not checked.
-    """
+    """Adds problems if data ranks do not divide evenly into nodes, shard groups or expert groups."""
     asked, ranks, shared = zero.zero_hpz_partition_size, parallel.data, zero.shard_size
     fits = shared is None or (isinstance(ranks, int) and ranks % shared == 0)
     if fits and isinstance(ranks, int) and isinstance(parallel.context, int):
@@ -87,9 +84,10 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
 
 
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Adds a problem for each setting of ``wire`` (formats of messages in fewer bits) that the chosen format ignores.
+    """Adds a problem for each setting of ``wire`` that the chosen format ignores, and each format that other settings
+    exclude.
 
-    It also adds one for each format that cannot be used with ``parallel.overlap`` or ``integrity.rerun``.
+    ``wire`` configures messages in fewer bits.
     """
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
     if wire.block_size != 256 and not blocks:
@@ -124,7 +122,7 @@ def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
     ``microbatches`` is the number per step; None: unknown. Checks that need unknown sizes are left out.
 
     Raises:
-        ConfigError, PlanError, ScheduleError: with the text that ``engine.initialize`` would raise.
+        ConfigError, PlanError, ScheduleError: the errors of :func:`engine.initialize`.
     """
     kind, ranks = parallel.schedule, parallel.pipeline
     if isinstance(ranks, int) and microbatches is not None and (kind != "auto" or ranks == 1):

@@ -67,7 +67,7 @@ class AdamParams(AdamWParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW8bitParams(AdamWParams):
-    """Parameters of AdamW with 8-bit moments; bitsandbytes and torchao have the same name for it."""
+    """Parameters of AdamW with 8-bit moments, as in bitsandbytes and torchao."""
 
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, Choice(
         options=(64, 128, 256, 512, 1024, 2048), noun="a number of elements that share a scale"))  # fmt: skip
@@ -104,10 +104,7 @@ class LionParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LambParams(AdamWParams):
-    """Parameters of LAMB, with DeepSpeed's names and defaults.
-
-    LAMB is Adam with each update scaled by the norm of the weights.
-    """
+    """Parameters of LAMB (Adam with updates scaled by weight norms), with DeepSpeed's names and defaults."""
 
     eps_inside_sqrt: bool = setting(False, Flag())
     """Add eps to the mean square instead of its root."""
@@ -121,7 +118,7 @@ class LambParams(AdamWParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LARSParams:
-    """Parameters of LARS, as published: SGD with momentum, and steps scaled by the norm of the weights."""
+    """Parameters of LARS: SGD with momentum, and steps scaled by the norm of the weights."""
 
     lr: float = setting(1e-1, NOT_NEGATIVE)
     """Learning rate, which a schedule may change."""
@@ -219,10 +216,7 @@ class ShampooParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdafactorParams:
-    """Parameters of Adafactor, with torch's defaults.
-
-    For matrices it stores second moments only as row and column means.
-    """
+    """Parameters of Adafactor, with torch's defaults. Second moments of matrices are row and column means only."""
 
     lr: float = setting(1e-2, NOT_NEGATIVE)
     """Upper bound of the relative step size; update t is also bounded by 1 / sqrt(t)."""
@@ -241,7 +235,7 @@ class AdafactorParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFreeAdamWParams:
-    """Parameters of schedule-free AdamW, which averages its iterates in place of a decaying learning rate."""
+    """Parameters of schedule-free AdamW, which averages its iterates and needs no decaying learning rate."""
 
     lr: float = setting(2.5e-3, NOT_NEGATIVE)
     """Learning rate, constant after the warmup."""
@@ -263,7 +257,7 @@ class ScheduleFreeAdamWParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRRangeTestParams:
-    """Parameters of LRRangeTest, a learning rate that grows step by step, to find the range of rates that train."""
+    """Parameters of LRRangeTest, a learning rate that grows step by step to find the range of usable rates."""
 
     lr_range_test_min_lr: float | tuple[float, ...] = setting(1e-3, RATES)
     """Learning rate at the start."""
@@ -277,7 +271,7 @@ class LRRangeTestParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneCycleParams:
-    """Parameters of OneCycle: the learning rate rises, falls, then decays, and the momentum moves opposite to it."""
+    """Parameters of OneCycle: the learning rate rises, falls, then decays; the momentum moves opposite to it."""
 
     cycle_min_lr: float | tuple[float, ...] = setting(0.0, RATES, required=True)
     """Learning rate at the start and the end of the cycle."""
@@ -333,7 +327,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 class WarmupCosineLRParams:
     """Parameters of WarmupCosineLR, a learning rate that rises and then falls along a cosine.
 
-    All ratios multiply the optimizer's learning rate.
+    Ratios multiply the optimizer's learning rate.
     """
 
     total_num_steps: int = setting(1, SIZE, required=True)
@@ -405,9 +399,7 @@ class OptimizerConfig:
 
     @property
     def entries(self) -> "tuple[OptimizerConfig, ...]":
-        """All configured optimizers in order; this section is the last, and updates the parameters that no other one
-        matches.
-        """
+        """All configured optimizers in order. The last (this section) updates the parameters that no other matches."""
         return (*self.before, self)
 
     @property

@@ -200,11 +200,10 @@ _REASONS = MappingProxyType({word: why for why, words in _NOT_KEYS.items() for w
 
 
 def other_engines_word(path: str) -> str | None:
-    """Returns advice about the configuration key ``path`` of another training engine; None if the key is unknown.
+    """Returns advice about a configuration key of another training engine; None if the key is unknown.
 
-    The advice is Trine's equivalent key, or the reason why there is none. A word that is ambiguous alone, such as
-    ``name``, is recognized only in its section. ``ep`` is recognized only at the top level and in ``parallel``;
-    elsewhere it is a misspelt ``eps``.
+    The advice is Trine's equivalent key, or the reason why there is none. Ambiguous words, such as ``name``, are
+    recognized only in their section.
     """
     plain = path.lower().replace("-", "_")
     section, _, word = plain.rpartition(".")

@@ -37,7 +37,7 @@ DELTA_PERIOD = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptimizerConfig:
-    """Optimizer by which the store of an outer loop updates the weights: its type and its hyperparameters."""
+    """Optimizer of the server that merges the weight updates of several sites."""
 
     type: Literal["SGD", "AdamW", "Adam", "Lion"] = setting("SGD", Choice(
         options=STORE_OPTIMIZERS, noun="an optimizer of a store", fold=True,
@@ -57,7 +57,7 @@ OUTER_DEFAULTS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
-    """Outer loop: this engine is one of several sites that train apart and merge their updates in a store."""
+    """Settings of a site: an engine that trains separately and merges updates with other sites in a store."""
 
     url: tuple[str, ...] | str | None = setting(None, AnyOf(
         rules=(Text(noun="an address"), ListOf(each=Text(), least=1, noun="a list of addresses")),
@@ -129,34 +129,32 @@ class OuterConfig:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Addresses of the stores, the servers in which the sites of an outer loop merge their updates."""
+        """Addresses of the servers in which the sites merge their updates."""
         return () if self.url is None else (self.url,) if isinstance(self.url, str) else self.url
 
     @property
     def steps(self) -> int:
-        """Number of local training steps between two pushes of a tensor to its store, the server that merges all sites'
-        updates.
-        """
+        """Number of local steps between two updates of a tensor that the site sends to the server."""
         if self.period is not None:
             return self.period
         return 1 if self.rule in SERVER_RULES or self.rule == "hogwild" else DELTA_PERIOD
 
     @property
     def content(self) -> Literal["sums", "gradients", "deltas"]:
-        """Kind of values that a site pushes to the store, the server that merges all sites' updates.
+        """Kind of values that a site sends to the server that merges updates.
 
-        "sums": gradients, which the store sums over sites for the sites' own optimizers. "gradients": gradients for the
-        store's optimizer. "deltas": differences of the weights since the last push.
+        "sums": gradients, which the server sums for the sites' own optimizers. "gradients": gradients for the server's
+        optimizer. "deltas": differences of the weights since the last message.
         """
         if self.steps > 1 or self.rule in ("quorum", "hogwild"):
             return "deltas"
         return "gradients" if self.rule in SERVER_RULES else "sums"
 
     def store_optimizer(self, training: OptimizerConfig | None) -> StoreOptimizerConfig:
-        """Returns the optimizer with which the store, the server of an outer loop, updates its weights.
+        """Returns the optimizer of the server that merges the sites' updates.
 
-        It is ``outer.optimizer`` if set. Otherwise it is ``training``, the section ``optimizer``, if sites push
-        gradients, and a default of the rule if they push differences of weights.
+        It is ``outer.optimizer`` if set. Otherwise it is ``training`` for gradients, and a default of ``outer.rule``
+        for differences of weights.
         """
         if self.optimizer is not None:
             return self.optimizer
@@ -170,7 +168,7 @@ PAUSES = ("wait", "abort", "keep", "retract", "in_place")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerConfig:
-    """Receiver of published weights: a ``folder``, or a ``vllm`` or ``sglang`` server."""
+    """Receiver of published weights: a folder, a vLLM server or an SGLang server."""
 
     folder: str | None = setting(None, FOLDER)
     """Folder into which rank 0 writes each version as ``version-000007``, with safetensors by Hugging Face names."""
@@ -201,9 +199,7 @@ class ConsumerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsOutConfig:
-    """Published weights: versions of the weights that receivers, such as inference servers, read from the training
-    ranks.
-    """
+    """Settings of published weights, which receivers such as inference servers read from the training ranks."""
 
     to: tuple[ConsumerConfig, ...] = setting((), Sections(cls=ConsumerConfig))
     """Consumers to which rank 0 passes each version, like ``[{"vllm": "http://vllm:8000"}]``: all get it, or none."""
@@ -238,9 +234,9 @@ class WeightsOutConfig:
 
 
 def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) -> OptimizerConfig | None:
-    """Returns the optimizer section that a site (one of the engines of an outer loop) uses for its own updates.
+    """Returns the optimizer section that a site of an outer loop uses for its own updates.
 
-    It is ``training``, or SGD without state if the site pushes gradients to a store (server) that updates the weights.
+    It is ``training``, or plain SGD if the server updates the weights from gradients.
     """
     if outer is None or training is None or outer.content != "gradients":
         return training
@@ -248,10 +244,9 @@ def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) 
 
 
 def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clipping: float) -> dict[str, Any]:
-    """Returns a dict of the settings that must be equal on the store (server) of an outer loop and all its sites, as
-    JSON values.
+    """Returns the settings that the server of an outer loop and all its sites must share, as a dict of JSON values.
 
-    ``clipping`` is the norm to which gradients are clipped; 0: no clipping.
+    ``clipping``: norm to which gradients are clipped; 0: no clipping.
     """
     names = (
         "sites", "rule", "staleness", "least", "grace", "fragments", "delay", "mixing", "wire", "density", "bits",
@@ -266,7 +261,7 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
 
 
 def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) -> None:
-    """Adds a problem for each entry of ``weights_out.to`` that has no receiver or several, a bad address, or an unknown
+    """Adds a problem for each entry of ``weights_out.to`` without exactly one receiver, or with a wrong address or
     ``pause``.
     """
     for index, each in enumerate(weights_out.to if weights_out is not None else ()):
@@ -301,8 +296,7 @@ def check_outer(
 ) -> None:
     """Adds a problem for each setting of section ``outer`` that has no effect, or excludes another setting.
 
-    The other setting may be in section ``outer`` or in another one. ``clipping`` is the norm to which gradients are
-    clipped; 0: no clipping.
+    ``clipping``: norm to which gradients are clipped; 0: no clipping.
     """
     if outer is None:
         return

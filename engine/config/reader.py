@@ -134,33 +134,31 @@ class Typed(Section):
 def setting(default: Any, rule: Rule, *, key: str = "", required: bool = False, kept: bool = True) -> Any:
     """Returns a dataclass field for a configuration key; ``rule`` checks and converts the key's JSON value.
 
-    ``key``: name in JSON, if it differs from the field's name. ``required``: True: a missing key is a mistake.
-    ``kept``: False: the result of :func:`stored` does not have the field.
+    ``key``: name in JSON, if another. ``required``: True if a missing key is a mistake. ``kept``: False if
+    :func:`stored` leaves the field out.
     """
     return dataclasses.field(default=default, metadata={"rule": rule, "key": key, "required": required, "kept": kept})
 
 
 def settings(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """Returns a dict with the JSON name and the field of each configuration key in the section dataclass ``cls``, in
-    order.
-    """
+    """Returns the fields of the section dataclass ``cls`` by their JSON names, in order."""
     return {f.metadata["key"] or f.name: f for f in dataclasses.fields(cls) if "rule" in f.metadata}
 
 
 def stored(params: Any, everything: bool = False) -> FrozenMap:
-    """Returns ``params``, the dataclass of an optimizer's or scheduler's params, as a read-only mapping by field name.
+    """Returns the params of an optimizer or scheduler as a read-only mapping by field name.
 
-    Fields that :func:`setting` declares with ``kept`` False are left out, unless ``everything`` is True.
+    Fields declared with ``kept`` False are left out, unless ``everything`` is True.
     """
     kept = [f.name for f in dataclasses.fields(params) if everything or f.metadata["kept"]]
     return FrozenMap({name: getattr(params, name) for name in kept})
 
 
 def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
-    """Returns the JSON object ``raw``, found at JSON path ``at``, as an object of the section dataclass ``cls``.
+    """Converts the JSON object ``raw``, at JSON path ``at``, to the section dataclass ``cls``.
 
-    A wrong or missing key gets its default, and each mistake is added to ``problems``. ``beside``: further valid keys,
-    which the caller reads.
+    A wrong or missing key gets its default, and mistakes are added to ``problems``. ``beside``: further valid keys to
+    skip.
     """
     known = settings(cls)
     if not isinstance(raw, Mapping):
@@ -182,16 +180,12 @@ def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside:
 
 
 def dump_section(section: Any) -> dict[str, Any]:
-    """Returns ``section``, a section dataclass, as a dict of JSON values, from which ``read_section`` makes the same
-    section.
-    """
+    """Returns a section dataclass as a dict of JSON values, the inverse of ``read_section``."""
     return {key: f.metadata["rule"].dump(getattr(section, f.name)) for key, f in settings(type(section)).items()}
 
 
 def paths(cls: type[Any], at: str = "") -> Iterator[str]:
-    """Yields the dotted paths of all keys of the section ``cls``, including the params of every optimizer or scheduler
-    type.
-    """
+    """Yields the dotted paths of all keys of a section, including the params of every optimizer or scheduler type."""
     for key, entry in settings(cls).items():
         here, rule = join_path(at, key), entry.metadata["rule"]
         yield here
@@ -203,10 +197,10 @@ def paths(cls: type[Any], at: str = "") -> Iterator[str]:
 
 
 def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, Any], list[str]]:
-    """Returns (``raw`` with keys of earlier versions converted to their present names, a note for the user about each
-    such key).
+    """Renames keys of earlier versions in a configuration. Returns the new configuration, and a note for each renamed
+    key.
 
-    ``raw`` is the configuration; if a converted key contradicts another key, a problem is added to ``problems``.
+    A renamed key that contradicts another key adds a problem.
     """
     present, notes = dict(raw), list[str]()
     for old, meaning in OLD_KEYS.items():
@@ -238,10 +232,9 @@ def _spread_context(present: dict[str, Any], problems: Problems) -> None:
 
 
 def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
-    """Sets the dotted key ``target`` in ``raw`` to ``value``, because the user gave the key ``origin``, which stands
-    for it.
+    """Sets the dotted key ``target`` in ``raw`` to ``value``, in place of the user's key ``origin``.
 
-    If ``raw`` already has a different value at ``target``, that value stays, and a problem is added.
+    If ``target`` already has a different value, that value stays, and a problem is added.
     """
     if (given := put_at(raw, target, value)) != value:
         rival = f"which is given as {shown_value(given)}"
@@ -249,10 +242,9 @@ def move(raw: dict[str, Any], target: str, value: object, origin: str, problems:
 
 
 def put_at(raw: dict[str, Any], path: str, value: object) -> object:
-    """Sets the dotted key ``path`` in ``raw`` to ``value``, unless the key already has a value; returns the key's value
-    afterwards.
+    """Sets the dotted key ``path`` in ``raw`` to ``value`` if it has no value; returns its value afterwards.
 
-    Nested objects on the path are replaced by copies, so that the caller's objects are not changed.
+    Nested objects on the path are copied, so that the caller's objects are not changed.
     """
     *parents, leaf = path.split(".")
     for parent in parents:

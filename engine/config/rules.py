@@ -71,7 +71,7 @@ class Problems:
     def unknown(self, at: str, key: object, level: Sequence[str]) -> None:
         """Adds a mistake about the unknown key ``key`` in the section at JSON path ``at``.
 
-        It suggests similar names from ``level``, the valid keys of that section.
+        It suggests similar names from the valid keys ``level``.
         """
         path = f"{at}.{key}" if at else str(key)
         if path not in self._ours and (elsewhere := other_engines_word(path)):
@@ -88,7 +88,7 @@ class Problems:
             self.add(join_path(at, key), f"unknown key; remove it or use one of {', '.join(level)}.")
 
     def touch(self, *prefixes: str) -> bool:
-        """Returns True if any mistake so far is at one of the JSON paths ``prefixes``, or below one."""
+        """Returns True if any mistake so far is at or below one of the JSON paths ``prefixes``."""
         return any(at == p or at.startswith(p + ".") for at, _ in self._found for p in prefixes)
 
     def raise_if_any(self) -> None:
@@ -102,17 +102,14 @@ class Problems:
 
 
 class RefusedError(ValueError):
-    """Error that a rule raises about a value; its message is a clause, such as "is below 0", for a sentence about the
-    value.
-    """
+    """Error that a rule raises about a value. Its message is a clause, such as "is below 0"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """Base class of rules that check and convert the JSON value of a configuration key.
 
-    ``remedy`` is the advice in an error; if it is empty, the advice is "give" and the result of ``expected``. With
-    ``null`` the rule accepts null.
+    ``remedy``: advice in an error; if empty, it is made from ``expected``. ``null``: True to accept null.
     """
 
     remedy: str = ""
@@ -170,7 +167,7 @@ class Flag(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Real(Rule):
-    """Rule for a finite number within bounds; ``low`` and ``high`` are inclusive, ``above`` and ``below`` exclusive."""
+    """Rule for a finite number. The bounds ``low`` and ``high`` are inclusive, ``above`` and ``below`` exclusive."""
 
     low: float | None = None
     above: float | None = None
@@ -207,7 +204,7 @@ class Real(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int(Real):
-    """Rule for a whole number. Also accepts 4e6, because DeepSpeed's files write bucket sizes in this form."""
+    """Rule for a whole number. Also accepts 4e6, as in DeepSpeed's files."""
 
     def accept(self, value: object) -> object:
         number = _number(value)
@@ -283,7 +280,7 @@ class OperatorName(Text):
 class ListOf(Rule):
     """Rule for a list with entries that the rule ``each`` accepts.
 
-    ``length`` is the required number of entries, if not None; ``least`` is the smallest allowed number.
+    ``length``: required number of entries, or None. ``least``: smallest allowed number.
     """
 
     each: Rule
@@ -331,9 +328,9 @@ class TextMap(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyOf(Rule):
-    """Rule for values that any of ``rules`` accepts.
+    """Rule for values that any of ``rules`` accepts. The first such rule converts the value.
 
-    The first rule that accepts a value converts it; if none does, the error is that of the last rule.
+    If none accepts it, the last rule's error is reported.
     """
 
     rules: tuple[Rule, ...]

@@ -28,7 +28,7 @@ METRICS = ListOf(each=Text(), noun='a list of names such as ["accuracy"]')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCosts:
-    """Compute and message times of one pipeline rank, in any common unit, by which a schedule orders its actions."""
+    """Compute and message times of one pipeline rank, in any common unit, from which a schedule derives its order."""
 
     forward: float = setting(1.0, Real(above=0))
     """Time of the forward of one microbatch."""
@@ -42,7 +42,7 @@ class ScheduleCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextConfig:
-    """Context axis written as one object: the keys ``parallel.context`` and ``parallel.context_method``."""
+    """Context parallelism as one object: the keys ``parallel.context`` and ``parallel.context_method``."""
 
     size: int | Literal["auto"] = setting(1, AXIS, required=True)
     """Size of the context axis."""
@@ -203,7 +203,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireConfig:
-    """Activations and their gradients sent in fewer bits between pipeline or tensor ranks; every element is rounded."""
+    """Formats of activations and gradients that are sent in fewer bits between pipeline or tensor ranks."""
 
     pipeline: Literal["exact", "bf16", "fp16", "int8", "int4"] = setting("exact", NUMBERS)
     """Format of messages between stages; error of an element: half a scale, max |block| / 127 (int8) or / 7 (int4)."""
@@ -221,7 +221,7 @@ class WireConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeFrozenConfig:
-    """Frozen weights of linear layers in 8 or 4 bits, under adapters that are trained (QLoRA)."""
+    """Frozen weights of linear layers in 8 or 4 bits, for the training of adapters (QLoRA)."""
 
     dtype: Literal["int8", "nf4"] = setting("nf4", Choice(
         options=("int8", "nf4"), noun="a format of frozen weights", also=FrozenMap({"4bit": "nf4", "8bit": "int8"}),
@@ -284,9 +284,7 @@ class Fp16Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointingConfig:
-    """Activation checkpointing: activations are recomputed in the backward or offloaded to host memory, not stored on
-    the GPU.
-    """
+    """Activation checkpointing: activations are recomputed in the backward, or offloaded to host memory."""
 
     mode: Literal["none", "full", "selective", "offload"] = setting(
         "none", one_of("none", "full", "selective", "offload", noun="a checkpointing mode")
@@ -424,7 +422,7 @@ class WatchdogConfig:
 
 
 def check_installed(monitor: MonitorConfig) -> None:
-    """Raises a ConfigError on every rank, before anything is started, if a configured log needs a missing package."""
+    """Raises a ConfigError on every rank if a configured log needs a missing package."""
     for key, install in (("tensorboard", "'trine[ui]'"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if (value := getattr(monitor, key)) and find_spec(key) is None:
             raise ConfigError(

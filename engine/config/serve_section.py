@@ -12,7 +12,7 @@ _SECONDS = Real(above=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeTenants:
-    """Limits on the models that clients of the training service have."""
+    """Limits on the models that clients create in the training service."""
 
     most: int = setting(16, SIZE)
     """Number of models at a time."""
@@ -44,7 +44,7 @@ class ServeJournal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeHeld:
-    """Limits on forwards that wait for a client to compute the loss and request the backward."""
+    """Limits on forwards that wait for a client to request their backward."""
 
     bytes: float = setting(2e9, Real(low=0))
     """Bytes of graphs and of earlier weights on a rank; above it the oldest forward is dropped."""
@@ -58,7 +58,7 @@ class ServeHeld:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSampler:
-    """Sampler of text from weights that clients save."""
+    """Settings for sampling text from weights that clients save."""
 
     vllm: str | None = setting(None, Text(noun="an address", null=True))
     """Address of a vLLM server that gets the weights that a full-parameter model saves for sampling, and samples from
@@ -68,7 +68,7 @@ class ServeSampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Training service: clients have the data and the losses, and the ranks of this service have the models."""
+    """Training service: clients send data and compute losses; the ranks of the service have the models."""
 
     host: str = setting("127.0.0.1", Text(noun="an address"))
     """Address to serve; other hosts are served only with a token."""

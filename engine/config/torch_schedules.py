@@ -25,7 +25,7 @@ class ConstantLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLRParams:
-    """Parameters of LinearLR, which changes the learning rate linearly from one fraction of its value to another."""
+    """Parameters of LinearLR, which changes the learning rate linearly between two fractions of its value."""
 
     start_factor: float = setting(1 / 3, Real(above=0, high=1))
     """Fraction of the learning rate at the start."""
@@ -85,9 +85,8 @@ class CosineAnnealingLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CosineAnnealingWarmRestartsParams:
-    """Parameters of a learning rate that falls along a cosine again and again (Loshchilov and Hutter 2017).
-
-    Each time it starts from its full value.
+    """Parameters of a learning rate that falls along a cosine repeatedly, from its full value (Loshchilov and Hutter
+    2017).
     """
 
     T_0: int = setting(1, _SIZE, required=True)

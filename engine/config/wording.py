@@ -16,7 +16,7 @@ _PLAIN_KEY = re.compile(rf"[\w$-]{{1,{_ROOM}}}")
 
 
 def shown_value(value: object) -> str:
-    """Returns ``value`` as text for an error: close to its JSON, on one line, with at most 60 characters."""
+    """Returns ``value`` as text for an error: close to JSON, on one line, with at most 60 characters."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -26,10 +26,7 @@ def shown_value(value: object) -> str:
 
 
 def show_path(name: str) -> str:
-    """Returns the file path ``name`` as text for an error, on one line.
-
-    A long text, such as JSON that was passed in place of a path, is shortened.
-    """
+    """Returns the file path ``name`` as text for an error, on one line. Long text is shortened."""
     if name.isprintable() and 0 < len(name) <= _PATH_ROOM:
         return name
     return shown_value(name) if len(name) <= _PATH_ROOM else printable(name[: _ROOM - 3]) + "..."
@@ -62,9 +59,7 @@ def divisors(number: int) -> list[int]:
 
 
 def printable(text: str) -> str:
-    """Returns ``text`` with escape sequences in place of invisible characters: control characters, lone surrogates and
-    direction marks.
-    """
+    """Returns ``text`` with escape sequences in place of invisible characters, such as control characters."""
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
 
 

@@ -33,8 +33,8 @@ GatherState = Callable[[frozenset[str]], Mapping[str, Tensor]]
 
 
 def prompt_encoders(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Returns meta-device copies of a ``PeftModel``'s prompt encoders (PEFT's modules that compute prompt embeddings),
-    by adapter name. Returns {} for other models. Call it before the engine changes the modules.
+    """Returns copies on the meta device of a ``PeftModel``'s prompt encoders, by adapter name; {} for other models.
+    Call it before the engine changes the modules.
     """
     found = getattr(model, _ENCODERS, None) if is_peft_model(model) else None
     return {name: _without_content(encoder) for name, encoder in found.items()} if found is not None else {}
@@ -66,8 +66,8 @@ class AdapterSource:
 
 
 def write_adapters(folder: Path, source: AdapterSource, comm: Comm, device: torch.device) -> None:
-    """Writes the adapters of a sharded ``PeftModel`` into ``folder``, in PEFT's format. Existing files of the same
-    names are replaced, except README.md. Rank 0 gathers the full adapter weights and writes. Collective over the world.
+    """Writes the adapters of a sharded ``PeftModel`` into ``folder``, in PEFT's format. Replaces existing files, except
+    README.md. Rank 0 gathers the full adapter weights and writes. Collective over the world.
 
     Raises:
         CheckpointError: the folder cannot be written; raised on all ranks.

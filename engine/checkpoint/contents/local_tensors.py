@@ -31,9 +31,7 @@ from engine.zero.state_inventory import StateInventory, StateTensor, UpdatedTens
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """Parameter or buffer of the model in a checkpoint's folder ``model/``, which has the Hugging Face format. One
-    rank, ``owner``, writes the full tensor.
-    """
+    """Parameter or buffer that a checkpoint stores in Hugging Face format, in the folder ``model/``."""
 
     name: str
     """Name in the checkpoint: "param/..." or "buffer/..."."""
@@ -50,17 +48,15 @@ class ModelTensor:
 
     @property
     def entries(self) -> Sequence[FilePart]:
-        """Entries of a safetensors file in ``model/`` that together contain all elements of this tensor, in row-major
-        order: one entry, or several, such as one for each expert.
-        """
+        """Entries of a safetensors file in ``model/`` that together contain this tensor, in row-major order."""
         if self.row is None and self.parts:  # a buffer may have been replaced by one of another shape
             return file_parts(self.parts[0].key, self.kind.shape)
         return file_parts(self.key, self.kind.shape, self.parts)
 
 
 def local_region(row: ShardRow, holder: ShardHolder) -> Part:
-    """Returns the rows of the parameter ``row`` that tensor and expert parallelism give to the ranks at the grid
-    coordinates ``holder`` (pp, tp, ep). ZeRO then divides these rows over data ranks.
+    """Returns the rows of a parameter that tensor and expert parallelism assign to the ranks at ``holder`` (pp, tp,
+    ep).
     """
     return _region(row, row.tensor_ranges(holder), holder)
 
@@ -74,9 +70,9 @@ def _region(row: ShardRow, ranges: Sequence[Range], holder: ShardHolder) -> Part
 
 
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
-    """Returns the rows of the parameter ``row`` that the ranks at the grid coordinates ``holder`` (pp, tp, ep) save.
-    Rows that several tensor ranks have are saved by the first of these ranks only. Returns None if these ranks save no
-    row of the parameter.
+    """Returns the rows of a parameter that the ranks at ``holder`` (pp, tp, ep) save; None if they save none.
+
+    Replicated rows are saved by the first of their tensor ranks.
     """
     first = [each for each in row.ranges if each.holders[0] == holder.tp]
     return _region(row, first, holder) if first and row.held(holder._replace(pp=row.owners[0])) else None
@@ -84,14 +80,15 @@ def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
 
 @dataclass(frozen=True)
 class SaveOwnership:
-    """Assignment of the elements of all parameters to ranks, so that a checkpoint has each element exactly once."""
+    """Assignment of every element of the parameters to the one rank that saves it."""
 
     plan: Plan
 
     @cached_property
     def slots(self) -> Mapping[ShardHolder, Mapping[str, tuple[Bucket, Slot]]]:
-        """Flat buckets (tensors that concatenate parameters) of all ranks: grid coordinates (pp, tp, ep) -> parameter
-        name -> the bucket that contains the parameter, and the parameter's range of elements in it.
+        """Position of each parameter in flat buckets, by grid coordinates (pp, tp, ep) and parameter name.
+
+        A position is a bucket and a range of elements in it.
         """
         return {
             where: {slot.name: (bucket, slot) for bucket in (*layout.buckets, *layout.frozen) for slot in bucket.slots}
@@ -104,16 +101,14 @@ class SaveOwnership:
         return self.plan.grid(0)
 
     def stores(self, row: ShardRow, coord: Coord) -> bool:
-        """Returns True if the rank at ``coord`` is the first of the ranks with the same ZeRO shard of the parameter
-        ``row``. Only the first of these ranks saves the shard.
+        """Returns True if the rank at ``coord`` saves its ZeRO shard of a parameter: the first of the ranks with this
+        shard does.
         """
         spread = self.grid.expert_spread if row.experts else self.grid.spread
         return self.grid.is_first(spread.shard_copies, coord)
 
     def own(self, row: ShardRow, coord: Coord) -> Piece:
-        """Returns the elements of the parameter ``row`` that the rank at ``coord`` updates. They are a flat range of
-        the rows that tensor and expert parallelism give to this rank; the range may be empty.
-        """
+        """Returns the elements of a parameter that the rank at ``coord`` updates; the piece may be empty."""
         part = local_region(row, self.grid.holder(coord))
         found = self.slots[self.grid.holder(coord)].get(row.name)
         if found is None:
@@ -125,8 +120,8 @@ class SaveOwnership:
         return Piece(part, start - slot.start, max(start, min(slot.stop, shard.stop)) - slot.start)
 
     def stored(self, row: ShardRow, coord: Coord) -> Piece | None:
-        """Returns the elements of the parameter ``row`` that the rank at ``coord`` writes into a checkpoint; None if it
-        writes none. They are a flat range of the rows that :func:`stored_part` returns.
+        """Returns the elements of a parameter that the rank at ``coord`` writes into a checkpoint; None if there are
+        none.
         """
         part = stored_part(row, self.grid.holder(coord))
         if part is None or coord.pp != row.owners[0] or not self.stores(row, coord):
@@ -139,9 +134,7 @@ class SaveOwnership:
         return self.plan.precision.frozen(row.name, row.dtype)
 
     def kind(self, row: ShardRow) -> TensorKind:
-        """Returns the full shape of the parameter ``row``, and the dtype (as safetensors names it) that the forward
-        pass uses.
-        """
+        """Returns the full shape of a parameter and the safetensors name of its dtype in the forward pass."""
         precision = self.plan.precision
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else self.frozen_dtype(row)
         return TensorKind(code_of(str(dtype).removeprefix("torch.")), row.shape)
@@ -150,8 +143,9 @@ class SaveOwnership:
 def model_tensors(
     ownership: SaveOwnership, keys: Mapping[str, str], buffers: Mapping[str, tuple[str, TensorKind]]
 ) -> tuple[ModelTensor, ...]:
-    """Returns all parameters and buffers of the folder ``model/``, each with the rank that writes it. Ranks of one
-    pipeline stage write similar numbers of bytes.
+    """Returns all parameters and buffers of the folder ``model/``, each with the rank that writes it.
+
+    Ranks of one pipeline stage write similar numbers of bytes.
 
     Args:
         keys: parameter name -> key in the folder.
@@ -190,7 +184,7 @@ def _spread(sizes: Sequence[tuple[int, int]], plan: Plan) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements of one tensor of a checkpoint that this rank has in memory, as a view of the live training state."""
+    """Elements of one checkpoint tensor in this rank's memory, as a view of the live training state."""
 
     tensor: str
     """Name in the checkpoint: "param/...", "master/...", "exp_avg/..."."""
@@ -210,8 +204,9 @@ class Held:
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Live weights, fp32 master weights and optimizer state of one rank, from which a save reads and into which a load
-    writes. Frozen weights that the model stores as quantization codes are left out of all iterators.
+    """Live weights, fp32 master weights and optimizer state of one rank, which saves read and loads write.
+
+    Iterators leave out quantized frozen weights.
     """
 
     ownership: SaveOwnership
@@ -229,18 +224,16 @@ class LocalTensors:
         return self.inventory.optimizer.places
 
     def weights(self, copies: bool = False) -> Iterator[Held]:
-        """Yields this rank's parameters in the dtype of the forward pass, each as views of its elements. Parameters
-        outside flat buckets are full on every data rank.
+        """Yields this rank's parameters, in the dtype of the forward pass.
 
-        ``copies``: False to yield only the elements that this rank updates (its ZeRO shard); True to yield all elements
-        of a parameter that is full in this rank's memory.
+        ``copies``: False for only the elements that this rank updates (its ZeRO shard); True for all in its memory.
         """
         for state in self.inventory.weights():
             yield from self._of(state, "param", copies)
 
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
-        """Quantizes ``full``, all elements of the frozen parameter ``row``, and stores this rank's shard of the
-        resulting codes in the model.
+        """Quantizes ``full``, all elements of a frozen parameter, and stores this rank's shard of the codes in the
+        model.
         """
         device = self.buckets[0].params.device if self.buckets else full.device
         holder = self.ownership.grid.holder(self.coord)
@@ -251,21 +244,20 @@ class LocalTensors:
         dict(self.inventory.model.named_parameters())[row.name].data.copy_(codes)
 
     def masters(self) -> Iterator[Held]:
-        """Yields this rank's fp32 master weights of bf16 and fp16 parameters, as views; nothing for fp32 parameters."""
+        """Yields this rank's fp32 master weights of bf16 and fp16 parameters, as views."""
         for state in self.inventory.masters():
             if state.flat is not None and state.flat.wide is not None:
                 yield from self._of(state, "master")
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:
-        """Yields optimizer moments, such as "exp_avg", of each parameter as views of ``tensors``: flat parameter of the
-        optimizer -> moment name -> tensor. A moment has the shape of its parameter.
+        """Yields optimizer moments, such as "exp_avg", of each parameter, in the parameter's shape.
+
+        ``tensors``: the optimizer's state, as flat parameter -> moment name -> tensor.
         """
         return self._elements(self.inventory.element_state(tensors))
 
     def companions(self) -> Iterator[Held]:
-        """Yields the tensors that step features, such as weight averaging or the outer optimizer, store for each
-        updated parameter. They have the parameter's shape.
-        """
+        """Yields tensors that step features, such as weight averaging, store for each parameter, in its shape."""
         return self._elements(self.inventory.companion_state())
 
     def _elements(self, found: Iterable[StateTensor]) -> Iterator[Held]:
@@ -283,9 +275,9 @@ class LocalTensors:
                     yield Held(f"{state.kind}/{row.name}", row, kind_of(values, row.shape), piece, values)
 
     def apart(self, updates: WholeUpdates) -> Iterator[Held]:
-        """Yields optimizer state that does not have its parameter's shape, such as the preconditioners of Shampoo.
-        ``updates``: the part of the optimizer that updates whole parameters, and stores this state. A rank has either
-        all elements of such a tensor or none.
+        """Yields optimizer state in other shapes than its parameter's, such as the preconditioners of Shampoo.
+
+        ``updates``: the optimizer part that stores this state. A rank has all elements of a state tensor, or none.
         """
         grid = self.ownership.grid
         kept: dict[str, list[StateTensor]] = {}
@@ -343,16 +335,18 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Returns the slice of a buffer that contains ``own``, elements of one parameter. The buffer has the elements
-    ``owned`` of a flat bucket (tensor that concatenates parameters); ``slot`` is the parameter's range in the bucket.
+    """Returns the slice of a buffer that contains the elements ``own`` of one parameter.
+
+    ``owned``: range of a flat bucket that the buffer contains. ``slot``: the parameter's range in the bucket.
     """
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 
 
 @torch.no_grad()
 def copy_shared(source: Tensor, held: Piece, target: Tensor, wanted: Piece) -> None:
-    """Copies elements from the flat tensor ``source``, the piece ``held`` of a parameter, to the flat tensor
-    ``target``, the piece ``wanted`` of this parameter: the elements that the two pieces have in common.
+    """Copies the elements that two pieces of a parameter share from one flat tensor to another.
+
+    ``held``: piece in ``source``. ``wanted``: piece in ``target``.
     """
     if held == wanted:
         target.copy_(source)

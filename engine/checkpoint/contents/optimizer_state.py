@@ -41,21 +41,18 @@ _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 
 
 def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
-    """Returns the optimizer's moments, such as "exp_avg": flat parameter of the optimizer -> moment name -> tensor in
-    the parameter's shape. Returns {} before the first step.
+    """Returns the optimizer's moments as flat parameter -> moment name -> tensor; {} before the first step.
 
-    Moments that the optimizer stores encoded, such as in 8-bit codes, are decoded into host memory.
+    Encoded moments, such as 8-bit codes, are decoded into host memory.
     """
     return element_state(optimizer, torch.device("cpu"))
 
 
 def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers:
-    """Returns the scalars of optimizer state, such as "step", of each parameter that this rank updates: parameter name
-    -> scalar name -> [value, dtype or None]. Returns {} for built-in optimizers, which store their scalars as group
-    options.
+    """Returns optimizer scalars, such as "step", as parameter name -> scalar name -> [value, dtype or None].
 
-    A moment of a parameter with one element is included, because it has the form of a scalar; :func:`arranged`
-    separates moments from scalars.
+    It contains the parameters that this rank updates, and all state of one-element parameters. Returns {} for built-in
+    optimizers.
 
     Raises:
         CheckpointError: a state is neither a moment nor a number.
@@ -75,12 +72,10 @@ def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers
 def arranged(
     tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Arranges optimizer state for the manifest of a save. Returns the tensors to list, and a dict of the scalars: one
-    set of scalars for each group, and a set for each parameter with other scalars than the first parameter of its
-    group.
+    """Separates moments from scalars for the manifest. Returns the tensors to list, and a dict of the scalars.
 
-    State of a one-element parameter is listed as a tensor, except if other parameters of its group have this state as a
-    scalar.
+    The dict has one set of scalars for each group, and one for each parameter that differs from its group. State of a
+    one-element parameter is a tensor, unless it is a scalar for the rest of the group.
 
     Args:
         tensors: all tensors of the save by name, such as "exp_avg/NAME".
@@ -123,8 +118,7 @@ def _fresh(tensors: Iterable[str], counts: Mapping[str, Any], names: Sequence[st
 
 
 def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
-    """Merges the optimizer scalars that the ranks report, each rank for the parameters that it updates. Returns
-    parameter name -> scalar name -> [value, dtype or None].
+    """Merges the optimizer scalars of all ranks into parameter name -> scalar name -> [value, dtype or None].
 
     Raises:
         CheckpointError: two ranks report different scalars for one parameter.
@@ -142,10 +136,9 @@ def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
 
 
 def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled: frozenset[str]) -> dict[str, Any]:
-    """Returns the optimizer's type and parameter groups as a JSON dict for the manifest. It also lists the options that
-    the user has changed since the optimizer was built.
+    """Returns the optimizer's type, parameter groups and options changed by the user, as a JSON dict.
 
-    ``scheduled``: names of the options that a schedule sets, so that their changes are not listed.
+    ``scheduled``: names of options that a schedule sets; their changes are not listed.
     """
     groups = [
         {
@@ -163,9 +156,8 @@ def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled
 
 def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
     """Raises CheckpointError if the saved optimizer state ``stored`` is of another optimizer type than this run's.
-    ``step`` names the checkpoint in the message.
 
-    Checkpoints of other engines do not name the type, so any type with the same moments passes.
+    ``step`` names the checkpoint in the message. Checkpoints of other engines without a type pass.
     """
     own = _type(optimizer)
     known = [stored["type"]] if stored.get("type") else stored.get("types", [])
@@ -177,8 +169,9 @@ def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: obj
 
 
 def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the parameters that the saved run has updated at least once. ``stored``: the manifest's
-    entry for the optimizer, which must be a built-in one.
+    """Returns the names of the parameters that the saved run has updated at least once.
+
+    ``stored``: the manifest's entry of a built-in optimizer.
     """
     missed = stored.get("missed", {})
     updates = {name: each.get("options", {}).get("step", 0) for each in stored["groups"] for name in each["params"]}
@@ -186,8 +179,9 @@ def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
 
 
 class Families:
-    """Names of the optimizer moments, such as "exp_avg", that a checkpoint must have for each parameter. If one
-    parameter of a group has a moment, all parameters of the group must have it, so that a missing moment is found.
+    """Names of the optimizer moments, such as "exp_avg", that a checkpoint must have for each parameter.
+
+    All parameters of a group need the same moments.
     """
 
     def __init__(
@@ -206,9 +200,7 @@ class Families:
         self._groups, self._found, self._fresh = groups, found, frozenset(stored.get("fresh", ()))
 
     def of(self, parameters: Iterable[str]) -> set[str]:
-        """Returns the names of all moments, such as "exp_avg", that the checkpoint must have for at least one of
-        ``parameters``.
-        """
+        """Returns the names of the moments that the checkpoint must have for at least one of ``parameters``."""
         groups = self._groups
         return {
             family
@@ -218,17 +210,15 @@ class Families:
         }
 
     def begins_anew(self, parameter: str) -> bool:
-        """Returns True if the checkpoint has no optimizer state for ``parameter``, so that its state starts fresh."""
+        """Returns True if the checkpoint has no optimizer state for ``parameter``."""
         return parameter in self._fresh or parameter not in self._groups
 
 
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
-    """Replaces the optimizer's moments by zeros, which the load then fills. Returns flat parameter of the optimizer ->
-    moment name -> tensor, with the moments that ``families`` finds in the checkpoint.
+    """Replaces the optimizer's moments by zeros, for a load to fill, and returns them.
 
-    Moments that the optimizer stores in 8 bits are made in host memory, and are not encoded yet. A flat parameter that
-    consists of padding gets the moments of its parameter group, because an optimizer treats a partly filled state as
-    complete.
+    The result is flat parameter -> moment name -> tensor, with the moments of ``families``. Moments stored in 8 bits
+    are unencoded, in host memory.
     """
     inner, names = optimizer.inner, _names(optimizer, table)
     groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}
@@ -264,12 +254,9 @@ def restore(
     """Restores the optimizer's scalars and group options from ``stored``, the optimizer entry of a checkpoint's
     manifest.
 
-    A built-in optimizer restores its step count, and options that the user changed in the saved run. A changed option
-    is not restored if a schedule sets it (its name is in ``scheduled``), or if this run configures another value than
-    the saved run did. All other options come from this run's configuration.
-
-    An optimizer that is not built in restores all saved options. But a group with other parameters than in the saved
-    run uses this run's configured learning rate and weight decay.
+    A built-in optimizer restores its step count, and options that the user changed by hand, except options in
+    ``scheduled`` or configured differently now. Other optimizers restore all saved options; a group with other
+    parameters than before uses this run's learning rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
     missed, known = stored.get("missed", {}), {name for each in stored["groups"] for name in each["params"]}
@@ -311,8 +298,9 @@ def _restored(number: Sequence[Any], device: torch.device) -> Any:
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the saved run had other parameter groups than this run has, because the saved
-    learning-rate scheduler then does not fit. ``stored``: the optimizer entry of the checkpoint's manifest.
+    """Raises CheckpointError if this run's parameter groups do not fit the scheduler of the saved run.
+
+    ``stored``: the optimizer entry of the checkpoint's manifest.
     """
     sources, count = _sources(optimizer, table, stored), len(stored["groups"])
     if len(sources) != count or any(source not in (index, None) for index, source in enumerate(sources)):
@@ -324,8 +312,8 @@ def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mappi
 
 
 def restore_schedule(optimizer: ShardedOptimizer, stored: Mapping[str, Any]) -> None:
-    """Restores the group options that a torch scheduler sets, such as the learning rate, from ``stored``, the optimizer
-    entry of a checkpoint's manifest. Call :func:`check_schedule` before.
+    """Restores the group options that a torch scheduler sets, such as the learning rate. ``stored``: the optimizer
+    entry of the checkpoint's manifest. Call :func:`check_schedule` before.
     """
     for group, then in zip(optimizer.inner.param_groups, stored["groups"], strict=True):
         own = optimizer.inner.defaults.keys() - _SCHEDULED
@@ -392,11 +380,10 @@ def _number(name: str, value: Any, optimizer: ShardedOptimizer) -> list[Any]:
 
 
 def unsaved_state(optimizer: ShardedOptimizer) -> str | None:
-    """Returns the name of an optimizer attribute with tensors that a checkpoint would miss, such as "self.muon"; None
-    if there is no such attribute.
+    """Returns the name of an optimizer attribute with tensors that a checkpoint would miss, such as "self.muon"; else
+    None.
 
-    A checkpoint stores only the usual state of torch's optimizers: ``self.state[parameter]`` and the options of the
-    groups.
+    A checkpoint stores only ``self.state[parameter]`` and the options of the groups.
     """
     inner = optimizer.inner
     if isinstance(inner, FlatOptimizer):

@@ -25,9 +25,7 @@ METADATA = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Metadata of a checkpoint for its manifest: step, counters, configuration and optimizer groups, but no tensors.
-    Every rank makes this metadata; the manifest contains the metadata of rank 0.
-    """
+    """Metadata of a checkpoint for its manifest: step, counters, configuration and optimizer groups."""
 
     step: int
     aliases: Mapping[str, str]
@@ -41,7 +39,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """Live state of one rank that goes into a checkpoint: views of its tensors, and its optimizer scalars."""
+    """Live state of one rank to save: views of its tensors, and its optimizer scalars."""
 
     weights: Sequence[Held]
     """Parameters of this rank; their owners write them in full."""
@@ -57,7 +55,7 @@ class Ours:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Copy of one rank's state in host memory, made between two steps, from which a save writes its files."""
+    """Copy of one rank's state in host memory, from which a save writes its files."""
 
     contents: Contents
     outgoing: Mapping[int, memoryview]
@@ -81,8 +79,9 @@ MessagePart = tuple[ModelTensor, Piece, int, int]
 
 @dataclass(frozen=True)
 class Messages:
-    """Byte layout of the messages that carry weight shards to the ranks that write full tensors. Sender and receiver
-    compute the same layout from the plan, so that messages need no header.
+    """Byte layout of the messages that carry weight shards to the ranks that write full tensors.
+
+    Sender and receiver compute it from the plan, so messages have no header.
     """
 
     ownership: SaveOwnership
@@ -91,8 +90,9 @@ class Messages:
     """Cache of layouts: the plan is constant, and training waits while a message is filled."""
 
     def parts(self, source: Coord, owner: int) -> list[MessagePart]:
-        """Returns the layout of the message from the rank at ``source`` to the rank ``owner``: (tensor, piece of it,
-        start byte, end byte) for each piece. The end byte is exclusive; start bytes are multiples of 8.
+        """Returns the layout of the message from the rank at ``source`` to the rank ``owner``.
+
+        An entry is (tensor, piece of it, start byte, end byte), with an exclusive end. Start bytes are multiples of 8.
         """
         if (source, owner) not in self._known:
             self._known[source, owner] = self._find(source, owner)
@@ -111,9 +111,7 @@ class Messages:
 
 
 class Snapshots:
-    """Maker of one rank's snapshots (copies of its state in host memory). It also copies weights from other ranks into
-    a snapshot's image (bytes) of the model file, this rank's file in ``model/``.
-    """
+    """Maker of one rank's snapshots (copies of its state in host memory)."""
 
     def __init__(self, ownership: SaveOwnership, tensors: Sequence[ModelTensor], rank: int) -> None:
         self.owned = [tensor for tensor in tensors if tensor.owner == rank]
@@ -126,8 +124,9 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies into host memory all state of this rank that training will change, and returns the copy. The next call
-        reuses the memory, so that the earlier snapshot is then invalid. Communicates nothing.
+        """Copies into host memory all state of this rank that training will change. Communicates nothing.
+
+        The next call reuses the memory, which makes the earlier snapshot invalid.
         """
         weights = {held.tensor: held for held in ours.weights}
         others = [owner for owner in self.writers if owner != self._grid.rank]
@@ -172,9 +171,7 @@ class Snapshots:
 
     @torch.no_grad()
     def put(self, snapshot: Snapshot, source: int, message: memoryview) -> None:
-        """Copies the weights in ``message``, which the rank ``source`` has sent, into the model file's image in
-        ``snapshot``.
-        """
+        """Copies the weights in ``message``, which the rank ``source`` has sent, into ``snapshot``."""
         for tensor, piece, start, stop in self._messages.parts(self._grid.coord(source), self._grid.rank):
             values = as_tensor(message[start:stop], TensorKind(tensor.kind.dtype, (piece.elements,)))
             whole = snapshot.model.tensor(tensor.key).view(-1)

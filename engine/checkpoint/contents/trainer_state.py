@@ -31,8 +31,9 @@ logger = logging.getLogger("trine")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Interface of objects that can be registered for checkpointing, such as a data sampler. An object's state consists
-    of JSON values, and must be the same on every rank.
+    """Interface of objects that can be registered for checkpointing, such as a data sampler.
+
+    The state consists of JSON values, equal on every rank.
     """
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -44,10 +45,9 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """Counters, registered objects and random generators of a run: its state without the model and the optimizer.
+    """Counters, registered objects and random generators of a run.
 
-    A load restores this state before the model exists: the model may be built when its first batch arrives, and the
-    sampler of this batch must have its restored position by then.
+    A load restores them before the model, because the model may need the sampler's first batch.
     """
 
     update: Update
@@ -58,9 +58,10 @@ class TrainerState:
     """Names of objects that are registered when the model is built, and that a checkpoint may lack."""
 
     def check(self, reader: OpenCheckpoint) -> None:
-        """Checks that the checkpoint ``reader`` has the state of every registered object. Logs a warning if it has
-        state of an object that is not registered, or if it comes from another engine and so has no state of registered
-        objects.
+        """Checks that the checkpoint has the state of every registered object; logs a warning if another engine saved
+        it.
+
+        Also logs a warning about saved state of an unregistered object.
 
         Raises:
             CheckpointError: names the first registered object without saved state.
@@ -87,9 +88,9 @@ class TrainerState:
             )
 
     def restore(self, reader: OpenCheckpoint) -> dict[str, torch.Tensor]:
-        """Restores counters, registered objects and random generators from the checkpoint ``reader``. Returns the
-        tensors that only this rank saved, such as states of random generators, by key; {} if the checkpoint was saved
-        on another grid of ranks.
+        """Restores counters, registered objects and random generators from a checkpoint.
+
+        Returns the tensors that only this rank saved, by key; {} if the checkpoint was saved on another grid of ranks.
         """
         manifest = reader.manifest
         self.update.load_state_dict(_counters(manifest.progress["update"]))
@@ -105,9 +106,7 @@ class TrainerState:
         return states
 
     def restore_late(self, reader: OpenCheckpoint) -> None:
-        """Restores the objects named in ``late``, which are registered only when the model is built, from the
-        checkpoint ``reader``. Objects without saved state are left unchanged.
-        """
+        """Restores the registered objects in ``late``. Objects without saved state are left unchanged."""
         self._restore_tracked(reader, self.late)
 
     def _restore_tracked(self, reader: OpenCheckpoint, names: Iterable[str]) -> None:
@@ -135,9 +134,9 @@ def _counters(state: Any) -> dict[str, Any]:
 
 
 def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
-    """Returns the tensors that only this rank saved into the checkpoint ``reader``, such as states of random
-    generators, by key. Returns {} if the checkpoint was saved on a grid with other sizes or another order of axes than
-    ``grid``.
+    """Returns the tensors that only this rank saved, such as random states, by key.
+
+    Returns {} if the checkpoint was saved on another grid of ranks.
     """
     saved = reader.manifest.info["grid"]
     if ({axis: saved.get(axis, 1) for axis in grid.sizes}, saved_order(saved)) != (grid.sizes, grid.order):
@@ -150,9 +149,7 @@ def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of the random generators of torch (CPU and ``device``), Python and NumPy as uint8 tensors, by
-    key.
-    """
+    """Returns the random states of torch (CPU and ``device``), Python and NumPy, as uint8 tensors by key."""
     states = {f"torch/{index}": generator.get_state() for index, generator in enumerate(generators_of(device))}
     states["python"] = _bytes(random.getstate())
     legacy: Any = np.random.get_state(legacy=False)
@@ -162,8 +159,9 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the random generators of torch (CPU and ``device``), Python and NumPy to ``states``, which
-    :func:`random_states` has returned. A torch generator without an entry in ``states`` is left unchanged.
+    """Sets the random generators of torch (CPU and ``device``), Python and NumPy to ``states``.
+
+    A torch generator without an entry is left unchanged.
     """
     for index, generator in enumerate(generators_of(device)):
         if f"torch/{index}" in states:
@@ -183,17 +181,14 @@ _LEAVES = (bool, int, float, str, type(None))
 
 
 def schedule_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a scheduler's ``state_dict()`` that are numbers, strings, lists or dicts, as JSON values.
-    Functions are left out, because the script makes them again.
-    """
+    """Returns the entries of a scheduler's ``state_dict()`` that are numbers, strings, lists or dicts, as JSON."""
     return {key: _plain(value) for key, value in state.items() if _is_plain(value)}
 
 
 def joined(fresh: Any, stored: Any) -> Any:
-    """Merges ``stored``, the saved state of a scheduler, into ``fresh``, the state of a new scheduler, and returns the
-    result. A value of ``stored`` replaces the value of ``fresh`` under the same key.
+    """Merges the saved state of a scheduler into the state of a new scheduler, and returns the result.
 
-    Nested dicts, and lists of equal length, are merged entry by entry.
+    Saved values win. Nested dicts, and lists of equal length, are merged entry by entry.
     """
     if isinstance(fresh, Mapping) and isinstance(stored, Mapping):
         return {**fresh, **{key: joined(fresh.get(key), value) for key, value in stored.items()}}
@@ -236,12 +231,13 @@ def changed_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], own_optimizer: bool, among: Sequence[str] = TRAINING
 ) -> list[str]:
     """Returns a text for each setting that differs between two configurations, such as "optimizer.params.lr 0.001 ->
-    0.002". A key that only one of the two has is not compared.
+    0.002".
+
+    A key that only one of them has is not compared.
 
     Args:
         before, now: the configurations as JSON.
-        own_optimizer: True if the script passed an optimizer, so that the configured type and params of the optimizer
-            are unused and not compared.
+        own_optimizer: True if the script passed an optimizer, so that the configured type and params are not compared.
         among: dotted paths of the keys that are compared.
     """
     now, found = json.loads(json.dumps(now)), list[str]()
@@ -286,8 +282,7 @@ def _replaced(path: str) -> bool:
 def kept_options(
     groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], scheduled: frozenset[str]
 ) -> list[str]:
-    """Returns a text for each optimizer option that a load has restored from the checkpoint although the script sets
-    another value.
+    """Returns a text for each optimizer option that a load has restored in place of the script's value.
 
     Args:
         groups: parameter groups after the load.

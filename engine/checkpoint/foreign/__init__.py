@@ -26,9 +26,9 @@ logger = logging.getLogger("trine")
 
 
 def foreign_folder(files: Files, folder: Path) -> Path | None:
-    """Returns the path of the DeepSpeed, Megatron or torch.distributed.checkpoint checkpoint at ``folder``; None if
-    there is none. The checkpoint is ``folder`` itself, or the subfolder that a file such as "latest" in ``folder``
-    names.
+    """Returns the DeepSpeed, Megatron or torch.distributed.checkpoint checkpoint at ``folder``; None if there is none.
+
+    It is ``folder`` itself, or the subfolder that a file such as "latest" names.
     """
     for place in (folder, *_tag_folders(files, folder)) if files.is_folder(folder) else ():
         if _reader(files.names(place)) is not None:
@@ -37,8 +37,7 @@ def foreign_folder(files: Files, folder: Path) -> Path | None:
 
 
 def open_checkpoint(files: Files, folder: Path, optimizer: bool = True) -> OpenCheckpoint:
-    """Opens the checkpoint in ``folder``, saved by this engine or by another one. The folder of another engine's
-    checkpoint comes from :func:`foreign_folder`.
+    """Opens the checkpoint in ``folder``, saved by this engine or by another one.
 
     ``optimizer``: True to read the optimizer state of another engine's checkpoint too.
     """
@@ -46,8 +45,9 @@ def open_checkpoint(files: Files, folder: Path, optimizer: bool = True) -> OpenC
 
 
 def open_foreign(files: Files, folder: Path, optimizer: bool = True) -> ForeignStep:
-    """Opens another engine's checkpoint: DeepSpeed, Megatron or torch.distributed.checkpoint. Client state that JSON
-    cannot express is left out, with a logged warning.
+    """Opens a checkpoint of DeepSpeed, Megatron or torch.distributed.checkpoint.
+
+    Client state that JSON cannot express is left out, with a logged warning.
 
     Args:
         optimizer: True to read optimizer state too.

@@ -29,11 +29,11 @@ FILE = 1 << 30
 
 
 def convert(folder: Path, out: Path, weights_only: bool = False) -> Path:
-    """Converts the checkpoint of another engine in ``folder`` to this engine's format. Returns the path of the new
-    checkpoint, a subfolder of ``out``.
+    """Converts another engine's checkpoint in ``folder`` to this engine's format. Returns the new checkpoint's folder,
+    inside ``out``.
 
     Args:
-        weights_only: True to leave out optimizer state, for files that do not name the parameters of the state.
+        weights_only: True to leave out optimizer state, which some files store without parameter names.
 
     Raises:
         CheckpointError: ``folder`` has no checkpoint of a known engine, or is damaged; the disk is full.

@@ -49,32 +49,32 @@ _OWN = frozenset({
 
 
 def count_of(state: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Returns the counter ``key`` of ``state``, the dict in a DeepSpeed file; ``default`` if the counter is missing. A
-    value that is not an integer >= 0 raises CheckpointError.
+    """Returns the counter ``key`` of a DeepSpeed file; ``default`` if it is missing.
+
+    Raises CheckpointError for a value that is not an integer >= 0.
     """
     value = state.get(key, default)
     return numbers_of([default if value is None else value], key)[0]
 
 
 def zero_stage_of(optimizer: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage that the dict ``optimizer`` of a DeepSpeed checkpoint records; 1 if it records none, as in
-    bf16 runs.
-    """
+    """Returns the ZeRO stage in the optimizer state of a DeepSpeed file; 1 if none is recorded, as in bf16 runs."""
     value = optimizer.get("zero_stage", 1)
     value = value.arguments[0] if isinstance(value, PickledObject) and value.arguments else value
     return value if isinstance(value, int) else 1
 
 
 def client_state(state: Mapping[str, Any], dropped: list[str]) -> Any:
-    """Returns the user's ``client_state`` of a DeepSpeed checkpoint as JSON values. Other values are left out, and
-    their paths are added to ``dropped``.
+    """Returns the user's ``client_state`` of a DeepSpeed checkpoint as JSON values.
+
+    Other values are left out; their paths are added to ``dropped``.
     """
     return plain({key: value for key, value in state.items() if key not in _OWN}, dropped)
 
 
 def first_flat(options: Mapping[str, Any], index: int) -> int:
-    """Returns the index of the flat tensor that contains a DeepSpeed parameter group: the first entry of "params" in
-    the group's ``options``. Returns ``index`` if "params" is missing or empty.
+    """Returns the index of a DeepSpeed parameter group's flat tensor: the first entry of its "params", or else
+    ``index``.
     """
     params = options.get("params")
     first = params[0] if isinstance(params, list) and params else index
@@ -82,9 +82,9 @@ def first_flat(options: Mapping[str, Any], index: int) -> int:
 
 
 def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
-    """Returns the state of a DeepSpeed dynamic loss scaler as the dict that this engine saves: "value" (the scale),
-    "forgiven" (number of overflows that have not lowered the scale) and "good" (number of steps without overflow). None
-    for a fixed scale.
+    """Converts the state of a DeepSpeed dynamic loss scaler to this engine's dict; returns None for a fixed scale.
+
+    Keys: "value" (the scale), "forgiven" (overflows that did not lower the scale) and "good" (steps without overflow).
     """
     if not isinstance(scaler, PickledObject) or scaler.get("dynamic") is not True:
         return None
@@ -100,9 +100,10 @@ def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
 
 
 def scheduler_state(state: Any) -> dict[str, Any] | None:
-    """Returns the state of a DeepSpeed scheduler in the form of torch's schedulers ("last_epoch", "_step_count"). State
-    without DeepSpeed's counter "last_batch_iteration" is returned unchanged, as JSON values. None if ``state`` is no
+    """Converts the state of a DeepSpeed scheduler to torch's "last_epoch" and "_step_count"; returns None if it is no
     dict.
+
+    State without DeepSpeed's counter is returned unchanged, as JSON values.
     """
     if not isinstance(state, dict):
         return None
@@ -124,12 +125,11 @@ def is_deepspeed(names: Sequence[str]) -> bool:
 
 
 def read_deepspeed(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """Reads the DeepSpeed checkpoint in ``folder``. Returns its contents, and the paths of client state that JSON
-    cannot express.
+    """Reads the DeepSpeed checkpoint in ``folder``. Returns its contents, and the paths of values that JSON cannot
+    express.
 
     Args:
-        optimizer: True to read optimizer state. False also allows files that do not name the parameters of the
-            optimizer state.
+        optimizer: True to read optimizer state, which must name its parameters.
 
     Raises:
         CheckpointError: the files are damaged, or have tensor-parallel shards, experts or unnamed optimizer state.

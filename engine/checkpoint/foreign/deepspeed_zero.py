@@ -45,7 +45,7 @@ Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class FlatFragment:
-    """Position of some elements of a parameter in the flat fp32 tensor of one data rank of a DeepSpeed checkpoint."""
+    """Position of a parameter's elements in the flat fp32 tensor of one data rank of a DeepSpeed checkpoint."""
 
     rank: int
     flat: int
@@ -70,8 +70,7 @@ class RankState:
 
 
 def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
-    """Returns the state of one data rank from ``optimizer``, the dict ``optimizer_state_dict`` of its ZeRO file.
-    ``what`` names the file in messages.
+    """Returns the ZeRO state of one data rank from the dict in its DeepSpeed file. ``what`` names the file in messages.
 
     Raises:
         CheckpointError: entries are missing, for example because state was offloaded to disk.
@@ -93,9 +92,9 @@ def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
 
 
 def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[FlatFragment]]]:
-    """Yields (name, fragments) for each parameter of a ZeRO 1 or 2 checkpoint. The fragments locate the parameter's
-    elements in the flat tensors of ``ranks``; each rank has a shard of one flat tensor for each parameter group.
-    ``shapes``: parameter name -> shape, by group.
+    """Yields each parameter of a ZeRO 1 or 2 checkpoint, with the fragments of flat tensors that contain its elements.
+
+    ``shapes``: parameter name -> shape, by parameter group.
     """
     for group, params in enumerate(shapes):
         ends = list(accumulate(rank.flats[group].kind.elements for rank in ranks))
@@ -111,9 +110,9 @@ def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 
 
 def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[FlatFragment]]]:
-    """Yields (name, fragments) for each parameter of a ZeRO 3 checkpoint, in which every rank has a share of 1 / N of
-    each parameter. The fragments locate these shares in the flat tensors of ``ranks``. ``shapes``: parameter name ->
-    shape, by parameter group.
+    """Yields each parameter of a ZeRO 3 checkpoint, with the fragments of flat tensors that contain its elements.
+
+    ``shapes``: parameter name -> shape, by parameter group.
     """
     flat, place = 0, 0
     sizes = [each.kind.elements for each in ranks[0].flats]
@@ -138,8 +137,7 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 def tensors_of_fragments(
     ranks: Sequence[RankState], found: Mapping[str, Sequence[FlatFragment]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SpannedTensor]:
-    """Returns the weights and moments of all parameters by name, such as "param/NAME" and "exp_avg/NAME". Each is a
-    description of the pieces of its full tensor in the files; values are not read.
+    """Returns the weights and moments of all parameters by name, such as "exp_avg/NAME". The values stay in the files.
 
     Args:
         found: fragments of each parameter in the flat tensors of ``ranks``.
@@ -186,12 +184,11 @@ class UniversalFolder:
 
 
 def read_universal(files: Files, folder: Path, shapes: Shapes, others: set[str]) -> UniversalFolder:
-    """Reads ``folder``, the folder "zero" of a universal DeepSpeed checkpoint. It has a subfolder for each parameter,
-    with a file for the weight and for each moment.
+    """Reads the folder "zero" of a universal DeepSpeed checkpoint, which has a subfolder for each parameter.
 
     Args:
         shapes: trainable parameters by group, from the model's file; if empty, all parameters form one group.
-        others: names of buffers, and second names of tied parameters, which have subfolders too and are skipped.
+        others: names of subfolders to skip: buffers, and second names of tied parameters.
     """
     known = {name: shape for group in shapes for name, shape in group.items()}
     groups = [list(group) for group in shapes] or [[name for name in files.names(folder) if name not in others]]

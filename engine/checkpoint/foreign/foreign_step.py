@@ -38,9 +38,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignContents:
-    """Contents of another engine's checkpoint, such as DeepSpeed's, under the names that this engine uses. Tensor
-    values stay in the files.
-    """
+    """Contents of another engine's checkpoint under this engine's names. Tensor values stay in the files."""
 
     origin: str
     """Words for logs: "DeepSpeed 0.19.8, ZeRO 2 over 2 data ranks"."""
@@ -59,8 +57,7 @@ class ForeignContents:
 
 
 class ForeignStep:
-    """Open checkpoint of another engine, such as DeepSpeed. It has the interface ``OpenCheckpoint``, so that a load
-    reads it as it reads a checkpoint of this engine.
+    """Open checkpoint of another engine, such as DeepSpeed, with the interface ``OpenCheckpoint``.
 
     Raises:
         CheckpointError: the pieces of a tensor leave a gap or overlap.
@@ -83,20 +80,20 @@ class ForeignStep:
         return self.step
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Reads the piece of each request in ``wanted`` from the files into the request's target memory."""
+        """Reads each requested piece from the files into the request's memory."""
         read_spans(self._files, self._tensors, wanted)
 
     def check_file(self, file: str) -> None:
         """Does nothing, because files of other engines have no hashes."""
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """Returns {}, because the state files of other engines' ranks, such as random states, are not read."""
+        """Returns {}: random states in other engines' checkpoints are not read."""
         return {}
 
 
 def spanned(kind: TensorKind, spans: Iterable[FileSpan]) -> SpannedTensor:
-    """Returns a full tensor of dtype and shape ``kind`` that consists of the file pieces ``spans``. Empty pieces are
-    dropped.
+    """Returns a full tensor that consists of the file pieces ``spans``, without empty pieces. ``kind``: dtype and full
+    shape.
     """
     return SpannedTensor(kind, tuple(span for span in spans if span.piece.elements))
 
@@ -104,8 +101,9 @@ def spanned(kind: TensorKind, spans: Iterable[FileSpan]) -> SpannedTensor:
 def described_group(
     params: Sequence[str], options: Mapping[str, Any], state: Mapping[Any, Any], files: Files
 ) -> ParameterGroup:
-    """Returns a parameter group of the parameters ``params``, with its options and optimizer scalars. The scalars, such
-    as "step", come from ``state``, the optimizer state of one of these parameters.
+    """Returns a parameter group with its options and optimizer scalars.
+
+    ``state``: optimizer state of one of its parameters, which has the scalars, such as "step".
     """
     kept = plain({key: value for key, value in options.items() if key != "params"}, [])
     numbers: dict[str, list[Any]] = {}

@@ -58,9 +58,8 @@ def read_pickle(
 
     Args:
         what: name of the file, for messages.
-        call: function that returns the value of a constructor or function call in the pickle; by default, a
-            ``PickledObject``.
-        persistent: function that returns the value of a persistent id; torch refers to storages by such ids.
+        call: function that returns the value of a call in the pickle; by default, a ``PickledObject``.
+        persistent: function that returns the value of a persistent id, which is a storage in files of torch.
 
     Raises:
         CheckpointError: the pickle is damaged, or has opcodes that torch does not write.
@@ -80,8 +79,9 @@ def read_pickle(
 
 
 def plain(value: Any, dropped: list[str], path: str = "") -> Any:
-    """Returns a copy of ``value`` in JSON types. A value of another type is left out of a dict and becomes None in a
-    list; its path, such as "args.lr" or "items[2]", is added to ``dropped``. ``path``: path of ``value`` itself.
+    """Returns a copy of ``value`` in JSON types. Other values are left out of dicts and become None in lists.
+
+    Their paths, such as "args.lr" or "items[2]", are added to ``dropped``. ``path``: path of ``value`` itself.
 
     Raises:
         CheckpointError: the value has more than ``NODES`` entries.

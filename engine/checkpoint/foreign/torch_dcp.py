@@ -64,7 +64,7 @@ class _Parts:
 
 def read_dcp(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
     """Reads the checkpoint of torch.distributed.checkpoint in ``folder``. Returns its contents, and the paths of values
-    that JSON cannot express, which are left out.
+    that JSON cannot express.
 
     Args:
         optimizer: True to read optimizer state too.

@@ -59,8 +59,9 @@ class TorchTensor:
     strides: tuple[int, ...]
 
     def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
-        """Returns the position of ``piece``, a piece of a parameter, in the file. The piece's elements are consecutive
-        in this tensor, from element ``first`` on. ``tensor`` names the parameter in messages.
+        """Returns the position in the file of a piece of a parameter, stored in this tensor from element ``first`` on.
+
+        ``tensor`` names the parameter in messages.
 
         Raises:
             CheckpointError: the elements are not contiguous, or too few.
@@ -74,7 +75,7 @@ class TorchTensor:
         return FileSpan(self.path, self.start + first * self.kind.width, piece)
 
     def check_row(self, tensor: str) -> None:
-        """Raises CheckpointError if this tensor is not contiguous (row-major). ``tensor``: its name for the message."""
+        """Raises CheckpointError if this tensor is not contiguous. ``tensor``: its name for the message."""
         expected = 1
         for size, stride in reversed(list(zip(self.kind.shape, self.strides, strict=True))):
             if size != 1 and stride != expected and self.kind.elements:
@@ -220,8 +221,8 @@ _PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebui
 
 
 def call_of_torch(name: PickledName, arguments: tuple[Any, ...]) -> Any:
-    """Returns the value of a call of the function ``name`` in the pickle of a ``torch.save`` file: a tensor, dict, list
-    or tuple if the function makes one, otherwise a ``PickledObject``.
+    """Returns the result of a function call in a ``torch.save`` pickle: a tensor, dict, list or tuple, else a
+    ``PickledObject``.
     """
     match str(name).replace("__builtin__.", "builtins."), arguments:  # the name of Python 2, which protocol 2 still has
         case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):
@@ -300,9 +301,7 @@ def numbers_of(value: Any, what: str) -> tuple[int, ...]:
 
 
 def shape_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value``, a list or tuple that is a possible tensor shape, as a tuple. Raises CheckpointError for any
-    other value.
-    """
+    """Returns ``value``, a list or tuple, as a tensor shape; raises CheckpointError if it is not a possible shape."""
     found = numbers_of(value, what)
     if len(found) > 64 or prod(size or 1 for size in found) >= 2**62:
         raise CheckpointError(f"{what} has a shape that is too large for any tensor: it is damaged; {COPY_AGAIN}")

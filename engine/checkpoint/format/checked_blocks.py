@@ -46,9 +46,7 @@ DEFAULT_ALGORITHM = next(iter(_ALGORITHMS))
 
 
 def block_count(size: int, block: int = BLOCK) -> int:
-    """Returns the number of blocks of ``block`` bytes in a file of ``size`` bytes, rounded up. Each block has its own
-    hash.
-    """
+    """Returns the number of hashed blocks, of ``block`` bytes each, in a file of ``size`` bytes, rounded up."""
     return -(-size // block)
 
 
@@ -67,8 +65,8 @@ def hash_function(algorithm: str) -> _HashFunction:
 
 
 def hash_blocks(data: memoryview, algorithm: str = DEFAULT_ALGORITHM, block: int = BLOCK) -> Hashes:
-    """Returns the hashes of ``data``, one for each block of ``block`` bytes, as a uint64 array [blocks]. ``data`` must
-    begin at a block boundary of its file; the last block may be shorter.
+    """Returns the hashes of ``data``, one for each block, as a uint64 array [blocks]. ``data`` must begin at a block
+    boundary of its file; the last block may be shorter.
     """
     function = hash_function(algorithm)
     starts = range(0, len(data), block)
@@ -86,8 +84,8 @@ Check = Callable[[memoryview, int], None]
 
 
 class ChunkReader:
-    """Reader of open files in chunks of at most ``size`` bytes; ``size`` must be a multiple of the page size. Two
-    threads read and check the chunks.
+    """Reader of open files in chunks of at most ``size`` bytes, a multiple of the page size. Two threads read and check
+    them.
     """
 
     def __init__(self, files: Files, size: int) -> None:
@@ -96,12 +94,12 @@ class ChunkReader:
         self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first read and end with the reader
 
     def read(self, file: int, target: ByteRange, start: int, check: Check) -> int:
-        """Fills ``target`` from offset ``start`` of the open file on; ``start`` must be a multiple of the page size.
-        Calls the callback ``check`` with each chunk and its offset in the file. Returns the number of bytes read.
+        """Fills ``target`` from offset ``start`` of the open file on, and returns the number of bytes read. ``start``
+        must be a multiple of the page size. ``check`` is called with each chunk and its offset.
 
         Raises:
-            OSError: the disk failed, or the file is too short. An error of ``check`` is raised as it is; of several
-                errors, the one at the lowest offset is raised.
+            OSError: the disk failed, or the file is too short. Errors of ``check`` pass through. The error at the
+                lowest offset is raised.
         """
 
         def one(begin: int) -> int:
@@ -158,8 +156,9 @@ class HashSlice:
 
 
 def hash_slices(hashes: Mapping[str, Hashes]) -> dict[str, HashSlice]:
-    """Returns the position of each file's block hashes in ``checksums.safetensors``, and the sha256 of these hashes, by
-    file name. ``hashes``: file name -> hashes of the file's blocks.
+    """Returns, by file name, the position of the block hashes in ``checksums.safetensors`` and their sha256.
+
+    ``hashes``: file name -> hashes of the file's blocks.
     """
     layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
     return {

@@ -15,7 +15,7 @@ from engine.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Contiguous range of a file that contains a piece (elements) of a tensor: path, offset in bytes, and piece."""
+    """Contiguous range of a file that contains a piece of a tensor: path, offset in bytes, and piece."""
 
     path: Path
     start: int
@@ -23,8 +23,9 @@ class FileSpan:
     piece: Piece
 
     def slice_of(self, index: int, kind: TensorKind) -> "FileSpan | None":
-        """Returns the part of this span that is in slice ``index`` of the tensor along dim 0; None if span and slice
-        share no element. ``kind``: dtype and shape of one slice.
+        """Returns the part of this span in slice ``index`` of the tensor along dim 0; None if they share no element.
+
+        ``kind``: dtype and shape of one slice.
         """
         part = self.piece.part
         if part.dim == 0:  # adjacent rows of the first dim: contiguous elements of the full tensor
@@ -50,8 +51,7 @@ class SpannedTensor:
 
 
 def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Iterable[ReadRequest]) -> None:
-    """Reads the piece of each request in ``wanted`` from the files of ``tensors`` into the request's target memory.
-    Reads only the needed bytes.
+    """Reads each requested piece from the files of ``tensors`` into the request's memory. Reads only the needed bytes.
 
     Raises:
         CheckpointError: a file ends too early, or the pieces of a tensor lack some of its elements.
@@ -77,12 +77,9 @@ def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Itera
 
 
 def pieces_of_box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[Piece, int]]:
-    """Divides a box of a tensor of ``shape`` into pieces that a checkpoint can describe. The box has the elements
-    ``start[d] : start[d] + size[d]`` of each dim d. Yields each piece with the offset of its first element in the
-    flattened box.
+    """Divides the box ``start[d] : start[d] + size[d]`` of a tensor into pieces that a checkpoint can describe.
 
-    Example: in a 3 x 4 tensor, columns 2:4 of row 1 are elements 2:4 of the part that consists of columns 2:4. A box
-    that is cut along one dim, or along the first dim and one other, is one piece.
+    Yields each piece with its offset in the flattened box.
     """
     cut = [dim for dim in range(len(shape)) if size[dim] != shape[dim]]
     if not cut:

@@ -18,17 +18,16 @@ PAGE = 4096
 
 
 class Files:
-    """File operations that checkpoints use, here on the local file system. Subclasses override them, for example to
-    read from other hosts.
-    """
+    """File operations that checkpoints use, on the local file system. A subclass can read from other hosts."""
 
     def make_folder(self, path: Path) -> None:
         """Creates the folder ``path``. Raises OSError if its parent is missing, or if ``path`` exists."""
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """Creates the file ``path`` for writing, with O_DIRECT if the file system supports it, and returns its
-        descriptor. Raises FileExistsError if ``path`` exists.
+        """Creates the file ``path`` for writing, with O_DIRECT if possible, and returns its descriptor.
+
+        Raises FileExistsError if ``path`` exists.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
@@ -41,9 +40,7 @@ class Files:
         return os.open(path, flags, 0o644)
 
     def write(self, file: int, data: memoryview) -> None:
-        """Appends all of ``data`` to an open file. If ``create`` has opened it with O_DIRECT, ``data`` must begin at a
-        page boundary and be whole pages.
-        """
+        """Appends all of ``data`` to an open file. With O_DIRECT, ``data`` must be whole pages at a page boundary."""
         while data:
             try:
                 written = os.write(file, data)
@@ -64,9 +61,7 @@ class Files:
         os.fsync(file)
 
     def sync_folder(self, path: Path) -> None:
-        """Calls fsync on the folder ``path``, so that the names of new and renamed files in it survive a crash of the
-        machine.
-        """
+        """Calls fsync on the folder ``path``, so that the names of its files survive a crash of the machine."""
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with named(path):
@@ -79,9 +74,7 @@ class Files:
         os.rename(path, target)
 
     def unlink(self, path: Path, parent: int | None = None) -> None:
-        """Removes the file or link ``path``. If ``parent``, an open descriptor of its folder, is given, the name is
-        looked up in that folder, even if another process has since replaced the folder at the path.
-        """
+        """Removes the file or link ``path``. ``parent``: open descriptor of its folder, to look up the name in."""
         os.unlink(path if parent is None else path.name, dir_fd=parent)
 
     def remove_folder(self, path: Path, parent: int | None = None) -> None:
@@ -92,7 +85,7 @@ class Files:
 
     def open(self, root: Path, name: str) -> int:
         """Opens the regular file ``name`` (such as "model/x.safetensors") under ``root`` for reading; returns its
-        descriptor. Links are not followed.
+        descriptor.
 
         Raises:
             CheckpointError: ``name`` is a link, a folder or a device, or its path contains a link.
@@ -125,8 +118,9 @@ class Files:
         return os.fstat(file).st_size
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` from byte ``offset`` of an open file on. Returns the number of bytes read, which is smaller
-        than ``target`` only at the end of the file.
+        """Fills ``target`` from byte ``offset`` of an open file on; returns the number of bytes read.
+
+        A short read means the end of the file.
         """
         done = 0
         while done < len(target):
@@ -137,8 +131,8 @@ class Files:
         return done
 
     def is_cached(self, file: int, offset: int) -> bool:
-        """Returns True if the byte at ``offset`` of an open file is in the page cache, so that a read needs no disk.
-        Also True if the file system cannot answer.
+        """Returns True if the byte at ``offset`` of an open file is in the page cache, or if the file system cannot
+        answer.
         """
         try:
             os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT)
@@ -149,11 +143,10 @@ class Files:
         return True
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` from byte ``offset`` of an open file on, without the page cache (O_DIRECT), so that data
-        needed only once evicts nothing from the cache. Returns the number of bytes read, which is smaller than
-        ``target`` only at the end of the file.
+        """Fills ``target`` from byte ``offset`` of an open file on, with O_DIRECT; returns the number of bytes read.
 
-        ``target`` must begin at a page boundary; its length and ``offset`` must be multiples of the page size.
+        A short read means the end of the file. ``target`` must begin at a page boundary; its length and ``offset`` must
+        be multiples of the page size.
         """
         try:
             direct = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT)
@@ -192,8 +185,9 @@ class Files:
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[bool]:
-        """Locks the folder ``path`` inside this context, without waiting. Yields True if this process has the lock, or
-        the file system has no locks; False if another process has it. The lock ends with the context or the process.
+        """Locks the folder ``path`` inside this context, without waiting; yields False if another process has the lock.
+
+        Yields True on a file system without locks. The lock ends with the context or the process.
         """
         file, free = os.open(path, os.O_RDONLY | os.O_NOFOLLOW), True
         try:
@@ -236,9 +230,7 @@ def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
 
 
 def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
-    """Writes ``chunks`` one after the other into the new file ``path`` and calls fsync. Returns the file's size in
-    bytes.
-    """
+    """Writes ``chunks`` one after the other into the new file ``path`` and calls fsync. Returns the file's bytes."""
     count = 0
     with named(path):
         file = files.create(path)
@@ -274,9 +266,7 @@ def opened(files: Files, root: Path, name: str) -> Iterator[int]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Makes an OSError that is raised inside this context name the file ``path``. Errors of operations on a file
-    descriptor do not name a file otherwise.
-    """
+    """Adds the path of the file to an OSError that is raised inside this context, if it has no path."""
     try:
         yield
     except OSError as error:
@@ -285,10 +275,9 @@ def named(path: Path) -> Iterator[None]:
 
 
 def remove_tree(files: Files, path: Path) -> None:
-    """Removes a file, or a folder with its contents. Links are removed, but not followed.
+    """Removes a file, or a folder with its contents, without following links.
 
-    Names are looked up in open folders. A folder that another process replaces by a link during the removal is not
-    followed either.
+    It is safe if another process replaces a folder by a link during the removal.
     """
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

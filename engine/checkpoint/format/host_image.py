@@ -31,8 +31,9 @@ class ImageMemory:
         self._buffers: dict[str, mmap.mmap] = {}
 
     def take(self, name: str, size: int) -> memoryview:
-        """Returns ``size`` bytes, rounded up to whole pages, of the buffer ``name``. The buffer is made or enlarged if
-        necessary; its contents are undefined.
+        """Returns ``size`` bytes, rounded up to whole pages, of the buffer ``name``, with undefined contents.
+
+        The buffer is made or enlarged if necessary.
         """
         wanted = max(PAGE, -(-size // PAGE) * PAGE)
         held = self._buffers.get(name)
@@ -74,7 +75,8 @@ def make_image(
     Args:
         tensors: dtype and shape of each tensor, by key.
         metadata: texts for the header's ``__metadata__``.
-        memory, name: buffers, and the name of the one to use.
+        memory: buffers by name.
+        name: buffer that the file uses.
         parts: entries that the header lists in place of a tensor, such as one for each expert.
     """
     layout = lay_out(tensors, metadata, parts or {})
@@ -100,15 +102,13 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def kind_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorKind:
-    """Returns the dtype of a tensor, as safetensors names it, and its shape. ``shape``: shape to return in place of the
-    tensor's own.
-    """
+    """Returns the safetensors dtype of a tensor, and its shape or ``shape``."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorKind(code_of(dtype), tuple(tensor.shape) if shape is None else shape)
 
 
 def torch_dtype(kind: TensorKind) -> torch.dtype:
-    """Returns the torch dtype of a tensor with the dtype and shape ``kind``."""
+    """Returns the torch dtype of ``kind``."""
     dtype: torch.dtype = getattr(torch, DTYPES[kind.dtype])
     return dtype
 
@@ -118,10 +118,10 @@ CHUNK = 1 << 24
 
 
 def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashes:
-    """Writes the first ``size`` bytes of ``memory`` to a new file and calls fsync. Returns the hashes of the file's
-    blocks, uint64 [blocks].
+    """Writes the first ``size`` bytes of ``memory`` to a new file and calls fsync. Returns the block hashes, uint64
+    [blocks].
 
-    ``memory`` must be page-aligned and consist of whole pages, so that every write can use O_DIRECT.
+    ``memory`` must be page-aligned and consist of whole pages, for O_DIRECT.
 
     Raises:
         OSError: names ``path``; the file may have been written in part.
@@ -151,9 +151,7 @@ def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yields consecutive ``items`` in lists of at most ``limit`` bytes each. ``size_of`` returns the bytes of an item;
-    an item above the limit has a list of its own.
-    """
+    """Yields consecutive ``items`` in lists of at most ``limit`` bytes, by ``size_of``. A larger item is alone."""
     batch: list[T] = []
     size = 0
     for item in items:

@@ -31,7 +31,7 @@ _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class FileNames(Protocol):
-    """Interface of the list of a checkpoint's file names. Manifests refer to a file by its index in this list."""
+    """Interface of the list of a checkpoint's file names, to which manifests refer by index."""
 
     def __len__(self) -> int: ...
 
@@ -49,7 +49,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor of a checkpoint: dtype, full shape, and stored pieces, which together cover each element exactly once."""
+    """Tensor of a checkpoint: dtype, full shape, and stored pieces, which contain each element exactly once."""
 
     kind: TensorKind
     pieces: Sequence[StoredPiece]
@@ -57,8 +57,8 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Manifest entry about block hashes: their algorithm and block size, and the size and sha256 of
-    ``checksums.safetensors``, which contains the hashes.
+    """Manifest entry about ``checksums.safetensors``: its size and sha256, and the algorithm and block size of its
+    hashes.
     """
 
     algorithm: str
@@ -93,9 +93,7 @@ class Manifest:
 
     @property
     def kinds(self) -> dict[str, TensorKind]:
-        """Dtype and full shape of every tensor, by name. Reads no index files of a manifest that is split into several
-        files.
-        """
+        """Dtype and full shape of every tensor, by name. Reads no index file."""
         known: dict[str, TensorKind] | None = getattr(self.tensors, "kinds", None)
         return {name: tensor.kind for name, tensor in self.tensors.items()} if known is None else known
 
@@ -106,12 +104,13 @@ class Manifest:
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def model_kinds(self) -> dict[str, TensorKind]:
-        """Returns dtype and shape of each parameter and buffer of the model, by name ("param/..." or "buffer/...")."""
+        """Returns dtype and shape of the model's parameters and buffers, by name ("param/..." or "buffer/...")."""
         return {n: kind for n, kind in self.kinds.items() if n.startswith(("param/", "buffer/"))}
 
 
 def hashes_file(hashes: Mapping[str, Hashes]) -> tuple[bytearray, Checksum]:
-    """Returns the bytes of the file ``checksums.safetensors``, and the manifest entry that describes this file.
+    """Returns the bytes of the file ``checksums.safetensors``, and its manifest entry.
+
     ``hashes``: file name -> hashes of the file's blocks, uint64 [blocks].
     """
     layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
@@ -173,9 +172,7 @@ def dumped(fields: Mapping[str, Any]) -> bytes:
 
 
 def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
-    """Returns a stored piece as a JSON dict. ``file``: the file's index in a manifest, or its name in the report that a
-    rank sends.
-    """
+    """Returns a stored piece as a JSON dict. ``file``: the file's index in a manifest, or its name in a report."""
     part = stored.piece.part
     rows = None if part.dim is None else [part.dim, [list(row) for row in part.rows]]
     if rows is not None and part.outer is not None:
@@ -184,11 +181,10 @@ def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
 
 
 def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) -> StoredPiece:
-    """Returns the stored piece of a tensor of ``shape`` from ``value``, the JSON dict that ``piece_to_json`` has made,
-    and checks its bounds. ``file``: name of the file that contains the piece.
+    """Returns the stored piece of a tensor of ``shape`` from its JSON dict ``value``. ``file``: name of its file.
 
     Raises:
-        CheckpointError: the value is damaged.
+        CheckpointError: the value is damaged, or the piece is outside the tensor.
     """
     fields = Fields(value, what)
     flat = naturals(fields.any("flat"), f"{what}: flat")
@@ -201,7 +197,7 @@ def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) ->
 
 
 def from_fields(fields: Fields) -> Manifest:
-    """Parses and checks a manifest that is not split into index files. ``fields``: the fields of the JSON object in
+    """Parses and checks a manifest that is not split into index files. ``fields``: the JSON object in
     ``manifest.json``.
 
     Raises:
@@ -215,8 +211,7 @@ def from_fields(fields: Fields) -> Manifest:
 
 
 def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) -> Manifest:
-    """Returns a manifest that has the given tensors and files (name -> bytes), and takes all other values from the JSON
-    ``fields``.
+    """Returns a manifest of ``tensors``, ``files`` (name -> bytes) and the other values in the JSON ``fields``.
 
     Raises:
         CheckpointError: a field is damaged, or the saved signature does not match the tensors.
@@ -242,8 +237,8 @@ def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[
 
 
 def check_version(fields: Fields, known: int = MAJOR) -> None:
-    """Raises CheckpointError if the manifest's ``fields`` name another format than this engine's, or a version with
-    another major number than ``known``.
+    """Raises CheckpointError if ``fields`` name another format than this engine's, or another major version than
+    ``known``.
     """
     if fields.text("format") != FORMAT:
         raise CheckpointError(
@@ -270,8 +265,8 @@ def _files(fields: Fields) -> dict[str, int]:
 
 
 def check_file_name(name: Any, known: Container[str], what: str) -> None:
-    """Raises CheckpointError if ``name`` is not a file name of a checkpoint, such as "optim/x.safetensors", or is in
-    ``known`` already.
+    """Raises CheckpointError if ``name`` is not a checkpoint's file name, such as "optim/x.safetensors", or is a
+    duplicate.
     """
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name in known:
         raise CheckpointError(
@@ -296,8 +291,7 @@ def _checksum(fields: Fields) -> Checksum:
 
 
 def read_tensor(value: Any, files: FileNames, what: str) -> StoredTensor:
-    """Returns a tensor from its JSON entry ``value`` in a manifest. ``files``: file names, to which the entry refers by
-    index.
+    """Returns a tensor from its JSON entry ``value`` in a manifest. ``files``: file names, by index.
 
     Raises:
         CheckpointError: the entry is damaged, or its pieces do not cover each element exactly once.

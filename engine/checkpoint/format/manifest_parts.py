@@ -53,8 +53,9 @@ ReadPart = Callable[[str, int], bytes | bytearray]
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Compact index entry for consecutive pieces of a tensor, all of equal size, such as the shards of all data ranks.
-    Piece i is in the file with the number ``file + i * step``.
+    """Compact index entry for consecutive pieces of equal size, such as the shards of all data ranks.
+
+    Piece i is in file number ``file + i * step``.
     """
 
     run: PieceRun
@@ -65,9 +66,7 @@ class StoredRun:
 
 
 class StoredRuns(Sequence[StoredPiece]):
-    """Sequence of the stored pieces of a tensor. It stores compact :class:`StoredRun` entries, and makes the pieces
-    when they are accessed.
-    """
+    """Sequence of the stored pieces of a tensor, made on access from compact :class:`StoredRun` entries."""
 
     def __init__(self, runs: Sequence[StoredRun], files: FileNames) -> None:
         self._runs, self._files = runs, files
@@ -89,9 +88,7 @@ class StoredRuns(Sequence[StoredPiece]):
             yield from self._stored(one, range(one.run.count))
 
     def sharing(self, want: Piece) -> Iterator[StoredPiece]:
-        """Yields the stored pieces that may have elements in common with the piece ``want``. All other pieces have
-        none.
-        """
+        """Yields the stored pieces that may share elements with the piece ``want``."""
         for one in self._runs:
             yield from self._stored(one, one.run.sharing(want))
 
@@ -101,15 +98,13 @@ class StoredRuns(Sequence[StoredPiece]):
 
 
 def sharing(tensor: StoredTensor, want: Piece) -> Iterable[StoredPiece]:
-    """Returns the stored pieces of ``tensor`` that may have elements in common with the piece ``want``. All pieces that
-    are left out have none.
-    """
+    """Returns the stored pieces of ``tensor`` that may share elements with the piece ``want``."""
     return tensor.pieces.sharing(want) if isinstance(tensor.pieces, StoredRuns) else tensor.pieces
 
 
 def fold(pieces: Iterable[StoredPiece], number: Mapping[str, int]) -> list[StoredRun]:
-    """Combines the stored pieces of a tensor into runs: consecutive pieces of equal size, in files with evenly spaced
-    numbers. ``number``: file name -> number of the file.
+    """Combines stored pieces of equal size into runs, if their file numbers are evenly spaced. ``number``: file name ->
+    number.
     """
     groups: dict[tuple[str, Part], list[StoredPiece]] = {}
     for stored in pieces:
@@ -134,16 +129,13 @@ def _fold_part(key: str, members: list[StoredPiece], number: Mapping[str, int]) 
 
 
 def run_to_json(stored: StoredRun) -> dict[str, Any]:
-    """Returns the JSON of a run: its first piece, the number of pieces, and the difference between consecutive file
-    numbers.
-    """
+    """Returns the JSON of a run: its first piece, the number of pieces, and the step between file numbers."""
     told = piece_to_json(StoredPiece("", stored.key, stored.run.first), stored.file)
     return told if stored.run.count == 1 else told | {"step": stored.step, "count": stored.run.count}
 
 
 def runs_from_json(values: Sequence[Any], shape: tuple[int, ...], files: FileNames, what: str) -> StoredRuns:
-    """Returns the pieces of a tensor of ``shape`` from the JSON of its runs, ``values``. ``files``: file names by
-    number.
+    """Returns the pieces of a tensor from the JSON of its runs. ``files``: file names by number.
 
     Raises:
         CheckpointError: a run is damaged, or the pieces do not cover each element exactly once.
@@ -191,8 +183,9 @@ def _wholes(runs: Sequence[StoredRun]) -> list[StoredPiece] | None:
 
 
 def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes, dict[str, bytes]]:
-    """Returns the texts of a manifest that is split into several files: the text of ``manifest.json``, and the texts of
-    the index files by name. ``slices``: file name -> position of the file's block hashes, which the index stores.
+    """Splits a manifest into several files: the text of ``manifest.json``, and the texts of index files by name.
+
+    ``slices``: file name -> position of the file's block hashes, which the index stores.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.
@@ -287,9 +280,7 @@ class _Parts:
 
 
 class IndexedFiles(Mapping[str, int]):
-    """Mapping from the names of a checkpoint's files to their sizes in bytes. An index file is read only when one of
-    its entries is accessed.
-    """
+    """Mapping from a checkpoint's file names to their bytes. Index files are read when their entries are accessed."""
 
     def __init__(self, fields: Fields, read: ReadPart) -> None:
         entries = fields.list("file_parts")
@@ -313,7 +304,7 @@ class IndexedFiles(Mapping[str, int]):
         return self._count
 
     def names_of(self, number: int) -> list[str]:
-        """Returns the names of the checkpoint's files that index file ``number`` lists, in its order."""
+        """Returns the names of the checkpoint's files that index file ``number`` lists."""
         return list(self._part(number))
 
     def slice_of(self, name: str) -> HashSlice:
@@ -361,9 +352,7 @@ class _Names:
 
 
 class IndexedTensors(Mapping[str, StoredTensor]):
-    """Mapping from names to the tensors of a checkpoint. An index file is read only when one of its tensors is
-    accessed.
-    """
+    """Mapping from names to a checkpoint's tensors. Index files are read when their tensors are accessed."""
 
     def __init__(self, fields: Fields, files: IndexedFiles, read: ReadPart) -> None:
         given = fields.each("tensors", lambda value, where: Fields(value, where))
@@ -402,8 +391,8 @@ class IndexedTensors(Mapping[str, StoredTensor]):
 
 
 def from_index(fields: Fields, read: ReadPart) -> Manifest:
-    """Returns the manifest of a checkpoint from the JSON ``fields`` of a ``manifest.json`` that refers to index files.
-    ``read`` reads an index file when it is needed.
+    """Returns a manifest that reads its index files, by ``read``, when they are needed. ``fields``: the JSON of
+    ``manifest.json``.
 
     Raises:
         CheckpointError: ``manifest.json`` is damaged. Damaged index files raise when they are read.

@@ -24,10 +24,10 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Part:
-    """Selection of rows along one dim of a tensor, concatenated into a smaller tensor, such as a tensor-parallel shard.
-    If ``dim`` is None, the part is the full tensor.
+    """Selection of rows along one dim of a tensor, such as a tensor-parallel shard. If ``dim`` is None, it is the full
+    tensor.
 
-    If ``dim`` > 0, ``outer`` may restrict the first dim to one range too, such as the experts of a rank.
+    If ``dim`` > 0, ``outer`` may restrict the first dim to a range, such as the experts of a rank.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def box(self) -> tuple[int, ...]:
-        """Shape of the full tensor. If ``outer`` is given, the first dim has only the rows in this range."""
+        """Shape of the full tensor, with the first dim reduced to the range ``outer`` if it is given."""
         if self.outer is None:
             return self.shape
         return (self.outer[1] - self.outer[0], *self.shape[1:])
@@ -59,8 +59,8 @@ class Part:
 
     @property
     def is_inside(self) -> bool:
-        """True if the part's rows ascend and are inside the full tensor. Check it for a part that comes from a file or
-        another rank.
+        """True if the part's rows ascend and are inside the full tensor. Parts from files or other ranks need this
+        check.
         """
         if self.dim is None:
             return not self.rows and self.outer is None
@@ -73,9 +73,7 @@ class Part:
 
 
 class Spans(NamedTuple):
-    """Contiguous ranges of a flattened full tensor that make up a piece (some of its elements). The three arrays have
-    one entry for each range; the ranges ascend.
-    """
+    """Contiguous ranges of a flattened full tensor that make up a piece, as three arrays with one entry per range."""
 
     full: Numbers
     """Offset of each range in the full tensor."""
@@ -86,9 +84,7 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start:stop`` of ``part``, a selection of rows of a tensor, flattened in row-major order. Example: the
-    ZeRO shard of one data rank.
-    """
+    """Elements ``start:stop`` of the flattened rows ``part`` of a tensor, such as the ZeRO shard of one data rank."""
 
     part: Part
     start: int
@@ -101,15 +97,11 @@ class Piece:
 
     @property
     def is_inside(self) -> bool:
-        """True if ``start:stop`` is within the part's elements, and the part's rows ascend and are inside the full
-        tensor.
-        """
+        """True if ``start:stop`` is within the part, and the part's rows ascend and are inside the full tensor."""
         return self.part.is_inside and 0 <= self.start <= self.stop <= self.part.elements
 
     def spans(self) -> Spans:
-        """Returns the contiguous ranges of elements in the flattened full tensor that make up this piece, in ascending
-        order.
-        """
+        """Returns the contiguous ranges of the flattened full tensor that make up this piece, in ascending order."""
         full, count = _full_spans(self.part)
         local = np.cumsum(count) - count
         first = np.maximum(local, self.start)
@@ -119,8 +111,9 @@ class Piece:
         return Spans(full + first - local, first - self.start, last - first)
 
     def within(self, part: Part) -> "Piece":
-        """Returns the elements of this piece that are in the selection of rows ``part``, as a piece of ``part``. All
-        rows of ``part`` must also be rows of ``self.part``.
+        """Returns the elements of this piece that are also in ``part``, as a piece of ``part``.
+
+        ``part`` must be a subset of ``self.part``.
         """
         if part == self.part:
             return self
@@ -130,9 +123,10 @@ class Piece:
 
 
 class Runs(NamedTuple):
-    """Ranges of elements that are contiguous both in a source piece and in a target piece of a tensor. The three arrays
-    have one entry for each range: its offset in the source piece, its offset in the target piece, and its number of
-    elements.
+    """Ranges of elements that are contiguous in a source piece and a target piece, as three arrays with one entry per
+    range.
+
+    The arrays are offsets in the source piece, offsets in the target piece, and numbers of elements.
     """
 
     source: Numbers
@@ -141,8 +135,7 @@ class Runs(NamedTuple):
 
 
 def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: Iterable[Piece] = ()) -> Runs:
-    """Returns the elements that the pieces ``source`` and ``target`` of one tensor have in common, as ranges in the
-    order of the full tensor.
+    """Returns the elements that two pieces of a tensor share, as ranges in the order of the full tensor.
 
     Args:
         inside: further pieces; only elements that all of them contain are returned.
@@ -171,8 +164,7 @@ def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: It
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     """Returns True if every element of a tensor of ``shape`` is in exactly one of ``pieces``.
 
-    The pieces of each part (selection of rows) must cover the part, and the parts must divide the tensor along one dim
-    that is the same for all. Returns False for any other arrangement, even if it covers the tensor. The cost does not
+    Returns False if the parts do not divide the tensor along one common dim, or are incomplete. The cost does not
     depend on the tensor's size.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
@@ -239,9 +231,7 @@ def _joined(found: Runs) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """Consecutive pieces of equal size in one part (selection of rows) of a tensor, such as the shards of all data
-    ranks.
-    """
+    """Consecutive pieces of equal size in one part of a tensor, such as the shards of all data ranks."""
 
     first: Piece
     count: int = 1
@@ -252,9 +242,7 @@ class PieceRun:
         return Piece(self.first.part, self.first.start + index * size, self.first.stop + index * size)
 
     def sharing(self, want: Piece) -> range:
-        """Returns the indices of the run's pieces that may have elements in common with the piece ``want``. All other
-        pieces have none.
-        """
+        """Returns the indices of the run's pieces that may share elements with the piece ``want``."""
         size, (start, stop) = self.first.elements, _bounds(self.first.part, want)
         if not size:
             return range(0)

@@ -79,9 +79,7 @@ def code_of(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Contiguous elements of a tensor that a file stores under a key of their own, for example one expert of a stacked
-    expert weight.
-    """
+    """Contiguous elements of a tensor under a separate key of a file, such as one expert of a stacked weight."""
 
     key: str
     shape: tuple[int, ...]
@@ -95,9 +93,7 @@ class FilePart:
 
 
 def file_parts(key: str, shape: tuple[int, ...], parts: Sequence[FilePart] = ()) -> Sequence[FilePart]:
-    """Returns the file entries that contain the tensor ``key`` of ``shape``: ``parts`` if it is not empty, otherwise
-    one entry for the full tensor under ``key``.
-    """
+    """Returns the file entries of the tensor ``key``: ``parts``, or one entry for the full tensor if it is empty."""
     return parts or (FilePart(key, shape, 0),)
 
 
@@ -116,9 +112,10 @@ def lay_out(
     metadata: Mapping[str, str] | None = None,
     parts: Mapping[str, Sequence[FilePart]] = MappingProxyType({}),
 ) -> FileLayout:
-    """Returns the layout of a safetensors file that contains ``tensors`` (dtype and shape by key), and ``metadata`` in
-    its header. ``parts``: tensor key -> entries that the header lists in place of this tensor, such as one for each
-    expert.
+    """Returns the layout of a safetensors file of ``tensors`` (dtype and shape by key), with ``metadata`` in its
+    header.
+
+    ``parts``: tensor key -> entries in place of this tensor, such as one for each expert.
 
     Raises:
         CheckpointError: a tensor has the reserved name "__metadata__".
@@ -143,8 +140,7 @@ def lay_out(
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict[str, tuple[TensorKind, int]]:
-    """Reads the header of a safetensors file of ``size`` bytes. Returns dtype and shape, and byte offset, of each
-    tensor by key.
+    """Reads the header of a safetensors file. Returns key -> (dtype and shape, byte offset).
 
     Args:
         read: function that returns the bytes of the file from a start to a stop offset.
@@ -210,8 +206,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def shard_bytes(size: int | str) -> int:
-    """Returns ``size`` in bytes. ``size`` is a number of bytes, or a text such as "5GB" (10^9) or "512MiB" (2^20) that
-    transformers accepts.
+    """Returns the number of bytes of a size such as 1024, "5GB" (10^9) or "512MiB" (2^20).
 
     Raises:
         EngineError: the size is malformed or not above 0.
@@ -226,11 +221,9 @@ def shard_bytes(size: int | str) -> int:
 
 
 def repack(files: Files, source: Path, target: Path, keys: Sequence[str], limit: int) -> None:
-    """Copies the tensors ``keys`` from the safetensors files in the folder ``source`` into new files in the folder
-    ``target``, each with at most ``limit`` bytes of tensors. A tensor of more than ``limit`` bytes has a file of its
-    own.
+    """Copies tensors from the safetensors files of one folder into new files with at most ``limit`` bytes of tensors.
 
-    If there are several new files, writes an index in Hugging Face's format too.
+    A larger tensor has its own file. Several files get an index in Hugging Face's format.
     """
     with _opened(files, source) as opened:
         places = {key: (file, *place) for file, own in opened for key, place in own.items()}

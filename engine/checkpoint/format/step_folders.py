@@ -49,17 +49,16 @@ WHOLE_PIECES = 1 << 14
 
 
 def step_of(name: str) -> tuple[int, int] | None:
-    """Returns (step, revision) from the name of a checkpoint's folder, such as (20, 1) for "step-00000020-r1"; None for
-    any other name. The revision counts repeated saves of one step, from 0.
+    """Returns (step, revision) of a checkpoint's folder name, such as (20, 1) for "step-00000020-r1"; else None.
+
+    The revision counts repeated saves of one step, from 0.
     """
     found = _STEP.fullmatch(name)
     return (int(found[1]), int(found[2] or 0)) if found else None
 
 
 def committed(files: Files, folder: Path) -> list[Path]:
-    """Returns the folders of the complete checkpoints in the folder of a run, the newest last. [] if the run's folder
-    does not exist.
-    """
+    """Returns the folders of the complete checkpoints in a run's folder, the newest last; [] if it does not exist."""
     if not files.is_folder(folder):
         return []
     found = [(key, folder / name) for name in files.names(folder) if (key := step_of(name)) is not None]
@@ -67,7 +66,7 @@ def committed(files: Files, folder: Path) -> list[Path]:
 
 
 def make_run_folder(files: Files, folder: Path) -> None:
-    """Creates the folder of a run and its missing parents. It calls fsync, so that they survive a crash."""
+    """Creates the folder of a run and its missing parents, with fsync."""
     if files.is_folder(folder):
         return
     make_run_folder(files, folder.parent)
@@ -79,29 +78,22 @@ def make_run_folder(files: Files, folder: Path) -> None:
 
 
 def temporary(folder: Path, step: int, attempt: str) -> Path:
-    """Returns the path of the temporary folder into which a save of ``step`` writes. ``attempt`` is the random id of
-    the save.
-    """
+    """Returns the path of the temporary folder for a save of ``step``. ``attempt``: random id of the save."""
     return folder / f"step-{step:08d}.tmp-{attempt}"
 
 
 def is_step(files: Files, path: Path) -> bool:
-    """Returns True if ``path`` is the folder of one checkpoint: it has a checkpoint's name, or contains a manifest.
-    Returns False for a folder of a run, which contains checkpoint folders.
-    """
+    """Returns True if ``path`` is the folder of one checkpoint, and False for the folder of a run."""
     return step_of(path.name) is not None or (files.is_folder(path) and NAME in files.names(path))
 
 
 def steps_of(files: Files, path: Path) -> list[Path]:
-    """Returns the folders of the checkpoints at ``path``: [``path``] if it is the folder of one checkpoint. Otherwise
-    ``path`` is the folder of a run, and the newest of its checkpoints is last.
-    """
+    """Returns the folders of the checkpoints at ``path``, a checkpoint's folder or a run's; the newest is last."""
     return [path] if is_step(files, path) else committed(files, path)
 
 
 def read_manifest(files: Files, step: Path) -> Manifest:
-    """Reads the manifest of the checkpoint in the folder ``step``, and checks its size and sha256 against the file
-    COMMIT of this folder.
+    """Reads the manifest of the checkpoint in ``step``, and checks it against the file COMMIT.
 
     Raises:
         CheckpointError: COMMIT is missing, the manifest differs from the committed one, or its step differs from the
@@ -134,8 +126,7 @@ def read_manifest(files: Files, step: Path) -> Manifest:
 def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping[str, HashSlice] | None = None) -> None:
     """Writes the files ``manifest.json`` and then ``COMMIT`` into the folder ``step``, each with fsync.
 
-    ``slices``: file name -> position of the file's block hashes. If it is given, and ``manifest`` has many pieces, the
-    manifest is split into index files, so that a loading rank reads only some of the files.
+    ``slices``: file name -> position of the file's block hashes. With it, a long manifest is split into index files.
     """
     if slices is not None and sum(len(tensor.pieces) for tensor in manifest.tensors.values()) > WHOLE_PIECES:
         data, parts = to_parts(manifest, slices)
@@ -150,8 +141,9 @@ def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping
 
 
 def commit(files: Files, written: Path, step: int) -> Path:
-    """Commits a checkpoint: renames its finished temporary folder ``written`` to the name of its step, and returns the
-    new path. Checkpoints of later steps in the same run are set aside, renamed to "abandoned-...".
+    """Commits a checkpoint: renames its temporary folder ``written`` to the name of its step, and returns the new path.
+
+    Renames checkpoints of later steps in the same run to "abandoned-...".
 
     Raises:
         OSError: the folder was not committed.
@@ -184,8 +176,8 @@ def commit(files: Files, written: Path, step: int) -> Path:
 
 
 def point_to(files: Files, step: Path, attempt: str) -> None:
-    """Writes the name of the checkpoint ``step``, the newest one, into the run's file ``latest``. ``attempt`` is the
-    random id of the save.
+    """Writes the name of the newest checkpoint ``step`` into the run's file ``latest``. ``attempt``: random id of the
+    save.
     """
     hint = step.parent / f"latest.tmp-{attempt}"
     write_new(files, hint, [memoryview(dump({"newest": step.name}))])
@@ -204,7 +196,7 @@ def retain(files: Files, folder: Path, keep: int) -> list[Path]:
 
 
 def sweep(files: Files, folder: Path) -> None:
-    """Deletes the temporary folders that interrupted saves and deletions have left in the folder of a run."""
+    """Deletes the temporary folders that interrupted saves and deletions have left in a run's folder."""
     for name in files.names(folder) if files.is_folder(folder) else ():
         path = folder / name
         if not _LEFTOVER.fullmatch(name):
@@ -226,9 +218,7 @@ LOCK = ".trine.lock"
 
 
 class FolderLocks:
-    """Locks of one engine on the folders of runs, so that no second engine saves there. Engines of one process exclude
-    each other too.
-    """
+    """Locks of one engine on run folders, so that no other engine saves there, also none of this process."""
 
     def __init__(self) -> None:
         self._held: dict[Path, int | None] = {}
@@ -236,11 +226,11 @@ class FolderLocks:
         self._closed = False
 
     def hold(self, folder: Path, early: bool = False) -> None:
-        """Locks ``folder``, which must exist, until ``close``. A second call for the same folder does nothing; if the
-        folder was deleted and made again in between, it locks the new one.
+        """Locks the existing folder ``folder`` until ``close``. A second call does nothing, unless the folder was made
+        again.
 
-        ``early``: True before the first save. If another engine of this process has the lock, nothing is locked and no
-        error is raised, because ``eng = initialize(...)`` drops an old engine only after it has made the new one.
+        ``early``: True before the first save. A lock of another engine in this process is then no error, because that
+        engine may be about to close.
 
         Raises:
             CheckpointError: another engine has the lock; the message names its process and machine.

@@ -47,7 +47,7 @@ class ReadRequest:
 
 
 class Copy(NamedTuple):
-    """Byte range of a file to read, the memory that receives it, and the name of the tensor for messages."""
+    """Byte range of a file to read, its target memory, and the name of the tensor for messages."""
 
     start: int
     length: int
@@ -69,20 +69,19 @@ class OpenCheckpoint(Protocol):
         """Folder of the checkpoint, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Reads the piece of each request in ``wanted`` from the files into the request's target memory."""
+        """Reads each requested piece from the files into the request's memory."""
 
     def check_file(self, file: str) -> None:
-        """Reads the file ``file`` of the checkpoint and checks the hash of every block. Does nothing if the checkpoint,
-        such as another engine's, has no hashes.
-        """
+        """Reads the file ``file`` and checks the hash of every block. Does nothing if the checkpoint has no hashes."""
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
         """Returns all tensors in the file ``file`` of the checkpoint: key -> (dtype and shape, bytes)."""
 
 
 class StepReader:
-    """Checkpoint of this engine, open for reading. It checks the hash of every block that it reads. ``bytes_read`` is
-    the number of bytes of tensor files that were read so far.
+    """Checkpoint of this engine, open for reading. It checks the hash of every block that it reads.
+
+    ``bytes_read``: bytes of tensor files read so far.
 
     Raises:
         CheckpointError: the checkpoint is not committed or is damaged, or a file is missing or has another length.
@@ -105,7 +104,7 @@ class StepReader:
         """Dtype and shape of every stored tensor."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Reads the piece of each request in ``wanted`` from the files into the request's target memory.
+        """Reads each requested piece from the files into the request's memory.
 
         Raises:
             CheckpointError: names the damaged file, and the tensor in the damaged block.
@@ -115,8 +114,8 @@ class StepReader:
                 self._fetch(file, opened_file, found)
 
     def verify(self) -> int:
-        """Reads every file and checks the hashes of all blocks, and that each file's header has the tensors that the
-        manifest lists. Returns the number of bytes read. Raises CheckpointError at the first damage.
+        """Checks the hashes of all blocks of all files, and the tensors in each header. Returns the number of bytes
+        read; raises CheckpointError at the first damage.
         """
         before = self.bytes_read
         for file in self.manifest.files:
@@ -136,8 +135,8 @@ class StepReader:
             pass
 
     def chunks(self, file: str) -> Iterator[memoryview]:
-        """Yields the bytes of the file ``file`` in consecutive chunks, after their hashes were checked. All chunks use
-        one buffer, so a chunk is valid only until the next one is requested.
+        """Yields the checked bytes of the file ``file`` in consecutive chunks. A chunk is valid until the next is
+        requested.
         """
         size = self.manifest.files[file]
         buffer = np.empty(min(size, 8 * max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
@@ -361,7 +360,7 @@ def _listed(tensors: Sequence[str]) -> str:
 
 
 def copies(shared: Runs, begin: int, width: int, want: ReadRequest) -> Iterator[Copy]:
-    """Yields the byte ranges that must be copied from a file into the target memory of the request ``want``.
+    """Yields the byte ranges to copy from a file into the target memory of the request ``want``.
 
     Args:
         shared: elements that the stored piece (source) and the requested piece (target) have in common.

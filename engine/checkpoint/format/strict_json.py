@@ -41,9 +41,7 @@ def dump(value: Mapping[str, Any]) -> bytes:
 
 
 class Fields:
-    """Typed access to the fields of a JSON object. If a field is missing, or has a wrong type or range, a method raises
-    a CheckpointError that names the field.
-    """
+    """Typed access to the fields of a JSON object. A missing or wrong field raises a CheckpointError with its name."""
 
     def __init__(self, value: Any, what: str) -> None:
         self.what = what
@@ -79,9 +77,7 @@ class Fields:
         return self._value.get(name)
 
     def each(self, name: str, read: Callable[[Any, str], _Value]) -> dict[str, _Value]:
-        """Returns the JSON object in field ``name``, with each value converted by the callback ``read``. Its arguments
-        are the value, and the value's name for error messages.
-        """
+        """Returns the JSON object in field ``name``, with each value converted by ``read(value, name in errors)``."""
         return {key: read(value, f"{self.what}: {name}[{key!r}]") for key, value in self.object(name).items()}
 
     def _must(self, value: Any, kind: type[_Value], name: str = "") -> _Value:
@@ -94,9 +90,7 @@ class Fields:
 
 
 def natural(value: Any, what: str) -> int:
-    """Returns ``value`` if it is an integer from 0 to 2^63 - 1. Otherwise raises a CheckpointError that names the
-    source ``what``.
-    """
+    """Returns ``value`` if it is an integer from 0 to 2^63 - 1; raises CheckpointError, naming ``what``, otherwise."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise CheckpointError(
             f"{what} is {_named(value)}, not a whole number of 0 or more: the file is damaged; {COPY_AGAIN}"

@@ -54,11 +54,10 @@ Notes = list[str]
 
 
 def rewritten(given: Mapping[str, Any], problems: Problems) -> tuple[dict[str, Any], Notes]:
-    """Returns ``given`` with older and foreign forms of keys converted to current keys, and notes for the user, one per
-    form.
+    """Converts older and foreign keys in ``given`` to current keys. Returns the result, and a note for the user per
+    conversion.
 
-    Foreign forms are files of ``accelerate config``, and the sections of Apex, wandb and elasticity. Mistakes become
-    problems.
+    Foreign keys come from ``accelerate config``, Apex, wandb and elasticity. Mistakes become problems.
     """
     raw, notes = dict(given), Notes()
     for form in _FORMS:
@@ -218,10 +217,9 @@ class ElasticBatch(NamedTuple):
 
 
 def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
-    """Computes the batch sizes for an ``elasticity`` section; None if a value is wrong, which becomes a problem.
+    """Computes the batch sizes for an ``elasticity`` section; returns None and adds a problem if a value is wrong.
 
-    Among several candidates it chooses the number of rows per step that splits into whole microbatches for the most GPU
-    counts. The candidates are multiples of each microbatch size, and of the least common multiple of all sizes.
+    It chooses the number of rows per step that most GPU counts divide into whole microbatches.
     """
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
@@ -276,10 +274,7 @@ class LayerDrop:
     gamma: float = setting(0.001, Real(low=0), required=True)
 
     def kept(self, steps: int) -> float:
-        """Returns the probability that a layer runs, after ``steps`` completed steps.
-
-        As in DeepSpeed, it is 1 in the first two steps.
-        """
+        """Returns the probability that a layer runs, after ``steps`` completed steps; 1 in the first two steps."""
         return (1 - self.theta) * math.exp(-self.gamma * max(0, steps - 1)) + self.theta
 
 
@@ -296,9 +291,7 @@ class CurriculumSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """Curriculum learning: a difficulty, such as a sequence length, rises from ``min_difficulty`` to
-    ``max_difficulty``.
-    """
+    """Curriculum learning: a difficulty, such as a sequence length, rises from a minimum to a maximum."""
 
     enabled: bool = setting(False, Flag())
     curriculum_type: str = setting("seqlen", Text())
@@ -333,8 +326,7 @@ class ForwardKeywords:
     curriculum: Curriculum | None = None
 
     def at(self, steps: int) -> dict[str, Any]:
-        """Returns the keyword arguments that the model's forward gets in the step after ``steps`` steps, including
-        skipped ones.
+        """Returns the keyword arguments that the model's forward gets after ``steps`` steps, including skipped ones.
 
         The result is empty if no feature is enabled.
         """
@@ -347,11 +339,7 @@ class ForwardKeywords:
 
 
 def read_keywords(raw: Mapping[str, Any], problems: Problems) -> ForwardKeywords:
-    """Reads the sections ``progressive_layer_drop`` and ``curriculum_learning`` of the configuration ``raw``, if
-    enabled.
-
-    A mistake becomes a problem in ``problems``.
-    """
+    """Reads the enabled sections ``progressive_layer_drop`` and ``curriculum_learning``. Mistakes become problems."""
     drop, curriculum = raw.get("progressive_layer_drop"), raw.get("curriculum_learning")
     read = None
     if _enabled(curriculum):

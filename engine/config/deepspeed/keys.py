@@ -15,9 +15,9 @@ from engine.config.wording import join_path
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Treatment of a DeepSpeed key that has no effect in Trine: the user gets a note with the ``reason``.
+    """Treatment of a DeepSpeed key without effect in Trine: the user gets a note with the ``reason``.
 
-    A value in ``idle`` gets no note.
+    Values in ``idle`` get no note.
     """
 
     reason: str
@@ -30,7 +30,7 @@ class Noted:
 class Only:
     """Treatment of a DeepSpeed key for a feature that Trine lacks.
 
-    A value in ``allowed`` is accepted; any other value is an error with the ``reason``.
+    Values in ``allowed`` are accepted; others are errors with the ``reason``.
     """
 
     allowed: tuple[object, ...]
@@ -39,10 +39,9 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Treatment of a DeepSpeed key that sets the Trine key ``target``.
+    """Treatment of a DeepSpeed key that sets the Trine key ``target``. Values in ``idle`` have no effect.
 
-    A value in ``idle`` has no effect. If ``becomes`` is a mapping, it converts DeepSpeed's values to Trine's. If it is
-    text, this text is the Trine value for every value that is not in ``idle``.
+    ``becomes``: a mapping from DeepSpeed's values to Trine's, or one Trine value for all.
     """
 
     target: str
@@ -53,7 +52,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Treatment of a DeepSpeed section for a feature: ignored while its key ``switch`` is off, an error while it is on.
+    """Treatment of a DeepSpeed section: ignored while its key ``switch`` is off, an error while it is on.
 
     ``noted`` and ``passed`` replace the error by a note.
     """
@@ -71,11 +70,9 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class WithMode:
-    """Treatment of a DeepSpeed key of activation checkpointing that enables nothing unless the section also sets
-    ``mode``.
+    """Treatment of a DeepSpeed key of activation checkpointing that has an effect only with ``mode``.
 
-    A value in ``idle`` is ignored; for any other value the user gets a note. If the section sets ``mode`` and the
-    treatment has a ``target``, this Trine key is set to ``becomes``.
+    Values in ``idle`` are ignored; others give the user a note, or set the Trine key ``target`` to ``becomes``.
     """
 
     idle: tuple[object, ...]

@@ -17,11 +17,10 @@ from engine.config.wording import join_path, kind, shown_value
 def translate(
     raw: Mapping[str, Any], ours: frozenset[str], problems: Problems
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns (``raw`` without DeepSpeed's own keys, notes for the user about keys that are rewritten or have no
-    effect).
+    """Translates DeepSpeed's keys in ``raw``. Returns the remaining configuration, and notes for the user.
 
-    A DeepSpeed key with an equivalent sets that Trine key. ``ours`` are the dotted paths of Trine's keys. Unknown keys
-    stay in the configuration, and ``read_section`` reports them later.
+    A DeepSpeed key with an equivalent sets that Trine key. Unknown keys stay in the configuration. ``ours``: dotted
+    paths of Trine's keys.
     """
     present, notes = rewritten(raw, problems)
     walk = _Walk(ours, problems)
