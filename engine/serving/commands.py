@@ -93,9 +93,7 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """Command that computes the loss of each datum and, unless ``forward_only``, adds the loss's gradient to the
-    model's gradient.
-    """
+    """Command that computes the loss of each datum and, unless ``forward_only``, accumulates the model's gradient."""
 
     model: str
     data: tuple[Datum, ...]

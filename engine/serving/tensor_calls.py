@@ -62,7 +62,7 @@ class TensorCalls:
     It stores the autograd graph of a forward until the client sends gradients.
 
     Args:
-        functions: functions by the names under which clients call them.
+        functions: functions that clients call, by name.
         staleness: maximum number of weight updates between a forward and its backward.
     """
 

@@ -30,8 +30,8 @@ _MOVED, _TRAINS = 61, 62
 def take_batch(
     take: Callable[[], list[Batch]], comm: Comm, device: torch.device, moved: bool = False
 ) -> tuple[list[Batch], BaseException | None, bool]:
-    """Takes a step's microbatches, and checks that all ranks of the replica (one full copy of the model) have equal
-    ones.
+    """Takes a step's microbatches, and checks that they are equal on all ranks of the replica (one full copy of the
+    model).
 
     Returns (microbatches, problem, moved anywhere): the error of ``take`` or of the check, or None; True if ``moved``
     is True on any rank of the replica.

@@ -39,7 +39,7 @@ class StepCount:
 
 
 class StepCounts:
-    """Agreement of data ranks on their numbers of microbatches in a step, with this rank's pipeline schedules."""
+    """Exchange of the numbers of microbatches between data ranks, with this rank's pipeline schedules for them."""
 
     def __init__(self, plan: Plan, comm: Comm, device: torch.device) -> None:
         self._plan, self._comm, self._device = plan, comm, device

@@ -48,7 +48,7 @@ class ForwardDates:
 
     Args:
         updates: object that counts weight updates (``made``).
-        calls: forwards of the user's loop on a pipeline, with their own counter; None without a pipeline.
+        calls: pipeline forwards of the user's loop, with their own counter of updates; None without a pipeline.
     """
 
     def __init__(self, updates: CountsUpdates, calls: PipelineCalls | None) -> None:

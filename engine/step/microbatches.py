@@ -28,7 +28,7 @@ StepKind = Literal["train", "evaluate", "output", "predict"]
 
 
 class MicrobatchRunner:
-    """Runner of the forwards and backwards of one step's microbatches, which the pipeline executor calls."""
+    """Runner of the forwards and backwards of one step's microbatches, called by the pipeline executor."""
 
     def __init__(
         self, runtime: RankRuntime, step: StepState, microbatches: Sequence[Batch],
@@ -50,7 +50,7 @@ class MicrobatchRunner:
             step.check_trace = self.trace_again
 
     def again(self, step: StepState) -> "MicrobatchRunner":
-        """Returns a runner for a second run of the same step, which adds its loss and counts to ``step``.
+        """Returns a runner for a second run of the same step, with loss and counts added to ``step``.
 
         The new runner has copies of the microbatches.
         """
@@ -152,9 +152,8 @@ class MicrobatchRunner:
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context that computes deferred weight gradients of ``stage`` and ``microbatch`` during waits.
-
-        The waits are for tensor-parallel collectives.
+        """Returns a context that computes deferred weight gradients of ``stage`` and ``microbatch`` during
+        tensor-parallel waits.
         """
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)

@@ -66,9 +66,7 @@ class Rerun(Protocol):
     """Interface of a comparison of two runs of one step, to detect silent data corruption."""
 
     def see(self, name: str, gradient: Tensor) -> None:
-        """Receives ``gradient``, this rank's gradient of parameter ``name`` in the current run, before its reduction
-        over ranks.
-        """
+        """Receives this rank's unreduced ``gradient`` of parameter ``name`` in the current run."""
 
     def end(self, loss: Tensor) -> None:
         """Ends the current run; ``loss`` is the sum of this rank's losses in it."""
@@ -114,9 +112,7 @@ class StepPart:
         """Runs after the backward of a microbatch."""
 
     def rerun(self) -> Rerun | None:
-        """Returns a comparison of two runs if the next step has to run twice; None if it runs once. Runs before each
-        step.
-        """
+        """Returns a comparison if the next step has to run twice, else None. Runs before each step."""
         return None
 
     def refuse_own_loop(self) -> None:
@@ -145,9 +141,10 @@ class StepPart:
         """Runs at the end of every step without a failure; ``made`` is the number of updates so far. Collective."""
 
     def scaled(self, factor: float) -> None:
-        """Multiplies state in units of the scaled gradient by ``factor``, the new loss scale divided by the old.
+        """Multiplies loss-scaled state, such as error-feedback residuals, by ``factor``: new loss scale / old loss
+        scale.
 
-        Error-feedback residuals are such state; a factor of 0 drops it.
+        A factor of 0 drops that state.
         """
 
     def changing(self) -> AbstractContextManager[None]:
@@ -221,7 +218,7 @@ class StepParts:
     def entering(self, contexts: Callable[[StepPart], AbstractContextManager[None]]) -> Iterator[None]:
         """Opens the contexts of all parts; ``contexts`` is ``StepPart.changing`` or ``StepPart.saving``.
 
-        Parts after a part that ``hides`` are left out.
+        Skips the parts after a part with ``hides``.
         """
         with ExitStack() as stack:
             for part in self.having(contexts):

@@ -113,8 +113,8 @@ Gradients = Sequence[Tensor | None]
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
-    """Returns ``tensors`` as the start of a new autograd graph, writable in place. A backward of this graph ends at
-    them, and passes their gradients to the callback ``arrive``.
+    """Returns ``tensors`` as the start of a new autograd graph, writable in place. Its backward passes their gradients
+    to the callback ``arrive``.
     """
     anchor = torch.empty(0, requires_grad=True)
     attached: tuple[Tensor, ...] = _Cut.apply(anchor, _Given(tensors, arrive))  # type: ignore[no-untyped-call]
@@ -225,7 +225,7 @@ class _Arrivals:
 
 
 class PipelineCalls:
-    """Forwards and backwards on this rank of ``eng(batch)`` calls on a pipeline, in the user's training loop."""
+    """Runner of the user's ``eng(batch)`` calls on a pipeline: their forwards and backwards on this rank."""
 
     def __init__(self, runtime: RankRuntime) -> None:
         self._runtime, self._pipeline = runtime, _pipeline_of(runtime)

@@ -30,10 +30,9 @@ from engine.zero.reduce.weight_copies import WeightCopies
 
 
 class DelayedUpdates(StepPart):
-    """Step part (optional feature with hooks around a step) that completes an optimizer update on the host in the next
-    step.
+    """Step hooks that complete an optimizer update on the host during the next step.
 
-    ``offload_optimizer.delayed_update`` turns it on.
+    ``offload_optimizer.delayed_update`` turns them on.
     """
 
     order = PartOrder.DELAYED_UPDATE
@@ -70,7 +69,7 @@ class DelayedUpdates(StepPart):
     def changing(self) -> Iterator[None]:
         """Opens a context for reads or writes of weights, after the update on the host has ended.
 
-        Its new weights may still be only on the host.
+        The new weights may still be only on the host.
         """
         self._delayed.join()
         yield
@@ -85,10 +84,7 @@ class DelayedUpdates(StepPart):
 
 
 class BackgroundReads(StepPart):
-    """Step part (optional feature with hooks around a step) that lets a thread read weights during training.
-
-    Changes of the weights wait until the read ends.
-    """
+    """Step hooks that let a thread read weights during training; changes of the weights wait for the read."""
 
     order = PartOrder.BACKGROUND_READS
 
@@ -128,10 +124,7 @@ class BackgroundReads(StepPart):
 
 
 class MomentsOnDisk(StepPart):
-    """Step part (optional feature with hooks around a step) for optimizer moments on a disk.
-
-    It refuses saves after a failed read or write of moments.
-    """
+    """Step hooks that refuse saves after a failed read or write of optimizer moments on a disk."""
 
     order = PartOrder.DISK
 
@@ -150,11 +143,10 @@ class MomentsOnDisk(StepPart):
 
 
 class StatesOnHost(StepPart):
-    """Step part (optional feature with hooks around a step) for state that ``offload_states`` moves to host memory
-    between two phases of a run.
+    """Step hooks for state that ``offload_states`` moves to host memory between two phases of a run.
 
     Args:
-        states: the weights, gradients and optimizer state that can be moved.
+        states: weights, gradients and optimizer state that can be moved.
     """
 
     order = PartOrder.OFFLOADED
@@ -198,9 +190,9 @@ class CountedExperts(StepPart):
 
 
 class BalancedRouters(StepPart):
-    """Step part (optional feature with hooks around a step) that balances expert loads by router biases.
+    """Step hooks that balance expert loads by router biases.
 
-    After each update it adds ``rate`` to the biases of experts below the mean load, and subtracts it above. An expert's
+    After each update they add ``rate`` to the biases of experts below the mean load, and subtract it above. An expert's
     load is the number of tokens routed to it in the step, on all ranks.
 
     Args:
@@ -227,8 +219,7 @@ class BalancedRouters(StepPart):
 
 
 class ReplayedRouters(StepPart):
-    """Step part (optional feature with hooks around a step) for router replay: routers use expert choices from the
-    batch.
+    """Step hooks for router replay, in which routers use the expert choices recorded in the batch.
 
     Args:
         replay: recorded choices of the microbatches that run.
@@ -258,9 +249,7 @@ class ReplayedRouters(StepPart):
 
 
 class EqualGradients(StepPart):
-    """Step part (optional feature with hooks around a step) that compares replicated gradients of tensor ranks in the
-    first step.
-    """
+    """Step hooks that compare replicated gradients between tensor-parallel ranks in the first step."""
 
     order = PartOrder.REPLICAS
 
@@ -278,11 +267,7 @@ _OFTEN = 64
 
 
 class EqualWeights(StepPart):
-    """Step part (optional feature with hooks around a step) that compares replicated weights between ranks in some
-    steps.
-
-    A rank adds a hash to the step's all-reduced totals.
-    """
+    """Step hooks that compare replicated weights between ranks in some steps, by hashes in the all-reduced totals."""
 
     order = PartOrder.COPIES
 
@@ -297,14 +282,15 @@ class EqualWeights(StepPart):
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Logs the name of a weight that differs between ranks, if the summed hashes in ``totals`` show a difference.
+        """Logs the name of a weight that differs between ranks, if the summed hashes in ``totals`` show a
+        difference.
         """
         if step.copies is not None:
             self._copies.compare(totals.digest_squared, step.sent)
 
 
 class EncodingResiduals(StepPart):
-    """Hooks that rescale error-feedback residuals of compressed gradients when the loss scale changes."""
+    """Step hooks that rescale error-feedback residuals of compressed gradients when the loss scale changes."""
 
     order = PartOrder.RESIDUALS
 
@@ -365,10 +351,9 @@ class _Seen(NamedTuple):
 
 
 class WrittenBuffers(StepPart):
-    """Step part (optional feature with hooks around a step) that restores module buffers after a step without an
-    update.
+    """Step hooks that restore module buffers after a step without an update.
 
-    A buffer that the model registers during a step is not removed.
+    Buffers that the model registers during a step remain.
     """
 
     order = PartOrder.BUFFERS

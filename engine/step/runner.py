@@ -111,8 +111,8 @@ class Remarks:
 def idle_in_eval_mode(model: nn.Module) -> Iterator[str]:
     """Yields a phrase, such as "dropout (encoder.drop)", for each effect that eval mode turns off.
 
-    Effects are dropout with a nonzero rate, and updates of running statistics. Skips modules in a training parent or
-    without trainable parameters.
+    Effects are dropout with a nonzero rate, and updates of running statistics. Skips modules without trainable
+    parameters, or with a parent in training mode.
     """
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -484,7 +484,7 @@ class StepRunner:
     def random_key(self, index: int, first: int | None = None) -> tuple[int, int, int]:
         """Returns the random seed of this rank's microbatch ``index``: (configured seed, updates so far, global index).
 
-        It is equal on every grid. ``first``: global index of this rank's first microbatch; None: all data ranks have
+        It is equal on every grid. ``first``: global index of this rank's first microbatch; None if all data ranks have
         equally many.
         """
         return self._config.seed, self._update.made, (self._first if first is None else first) + index

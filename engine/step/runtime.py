@@ -296,7 +296,8 @@ class RankRuntime:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a context for reads or writes of weights or optimizer state between steps; first completes all updates.
+        """Opens a context for reads or writes of weights or optimizer state between steps; first completes all
+        updates.
         """
         with self.parts.entering(StepPart.changing):
             self.settle()

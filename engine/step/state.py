@@ -77,9 +77,8 @@ class RunControl:
         return folder if self.trial is None else self.trial.save_folder(folder)
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the folder for a load from ``folder``.
-
-        It is this trial's folder if a sweep's trial has checkpoints, else ``folder``.
+        """Returns the folder for a load from ``folder``: a sweep trial's own folder if it has checkpoints, else
+        ``folder``.
         """
         return folder if self.trial is None else self.trial.load_folder(folder)
 

@@ -39,7 +39,8 @@ class TracedForward(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """31-bit hash of the order of module calls and of the tensors that stages send, for comparison between ranks.
+        """31-bit hash of the order of module calls and of the tensors that stages send, for comparison between
+        ranks.
         """
         sent = [tuple(plan.sends.items()) for plan in self.partition.stages]
         return zlib.crc32(repr(([call.unit for call in self.trace.calls], sent)).encode()) >> 1
@@ -55,9 +56,7 @@ class UserHooks(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "UserHooks":
-        """Returns the hooks that the user, and not the engine, has registered on modules of ``model``; calls none of
-        them.
-        """
+        """Returns the hooks on modules of ``model`` that the user has registered, without the engine's hooks."""
         everywhere = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks
         forward, backward = list[tuple[str, int]](), list[str]()
         for name, module in model.named_modules():
@@ -69,7 +68,8 @@ class UserHooks(NamedTuple):
 
 
 class TraceCache:
-    """Cache of traced forwards by input shapes and plain values, purpose of the forward, and attributes of the model.
+    """Cache of traced forwards by input shapes and plain values, purpose of the forward, and attributes of the
+    model.
     """
 
     def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
@@ -120,8 +120,7 @@ class TraceCache:
         self._seen = {key: [(self._state, found[-1][1])] for key, found in other._seen.items()}
 
     def of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
-        """Returns the traced forward of ``microbatch``, from the cache or by a trace of ``run()``, without
-        communication.
+        """Returns the traced forward of ``microbatch`` from the cache, or traces ``run()``. No communication.
 
         ``kind``: purpose of the forward, such as "train".
 
@@ -151,8 +150,7 @@ class TraceCache:
         return found
 
     def check_trace(self, microbatch: Batch, kind: str, run: ForwardCall) -> None:
-        """Traces the forward of ``microbatch`` again by ``run()`` after a NaN loss, and compares it with the cached
-        trace.
+        """Traces ``run()``, the forward of ``microbatch``, again after a NaN loss; compares with the cached trace.
 
         No communication. ``kind``: purpose of the forward, such as "train".
 

@@ -26,8 +26,8 @@ class Sweep:
     """Sweep over values of configuration keys, which Optuna chooses; iteration yields each :class:`SweepTrial`.
 
     Optuna also prunes trials: it ends a trial early if its metric is worse than in other trials. Processes and jobs
-    with the same journal file share the trials. The trial of a killed process continues in another process, also of a
-    later start.
+    with the same journal file share the trials. Another process, also of a later start, continues the trial of a killed
+    process.
 
     Args:
         settings: path of ``sweep.json``, or a dict with its keys.

@@ -148,7 +148,7 @@ class Hub:
         return found
 
     def broadcast(self, message: Message) -> None:
-        """Queues a message for all connected hosts; ``poll`` sends the rest."""
+        """Sends a message to all connected hosts; ``poll`` sends bytes that must wait."""
         for line in self.lines:
             if line.open:
                 line.send(message)
@@ -202,7 +202,7 @@ class Spoke:
         return found
 
     def send(self, message: Message) -> None:
-        """Queues a message for the hub, or drops it without a connection; ``poll`` sends the rest."""
+        """Sends a message to the hub, or drops it without a connection; ``poll`` sends bytes that must wait."""
         if self._line is not None and self._line.open and not self._opening:
             self._line.send(message)
 

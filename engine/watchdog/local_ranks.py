@@ -53,7 +53,7 @@ def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
 
 
 def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """Returns a text with one line for each event of all ranks, in the order of their begins.
+    """Returns a text with one line for each event of all ranks, ordered by begin.
 
     A line has the begin in seconds relative to ``now``, the rank, the event, and its duration or "not ended".
 

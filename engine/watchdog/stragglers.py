@@ -210,7 +210,8 @@ class Stragglers:
     def look(self, views: Mapping[int, RankView], size: int) -> list[str]:
         """Returns a sentence for each newly slow rank, and for each axis with newly slow links.
 
-        The list is empty within ``steps`` steps of the last comparison, or if a rank is missing, ended or closed.
+        The list is empty within ``steps`` steps of the last comparison, or if a rank is missing, has ended, or has
+        closed its engine.
 
         Args:
             views: current state of each rank, by global rank.

@@ -144,8 +144,7 @@ class RankView:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def begun(self, call: CallView) -> bool | None:
-        """Returns True if this rank has begun ``call`` of another rank, or a later call of the same ranks; else False.
-        """
+        """Returns True if this rank has begun ``call`` of another rank, or a later call of the same ranks."""
         mine = [each.count for each in self.recent if each.stream == call.stream]
         return bool(mine) and max(mine) >= call.count
 

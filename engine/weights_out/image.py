@@ -114,7 +114,6 @@ class WeightImage:
         There is one array of hashes for each wanted piece that has elements in this image.
 
         Args:
-            number: number of the version.
             wanted: pieces (elements of a tensor) that a receiver wants.
             hashed: False to return the name only.
 

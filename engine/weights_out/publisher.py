@@ -333,7 +333,8 @@ def make_owners(
 ) -> Iterator[tuple[list[int], OwnerRank]]:
     """Yields (ranks, owner). An owner is a set of elements with the address of the rank that serves them.
 
-    ``ranks`` has this rank and, with ``copies`` > 1, a rank with equal values. The first owner belongs to rank 0.
+    ``ranks`` are the serving rank and, with ``copies`` > 1, another rank with equal values. The first owner belongs to
+    rank 0.
 
     Args:
         urls: address of each rank.

@@ -29,17 +29,17 @@ Known = dict[int, list[Hashes]]
 
 
 class SenderConnection(BoundedConnection):
-    """HTTP connection to one rank of a training, or to a receiver, that serves published weights."""
+    """HTTP connection to a rank of a training run, or to a receiver, that serves published weights."""
 
     noun = "trainer"
     remedy = "read the newest version once it trains again, or check address and network."
 
 
 class WeightReader:
-    """Connections of one receiver to a training that publishes its weights.
+    """Connections of one receiver to a training run that publishes its weights.
 
     Args:
-        url: address of rank 0 of the training.
+        url: address of rank 0 of the training run.
         token: secret that the training and its receivers share; empty: none.
         deadline: seconds for reading one version; the training may drop the version earlier.
         connect: callback from (address, token) to a connection, for tests.
@@ -105,7 +105,7 @@ class WeightReader:
     def leased(
         self, known: WeightVersion | None, until: float, peer: OwnerRank | None = None
     ) -> Iterator[WeightVersion | None]:
-        """Opens a context with the newest version, which the training does not replace before its end.
+        """Opens a context with the newest version, which the training does not replace inside.
 
         The value is None if no version is newer than ``known``.
 

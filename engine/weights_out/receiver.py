@@ -122,7 +122,7 @@ class PeerServer:
 
 
 class WeightReceiver:
-    """Receiver that updates tensors of this process, ``targets``, to the newest version of a training's weights.
+    """Receiver that updates this process's tensors, ``targets``, to the newest weights of a training run.
 
     Args:
         reader: connections to the training.
@@ -211,7 +211,7 @@ class WeightReceiver:
 
 
 def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0, serve: str = "") -> WeightReceiver:
-    """Returns a receiver that copies published weights of a training into ``model`` when its ``update`` is called.
+    """Returns a receiver that copies published weights of a training run into ``model`` when its ``update`` is called.
 
     Args:
         model: whole model of the trained class, such as a transformers model, in the dtypes of the training's forward.

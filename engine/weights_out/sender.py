@@ -124,7 +124,7 @@ class NoticeBoard:
 
 
 class WeightServer:
-    """ASGI application by which one rank of a training, or a receiver, serves weights.
+    """ASGI application by which a rank of a training run, or a receiver, serves weights.
 
     Args:
         images: memory with the served elements, by number of the owner (serving rank).

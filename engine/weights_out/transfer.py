@@ -120,7 +120,7 @@ class WeightTraffic:
 
 @dataclass(slots=True)
 class Transfer:
-    """Transfer of all elements that one owner, a rank of the training, serves to a receiver."""
+    """Transfer of all elements that one owner (rank of the training run) serves to a receiver."""
 
     version: WeightVersion
     number: int

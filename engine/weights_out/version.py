@@ -147,7 +147,7 @@ class LeaseCall:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """Reply with the receivers that began to read the version earlier, in the order of their begins.
+    """Reply with the receivers that began to read the version earlier, in this order.
 
     They serve the parts of the version that they have received.
     """

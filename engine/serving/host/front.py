@@ -133,7 +133,7 @@ def open_front(
     Args:
         serve: section of the configuration.
         model: facts about the base model, for checks of requests.
-        ready: callback for a line with the address, called once the socket listens.
+        ready: callback that receives a line with the address once the socket listens.
         journals: False for a caller's own engine, since no journal restores its state.
 
     Raises:

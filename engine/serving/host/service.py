@@ -76,7 +76,7 @@ def serve(
     Every rank calls it.
 
     Args:
-        functions: functions that clients may call by name, each from tensors to tensors.
+        functions: functions that clients call by name, with tensors as arguments and results.
         settings: address, limits and folder; None: section ``serve`` of the engine's configuration, or its defaults.
 
     Raises:

@@ -21,7 +21,7 @@ EMPTY_TOKEN, EMPTY_LOGPROB = 0, -99999.0
 def array_from(message: Any, name: str) -> Array:
     """Returns the protobuf tensor ``message``, dense or sparse, as a dense fp32 or int64 array.
 
-    Errors call the tensor ``name``.
+    ``name`` is the tensor's name in errors.
 
     Raises:
         RequestRefusedError: 400, bytes and shape do not match; 413, the tensor has too many elements.

@@ -34,7 +34,7 @@ def check_name(name: str) -> str:
     """Returns ``name``, the name under which a client saves weights, if it is valid.
 
     Raises:
-        RequestRefusedError: it has more than 128 characters, or one that is no letter, digit, ".", "_" or "-".
+        RequestRefusedError: it has more than 128 characters, or a character that is no letter, digit, ".", "_" or "-".
     """
     if not _NAME.fullmatch(name):
         raise RequestRefusedError(

@@ -43,7 +43,7 @@ class FutureRoutes:
         ledger: ledger that accepts the commands.
         directory: sessions, training runs and saved weights.
         reader: parser of the requests.
-        read_body: function that returns the body of a request, and refuses a body that is too long.
+        read_body: callback that returns the body of a request, or refuses a long body.
     """
 
     def __init__(self, ledger: Ledger, directory: Directory, reader: RequestReader, read_body: ReadBody) -> None:
