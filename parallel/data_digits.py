@@ -81,10 +81,10 @@ def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> st
     if experts == 1:
         return None
     named = f"{dp} data x {cp} context ranks" if cp > 1 else f"{dp} data ranks"
-    sizes = expert_sizes(dp, cp, shard_size)
-    given = ", ".join(map(str, sizes))
     if dp * cp == 1:
         return "is laid over data ranks, and there is one; give more of them, or one expert rank"
+    sizes = expert_sizes(dp, cp, shard_size)
+    given = ", ".join(map(str, sizes))
     if experts not in expert_sizes(dp, cp, None):
         return f"does not divide the {named}, over which experts are laid; give one of {given}"
     if experts not in sizes:

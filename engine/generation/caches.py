@@ -99,11 +99,6 @@ class StageCaches:
         """
         self._rehearsed = _shapes(cache)
 
-    @property
-    def rehearsed(self) -> bool:
-        """True once the first forward of the generation, over the prompt, was traced for its shapes."""
-        return self._rehearsed is not None
-
     def advance(self, rows: int, positions: int, partly: bool) -> None:
         """Adds ``positions`` to the length of the caches, after a forward of ``rows`` rows over that many new
         positions.

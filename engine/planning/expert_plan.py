@@ -14,9 +14,9 @@ from engine.parallel.data_digits import expert_sizes
 from engine.parallel.experts.forms import (
     ListedExperts,
     RoutedExperts,
-    alike_lists,
     expert_bounds,
     expert_cut,
+    lists_of_equal_experts,
     module_kind,
     owner_cut,
     possible_stacks,
@@ -252,7 +252,7 @@ def _routed(model: nn.Module, ranks: int) -> tuple[tuple[RoutedExperts, ...], tu
 def _listed(model: nn.Module) -> tuple[tuple[ListedExperts, ...], tuple[Unproven, ...]]:
     proven: dict[object, tuple[int, int] | str] = {}
     found, refused = list[ListedExperts](), list[Unproven]()
-    for name, child, members in alike_lists(model):
+    for name, child, members in lists_of_equal_experts(model):
         block = model.get_submodule(name)
         kind = (module_kind(block), child)
         if kind not in proven:

@@ -147,11 +147,6 @@ class Plan:
             return 0
         return self.schedule.rank_of_stage[self.partition.stage_of_buffer(self.trace, name)]
 
-    @cached_property
-    def evaluation(self) -> Schedule:
-        """Pipeline schedule of an evaluation: forwards only."""
-        return self.forwards(self.config.accumulation)
-
     def forwards(self, microbatches: int) -> Schedule:
         """Returns a forward-only pipeline schedule for this number of microbatches."""
         return forward_only(self.schedule.stages_of_rank, microbatches)

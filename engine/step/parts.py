@@ -141,10 +141,9 @@ class StepPart:
         """Runs at the end of every step without a failure; ``made`` is the number of updates so far. Collective."""
 
     def scaled(self, factor: float) -> None:
-        """Multiplies loss-scaled state, such as error-feedback residuals, by ``factor``: new loss scale / old loss
-        scale.
+        """Multiplies loss-scaled state, such as error-feedback residuals, by ``factor`` (new scale / old scale).
 
-        A factor of 0 drops that state.
+        Runs when the loss scale changes.
         """
 
     def changing(self) -> AbstractContextManager[None]:

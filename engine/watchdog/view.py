@@ -143,7 +143,7 @@ class RankView:
         """Text that names the rank: "rank 3 (host-a, pid 4711)"."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
-    def begun(self, call: CallView) -> bool | None:
+    def begun(self, call: CallView) -> bool:
         """Returns True if this rank has begun ``call`` of another rank, or a later call of the same ranks."""
         mine = [each.count for each in self.recent if each.stream == call.stream]
         return bool(mine) and max(mine) >= call.count

@@ -162,7 +162,7 @@ def read_run(folder: Path) -> RecordedRun:
         raise EngineError(
             f"there is no folder {folder}; give the monitor.report folder of a run, or --out of train.py."
         )
-    first = told_by(folder / rank_file(0))
+    first = read_recording(folder / rank_file(0))
     if first is None:
         raise EngineError(
             f"{folder} has no {rank_file(0)}, so no run has recorded there; give the monitor.report folder of a run, "
@@ -186,7 +186,7 @@ def read_run(folder: Path) -> RecordedRun:
     )
 
 
-def told_by(path: Path) -> dict[str, Any] | None:
+def read_recording(path: Path) -> dict[str, Any] | None:
     """Reads the JSON file ``path`` that a rank has written, and returns its content. Returns None if the file does not
     exist.
 
@@ -205,7 +205,7 @@ def told_by(path: Path) -> dict[str, Any] | None:
 
 
 def _rank(path: Path) -> Iterator[RecordedRank]:
-    record = told_by(path)
+    record = read_recording(path)
     try:
         if record is not None:
             yield RecordedRank.of(record)
@@ -319,7 +319,7 @@ def read_traces(folder: Path, size: int) -> list[RankTrace]:
     found = []
     for rank in range(size):
         path = folder / trace_file(rank)
-        record = told_by(path)
+        record = read_recording(path)
         try:
             if record is not None and int(record["ranks"]) == size:  # excludes an earlier start on another grid
                 found.append(_trace(record))

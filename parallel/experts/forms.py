@@ -153,7 +153,7 @@ def list_members(members: nn.Module) -> dict[str, nn.Module]:
     return {name: each for name, each in members.named_children() if any(True for _ in each.parameters())}
 
 
-def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def lists_of_equal_experts(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yields (name of a block, name of a list in it, full names of the list's members) for each module list or module
     dict that may contain experts.
 

@@ -174,10 +174,3 @@ def _read_pieces(rows: Sequence[Sequence[Any]], shapes: Shapes) -> tuple[NamedPi
         part = Part(shapes[name], dim, tuple((a, b) for a, b in runs), None if outer is None else (outer[0], outer[1]))
         found.append(NamedPiece(name, Piece(part, start, stop)))
     return tuple(found)
-
-
-def differing_entry(theirs: list[Any], ours: list[Any]) -> str:
-    """Returns a text for an error: the first position at which two lists differ, and the value of each list there."""
-    at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
-    named = [repr(values[at]) if at < len(values) else "nothing" for values in (theirs, ours)]
-    return f"at number {at} {named[0]} instead of {named[1]}"

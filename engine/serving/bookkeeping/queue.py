@@ -139,11 +139,6 @@ class FairQueue:
         with self._changed:
             return self._training.remove(entry) or self._samples.remove(entry)
 
-    def samples_of(self, session: str) -> list[FutureEntry]:
-        """Returns the queued sampling commands of the session called ``session``."""
-        with self._changed:
-            return [entry for entry in self._samples if entry.session == session]
-
     def before(self, entry: FutureEntry) -> int:
         """Returns an estimate, from times of arrival, of the number of queued commands that run before ``entry``.
 

@@ -14,9 +14,9 @@ from engine.parallel.experts.forms import (
     ExpertPacking,
     ListedExperts,
     RoutedExperts,
-    alike_lists,
     expert_bounds,
     expert_cut,
+    lists_of_equal_experts,
     module_kind,
     owner_cut,
     possible_counts,
@@ -174,11 +174,11 @@ class Layers(nn.Module):
 
 def test_lists_of_equal_members_are_found_with_their_blocks() -> None:
     model = nn.ModuleDict({"moe": Listed(3), "layers": Layers()})
-    assert list(alike_lists(model)) == [
+    assert list(lists_of_equal_experts(model)) == [
         ("moe", "experts", ("moe.experts.0", "moe.experts.1", "moe.experts.2")),
         ("layers", "named", ("layers.named.a", "layers.named.b")),
     ]
-    assert [name for name, _, _ in alike_lists(Listed(2))] == [""]
+    assert [name for name, _, _ in lists_of_equal_experts(Listed(2))] == [""]
 
 
 def test_names_of_parameters_follow_the_module() -> None:
