@@ -86,8 +86,8 @@ class WeightImage:
         """Overwrites the image's elements of tensor ``key`` with their new values.
 
         Args:
-            values: elements of the piece ``held``, on any device.
-            held: piece of the tensor that contains the image's elements.
+            values: new elements of the tensor, on any device.
+            held: piece that ``values`` has; it contains the image's elements.
         """
         copy_shared(values, held, self._values[key], self.owned[key])
         with self._lock:

@@ -126,9 +126,7 @@ def limits_of(serve: ServeConfig) -> LedgerLimits:
 def open_front(
     serve: ServeConfig, model: ServedModel, ready: Callable[[str], None], journals: bool = True
 ) -> Iterator[LedgerSource]:
-    """Serves HTTP in a thread, and yields the source of commands for rank 0's command loop.
-
-    First opens the journal, the stored record of accepted commands.
+    """Opens the journal (record of accepted commands), serves HTTP in a thread, and yields rank 0's source of commands.
 
     Args:
         serve: section of the configuration.
