@@ -30,10 +30,9 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """Choice of the loss in a ``ForwardBackward`` command.
+    """Loss of a ``ForwardBackward`` command: its name and options.
 
-    ``name`` is a built-in loss, or "custom" for a graph that a client has uploaded, with its id in
-    ``options["loss_id"]``.
+    The name "custom" selects the uploaded loss with the id ``options["loss_id"]``.
     """
 
     name: str
@@ -42,7 +41,7 @@ class LossCall:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Configuration of a model's LoRA adapter: its rank, the seed of its initial values, and the layers that get it."""
+    """Configuration of a LoRA adapter: rank, seed of the initial values, and kinds of adapted layers."""
 
     rank: int
     seed: int = 0
@@ -94,9 +93,7 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """Command that computes the loss of each datum and, unless ``forward_only``, adds the loss's gradient to the
-    model's gradient.
-    """
+    """Command that computes the loss of each datum and, unless ``forward_only``, accumulates the model's gradient."""
 
     model: str
     data: tuple[Datum, ...]
@@ -114,7 +111,7 @@ class OptimStep:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeights:
-    """Command that saves a model's weights under a name; with ``optimizer``, its optimizer state, too."""
+    """Command that saves a model's weights and, with ``optimizer``, its optimizer state under a name."""
 
     model: str
     name: str
@@ -124,7 +121,7 @@ class SaveWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Command that loads saved weights into a model; with ``optimizer``, the optimizer state, too."""
+    """Command that loads saved weights and, with ``optimizer``, saved optimizer state into a model."""
 
     model: str
     name: str
@@ -170,7 +167,7 @@ class SampleTokens:
 class ForwardTensors:
     """Command that runs a model's forward on a client's tensors.
 
-    Unless ``ticket`` is empty, the ranks retain the autograd graph under this name for a later backward.
+    With a nonempty ``ticket``, the ranks store the autograd graph under this name for a later backward.
     """
 
     model: str
@@ -180,9 +177,9 @@ class ForwardTensors:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTensors:
-    """Command that runs the backward of an earlier forward, which the ranks retain as ``ticket``.
+    """Command that runs the backward of the stored autograd graph named ``ticket``.
 
-    ``gradients`` are the client's gradients of the forward's outputs.
+    ``gradients`` are the gradients of the forward's outputs.
     """
 
     model: str
@@ -194,7 +191,7 @@ class BackwardTensors:
 
 @dataclass(frozen=True, slots=True)
 class DropTicket:
-    """Command that drops the autograd graph of the forward that the ranks retain as ``ticket``."""
+    """Command that drops the stored autograd graph named ``ticket``."""
 
     model: str
     ticket: str
@@ -202,7 +199,7 @@ class DropTicket:
 
 @dataclass(frozen=True, slots=True)
 class CallFunction:
-    """Command that calls a function which the server has registered under a name."""
+    """Command that calls a function registered on the server by name."""
 
     name: str
     tensors: Mapping[str, Array]
@@ -273,10 +270,9 @@ class PlainOutput:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Result of a command that has failed: a sentence with the error, and a category.
+    """Result of a failed command: a sentence with the error, and a category.
 
-    The category is "user" or "server" for an error of the client or the service, or "gone" if the command refers to
-    something that has ended.
+    The category is "user" for a client's error, "server" for the service's error, and "gone" for a missing forward.
     """
 
     error: str
@@ -299,14 +295,14 @@ _PRIMITIVE = (str, int, float, bool, type(None))
 
 
 def encode_message(value: Command | Result) -> bytes:
-    """Encodes a command or result: 8 bytes with the header's length, the JSON header, then the arrays' bytes."""
+    """Returns a command or result as bytes: header length (8 bytes), JSON header, array data."""
     arrays: list[Array] = []
     header = json.dumps(_pack(value, arrays), separators=(",", ":"), allow_nan=True).encode()
     return b"".join([len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays)])
 
 
 def decode_message(data: bytes) -> Any:
-    """Returns the command or result that ``encode_message`` has encoded.
+    """Returns the command or result in ``data``, the bytes from ``encode_message``.
 
     Raises:
         ValueError: the bytes are no encoded command or result.

@@ -56,9 +56,7 @@ _LOSSES = 1024
 
 
 class EnginePool(Protocol):
-    """Interface of a pool of engines, one for each client's model (tenant); all ranks call its methods in the same
-    order.
-    """
+    """Interface of a pool with one engine for each client's model. All ranks call its methods in the same order."""
 
     @property
     def base(self) -> Engine:
@@ -71,9 +69,7 @@ class EnginePool(Protocol):
         """
 
     def get(self, model_id: str) -> Engine:
-        """Returns the engine of the model ``model_id``; first moves the model's state from host to device if it is on
-        the host.
-        """
+        """Returns the engine of the model ``model_id``, with the model's state on the device."""
 
     def drop(self, model_id: str) -> None:
         """Removes the model ``model_id`` and frees its memory."""
@@ -83,12 +79,12 @@ class EnginePool(Protocol):
 
 
 class CommandExecutor:
-    """Executor that runs the service's commands on this rank, and has the models of all clients.
+    """Executor of the service's commands on this rank, with the models of all clients.
 
     Args:
         pool: engines of the clients' models and of their base model.
         folder: folder of saved weights, shared by all ranks.
-        functions: functions that clients call by name, each from tensors by name to tensors by name.
+        functions: functions that clients call by name; arguments and results are tensors by name.
         staleness: maximum number of weight updates between a forward and its backward.
         vllm: address of the vLLM server that samples from full-parameter models; None: the ranks sample.
     """
@@ -132,19 +128,17 @@ class CommandExecutor:
         return self._pool.base.grid
 
     def retained_bytes(self) -> int:
-        """Returns the bytes of autograd graphs that this rank stores for later backwards, and of weights that the
-        graphs need.
-        """
+        """Returns the bytes of autograd graphs and old weights that this rank stores for later backwards."""
         return self._tensors.retained_bytes
 
     def adopt(self, model: str, engine: Engine) -> None:
-        """Adds the caller's ``engine`` as the model with id ``model``, in which all parameters are trainable."""
+        """Adds ``engine`` as the model with the id ``model``, in which all parameters are trainable."""
         self._trainers[model], self._adapters[model] = TenantTrainer(engine, self._graphs), None
 
     def run(self, command: Command) -> Result:
-        """Runs ``command`` on this rank and returns its result; an error becomes a :class:`Failure` and is not raised.
+        """Runs ``command`` on this rank and returns its result; an error becomes a :class:`Failure`.
 
-        All ranks run the same commands in one order.
+        All ranks run the same commands in the same order.
         """
         try:
             return self._runs[type(command)](command)
@@ -159,7 +153,7 @@ class CommandExecutor:
     def spoil(self, command: Command) -> None:
         """Marks the model of ``command`` as unusable until weights are loaded into it.
 
-        Call it if ``command`` has ended differently on different ranks, for example failed on some of them.
+        Call it if the outcome of ``command`` differs between ranks.
         """
         if (model := getattr(command, "model", None)) is not None:
             self._spoilt.add(model)

@@ -29,29 +29,29 @@ class CommandSource(Protocol):
     """Interface of rank 0's source of commands, such as the queue of its HTTP server."""
 
     def take(self, seconds: float) -> tuple[str, Command] | None:
-        """Returns the next command as (key, command), in which the key identifies the command for ``finish``.
+        """Returns (key, next command), or None if no command arrives within ``seconds``.
 
-        Returns None if no command arrives within ``seconds``.
+        ``finish`` needs the key.
         """
 
     def finish(self, key: str, result: Result, retained: int) -> None:
-        """Stores the result of the command that ``take`` has returned with ``key``.
+        """Stores the result of the command that ``take`` returned with ``key``.
 
         Args:
-            retained: bytes of forwards that wait for a backward, on the rank with most of them.
+            retained: bytes of autograd graphs stored for later backwards, on the rank with the most.
         """
 
 
 class CommandLoop:
-    """Command loop of this rank: all ranks run the commands of rank 0's source in one order.
+    """Loop in which all ranks run the commands of rank 0's source in the same order.
 
     Args:
-        host: channel for messages between the ranks' processes, in host memory.
-        run: callback that runs a command on this rank and returns its result, or a :class:`Failure`.
-        spoil: callback that every rank calls with a command that succeeded on some ranks only.
+        host: channel between the ranks' processes, in host memory.
+        run: callback that runs a command on this rank and returns its result.
+        spoil: callback for a command that succeeded on some ranks only; called on all ranks.
         source: source of commands on rank 0; None on other ranks.
-        beat: callback that every rank calls about once a second when idle, and before each command, for a watchdog.
-        retained: callback that returns the bytes of forwards that this rank retains for later backwards.
+        beat: callback for a watchdog, called before each command and once a second when idle.
+        retained: callback that returns the bytes of autograd graphs stored on this rank for later backwards.
     """
 
     def __init__(

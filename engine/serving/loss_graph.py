@@ -92,8 +92,7 @@ class LossGraph:
             _check_node(op, target, kwargs)
 
     def run(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, float]]:
-        """Computes the loss of one datum; returns the 0-dim loss with its autograd graph, and the client's metrics by
-        name.
+        """Returns the 0-dim loss of one datum with its autograd graph, and the client's metrics by name.
 
         Args:
             logprobs: log-probabilities of the datum's target tokens.

@@ -33,7 +33,7 @@ class ServedError(EngineError):
 
 
 class GoneError(ServedError):
-    """Error of a request for the backward of a forward that the service has dropped or never retained."""
+    """Error of a backward request for a forward that the service no longer has."""
 
 
 def _cross_entropy(p: Tensor, inputs: Inputs, options: Options) -> Tensor:
@@ -100,8 +100,7 @@ _OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
 def served_loss(name: str) -> Loss:
     """Returns the function of the built-in loss ``name``.
 
-    The function takes log-probabilities of the targets, the loss's further inputs by name, and its options by name; it
-    returns the sum of losses, a 0-dim tensor.
+    It takes log-probabilities of the targets, further inputs and options, and returns the 0-dim sum of losses.
 
     Raises:
         ServedError: there is no built-in loss of this name.

@@ -15,12 +15,12 @@ ABSENT = (0, -99999.0)
 
 
 def sample(engine: Engine, command: SampleTokens) -> SampledOutput:
-    """Samples, with the engine's weights, the sequences that ``command`` requests; all ranks get the same result.
+    """Samples the sequences that ``command`` requests; all ranks get the same result.
 
     All ranks of the engine call it. It communicates tokens as ``Engine.generate_requests`` does.
 
     Raises:
-        ServedError: the prompt is empty or has a token that the model lacks.
+        ServedError: the prompt is empty or has a token outside the vocabulary.
     """
     tokens = command.prompt.tolist()
     if not tokens:

@@ -57,12 +57,12 @@ class _Retained:
 
 
 class TensorCalls:
-    """Forwards, backwards and functions that clients call with tensors, on this rank.
+    """Executor of the forwards, backwards and functions that clients call with tensors, on this rank.
 
-    It retains the autograd graphs of forwards, for all models, until the clients send gradients.
+    It stores the autograd graph of a forward until the client sends gradients.
 
     Args:
-        functions: functions by the names under which clients call them.
+        functions: functions that clients call, by name.
         staleness: maximum number of weight updates between a forward and its backward.
     """
 
@@ -77,19 +77,18 @@ class TensorCalls:
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes on this rank of the autograd graphs that wait for a backward, and of earlier weights that they need."""
+        """Bytes of autograd graphs and old weights that this rank stores for later backwards."""
         weights = {id(one.weights): one.weights.bytes for one in self._retained.values()}
         return self._graphs + sum(weights.values())
 
     def forward(self, trainer: TenantTrainer, command: ForwardTensors) -> TensorOutput:
-        """Runs the model's forward on the tensors of ``command``; tensors named "0", "1" etc. are positional arguments.
+        """Runs the model's forward on the tensors of ``command``; returns the outputs of all rows by name.
 
-        Each data-parallel rank computes its share of the rows. Returns the outputs of all rows by name. If ``command``
-        names a ticket, stores the autograd graph under it for a backward. All ranks of the grid call it.
+        Tensors named "0", "1" etc. are positional arguments. Data-parallel ranks divide the rows. A nonempty
+        ``command.ticket`` names the stored autograd graph. All ranks of the grid call it.
 
         Raises:
-            ServedError: the tensors or outputs have no rows to split over data ranks, or the model fails on the
-                tensors.
+            ServedError: the tensors or outputs have no rows, or the model fails on the tensors.
         """
         engine = trainer.engine
         given = {name: client_tensor(value, engine.device) for name, value in command.tensors.items()}
@@ -113,10 +112,10 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in joined.items()}, trainer.version)
 
     def backward(self, trainer: TenantTrainer, command: BackwardTensors) -> TensorOutput:
-        """Runs the backward of the forward that was retained as ``command.ticket``, with the weights of that forward.
+        """Runs the backward of the stored forward ``command.ticket`` with the weights of that forward.
 
-        Adds the gradients of weights to the accumulated ones, and drops the autograd graph. With ``command.step``, also
-        updates the weights. Returns the gradients of the floating-point inputs by name. All ranks of the grid call it.
+        Accumulates weight gradients, drops the autograd graph and, with ``command.step``, updates the weights. Returns
+        the gradients of floating-point inputs by name. All ranks of the grid call it.
 
         Raises:
             GoneError: there is no such forward, or too many updates have followed it.
@@ -141,9 +140,9 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in gradients.items()}, trainer.version)
 
     def update(self, trainer: TenantTrainer, command: OptimStep) -> PlainOutput:
-        """Updates the weights of the model of ``trainer`` by AdamW, with the accumulated gradient.
+        """Updates the model's weights by AdamW with the accumulated gradient.
 
-        First drops retained forwards that are then more than ``staleness`` updates old. All ranks of the grid call it.
+        Drops stored forwards that become more than ``staleness`` updates old. All ranks of the grid call it.
         """
         trainer.complete_gradient()  # before forwards are dropped: it may refuse the update
         self._drop_early(command.model, trainer.version + 1)
@@ -162,9 +161,9 @@ class TensorCalls:
                 )
 
     def drop(self, command: DropTicket) -> PlainOutput:
-        """Drops the autograd graph of the forward that was retained as ``command.ticket``.
+        """Drops the autograd graph of the forward ``command.ticket``.
 
-        The result has "dropped": True, or False if there was no such forward.
+        The result's "dropped" is True, or False if there was no such forward.
         """
         there = command.ticket in self._retained
         if there:
@@ -172,7 +171,7 @@ class TensorCalls:
         return PlainOutput({"dropped": there})
 
     def forget(self, model: str) -> None:
-        """Drops the autograd graphs of all forwards of ``model`` that wait for a backward.
+        """Drops all stored autograd graphs of ``model``.
 
         Call it before the model is unloaded or gets other weights.
         """
@@ -200,7 +199,7 @@ class TensorCalls:
 
     def call(self, command: CallFunction) -> TensorOutput:
         """Calls the function ``command.name`` with the command's tensors; returns its result tensors. All ranks call
-        this.
+        it.
 
         Raises:
             ServedError: there is no function of this name.

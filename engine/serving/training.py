@@ -117,8 +117,7 @@ class _Retained:
 class TenantTrainer:
     """Training of one client's model on this rank: its engine, and the number of its updates.
 
-    It also retains the last forward-only pass, so that a ``forward_backward`` with the same data needs no second
-    forward.
+    It stores the last forward-only pass for reuse by a ``forward_backward`` with the same data.
     """
 
     def __init__(self, engine: Engine, graphs: Mapping[str, LossGraph]) -> None:
@@ -135,14 +134,13 @@ class TenantTrainer:
             engine.open_pipeline()
 
     def forward_backward(self, command: ForwardBackward) -> TrainedOutput:
-        """Computes the losses of the data in ``command`` and, unless ``forward_only``, accumulates their gradients.
+        """Computes the losses of the data in ``command`` and, unless ``forward_only``, accumulates gradients.
 
-        Returns the log-probabilities of the targets, and metrics. All ranks of the grid call it. It communicates as the
-        engine's forwards and backwards do, all-reduces the log-probabilities over the data-parallel ranks, and gathers
-        the metrics from all ranks.
+        Returns the log-probabilities of the targets, and metrics. All ranks of the grid call it. It also all-reduces
+        log-probabilities over the data-parallel ranks and gathers metrics from all ranks.
 
         Raises:
-            ServedError: the data do not fit the loss; raised on all ranks, before any forward.
+            ServedError: the data do not fit the loss; on all ranks, before any forward.
         """
         data = [_prepare(datum, self.engine.device) for datum in command.data]
         for one in data:
@@ -189,19 +187,19 @@ class TenantTrainer:
         return PlainOutput({"grad_norm": norm, "version": self.version})
 
     def complete_gradient(self) -> None:
-        """If no gradient was accumulated since the last update, accumulates a zero gradient.
+        """Accumulates a zero gradient if none was accumulated since the last update.
 
-        An update without data then still moves the weights by AdamW's moments. All ranks of the grid call it.
+        The next update then moves the weights by AdamW's moments alone. All ranks of the grid call it.
 
         Raises:
-            ServedError: the model takes no token ids, from which a zero gradient is computed.
+            ServedError: the model takes no token ids.
         """
         if not self._seen:
             self._backward(self._filler(), 0)
             self._seen = 1
 
     def accumulate(self, loss: Tensor) -> None:
-        """Runs the backward of ``loss``, this rank's 0-dim loss, and adds its gradients to the accumulated ones.
+        """Runs the backward of ``loss``, this rank's 0-dim loss, and accumulates the gradients.
 
         All ranks of the grid call it.
         """
@@ -209,7 +207,7 @@ class TenantTrainer:
         self._seen += 1
 
     def save(self, folder: Path) -> int:
-        """Saves weights and optimizer state in ``folder``, and returns the total bytes of the written files.
+        """Saves weights and optimizer state in ``folder``; returns the total bytes of the files.
 
         All ranks of the grid call it.
         """
@@ -218,12 +216,10 @@ class TenantTrainer:
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
     def load(self, folder: Path, optimizer: bool) -> None:
-        """Loads weights and, with ``optimizer``, the optimizer state; drops accumulated gradients. All ranks of the
-        grid call it.
+        """Loads weights and, with ``optimizer``, the optimizer state; drops accumulated gradients.
 
-        Without ``optimizer``, the optimizer state does not change, so the caller passes a trainer that has made no
-        updates. ``version`` grows by 1, or becomes the saved version if that is higher, so that versions never
-        decrease.
+        ``version`` grows by 1, or to the saved version if that is higher. Without ``optimizer``, the trainer must have
+        made no updates. All ranks of the grid call it.
         """
         if self._seen:
             self.engine.zero_grad()

@@ -22,7 +22,7 @@ RAW = "raw_logprobs"
 
 
 class VllmSamples:
-    """Sampler that asks a vLLM server for samples from saved weights. All ranks call its methods in the same order.
+    """Sampler that asks a vLLM server for samples from published weights. All ranks call its methods in the same order.
 
     Args:
         url: address of the vLLM server.
@@ -41,8 +41,7 @@ class VllmSamples:
         self._is_raw = False
 
     def push(self, name: str, engine: Engine) -> None:
-        """Publishes the weights of ``engine``, saved as ``name``, and waits until the vLLM server has them. All ranks
-        call it.
+        """Publishes the weights of ``engine`` as ``name``, and waits until the vLLM server has them. All ranks call it.
 
         Raises:
             EngineError: the server does not load the weights.
@@ -53,9 +52,9 @@ class VllmSamples:
         self._name, self._number = name, pending.number
 
     def sample(self, command: SampleTokens) -> SampledOutput:
-        """Samples from the weights that were published last; all ranks get the same result.
+        """Samples from the last published weights; all ranks get the same result.
 
-        Rank 0 asks the server, and broadcasts the sequences to all ranks, named "start" in call counts and errors.
+        Rank 0 asks the server, and broadcasts the sequences to all ranks (label "start").
 
         Raises:
             ServedError: the server has other weights than ``command`` names, or does not support a sampling parameter.

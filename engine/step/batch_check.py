@@ -30,13 +30,13 @@ _MOVED, _TRAINS = 61, 62
 def take_batch(
     take: Callable[[], list[Batch]], comm: Comm, device: torch.device, moved: bool = False
 ) -> tuple[list[Batch], BaseException | None, bool]:
-    """Calls ``take`` for the microbatches of a step, and compares them on all ranks of the replica, which is all ranks
-    of one full copy of the model. They must be equal.
+    """Takes a step's microbatches, and checks that they are equal on all ranks of the replica (one full copy of the
+    model).
 
-    ``moved``: True if attributes of the model, on which its forward may depend, have changed on this rank.
+    Returns (microbatches, problem, moved anywhere): the error of ``take`` or of the check, or None; True if ``moved``
+    is True on any rank of the replica.
 
-    Returns (microbatches, problem, moved anywhere). The problem is the error of ``take`` or of the comparison; None if
-    both succeeded. The last value is True if ``moved`` was True on any rank of the replica.
+    ``moved``: True if attributes of the model have changed on this rank.
 
     Raises:
         EngineError: a rank of the replica did not take part, or has ended.
@@ -60,14 +60,13 @@ def take_batch(
 def check_batch(
     microbatches: Sequence[Batch], problem: BaseException | None, comm: Comm, device: torch.device, moved: bool = False
 ) -> bool:
-    """Checks that all ranks of a replica, which is all ranks of one full copy of the model, have equal batches.
+    """Checks that all ranks of a replica (one full copy of the model) have equal batches and equal grad modes.
 
-    Sends one all-gather of 8 bytes a rank over the replica, label "batch check". Also compares the grad mode, because
-    ranks that train and ranks that evaluate call different collectives.
+    One all-gather of 8 bytes a rank over the replica, label "batch check". Returns True if ``moved`` is True on any
+    rank.
 
-    ``problem``: exception that left this rank without a batch; every other rank of the replica then raises. This rank
-    does not: its caller raises ``problem``. ``moved``: True if attributes of the model have changed on this rank.
-    Returns True if ``moved`` was True on any rank of the replica.
+    ``problem``: exception that left this rank without a batch; then all other ranks raise. ``moved``: True if
+    attributes of the model have changed on this rank.
 
     Raises:
         EngineError: batches or grad modes differ, on every rank of the replica; or another rank has no batch.
@@ -106,15 +105,13 @@ def check_batch(
 
 
 def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm, device: torch.device) -> None:
-    """Checks that all ranks of a replica (one full copy of the model) have traced the same path through the model's
-    modules.
+    """Checks that all ranks of a replica (one full copy of the model) have traced the same path through the modules.
 
-    ``paths``: hash of each traced forward of this rank. ``problem``: exception that tracing has raised on this rank, or
-    None; unless it is a PlanError, this rank only returns. One all-gather of 8 bytes a rank over the replica, label
-    "path check".
+    One all-gather of 8 bytes a rank over the replica, label "path check". ``paths``: hash of each forward of this rank.
+    ``problem``: exception of a trace on this rank, or None.
 
     Raises:
-        EngineError: paths differ, or only some ranks have a ``problem``.
+        EngineError: paths differ, or only some ranks have a ``problem``. Not raised if ``problem`` is no PlanError.
     """
     digest = _REFUSED if problem is not None else zlib.crc32(repr(list(paths)).encode())
     mine = torch.tensor([digest], dtype=torch.int64)
@@ -132,11 +129,9 @@ def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm,
 
 
 def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str | None:
-    """Returns the name of the first persistent floating-point buffer with content that differs between data ranks; None
-    if all agree.
+    """Returns the name of the first persistent floating-point buffer that differs between data ranks, or None.
 
-    Such buffers are running statistics or averages, for example. Collective: one all-gather of 8 bytes a buffer over
-    axis dp, label "buffer check"; none without such buffers.
+    One all-gather of 8 bytes a buffer over dp, label "buffer check"; none without these buffers.
     """
     unsaved = {id(m._buffers[leaf]) for m in model.modules() for leaf in m._non_persistent_buffers_set}
     buffers = {name: b for name, b in model.named_buffers() if id(b) not in unsaved and b.is_floating_point()}
@@ -149,18 +144,14 @@ def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str 
 
 
 def small_digest(microbatches: Sequence[Batch]) -> int:
-    """Returns a hash of the names, shapes, dtypes and content of all tensors in a step's microbatches, from 1 to 2^20.
-
-    The range is small so that sums of squared hashes are exact in fp64 over any number of ranks.
-    """
+    """Returns a hash of names, shapes, dtypes and content of all tensors in a step's microbatches, from 1 to 2^20."""
     return _digest(microbatches) % (2**20 - 3) + 1
 
 
 def glimpse(microbatch: Batch) -> int | None:
-    """Returns a cheap hash of a microbatch, from the name, shape, dtype and first 4 KiB of each tensor.
+    """Returns a cheap hash of a microbatch: name, shape, dtype and first 4 KiB of each tensor.
 
-    None if the microbatch has no tensors, or if one of them is on a GPU. The content of a non-contiguous tensor is
-    ignored.
+    Returns None without tensors or with a tensor on a GPU. Ignores the content of non-contiguous tensors.
     """
     found: int | None = None
     for name, tensor in named_tensors(microbatch):

@@ -28,7 +28,7 @@ _NOTHING = RankSchedule((), (), ())
 
 @dataclass(frozen=True, slots=True)
 class StepCount:
-    """Counts that a rank needs for a step in which data ranks may have different numbers of microbatches."""
+    """Counts of this rank for a step in which data ranks may have different numbers of microbatches."""
 
     scheduled: int
     """Microbatches of the schedule, with those that this rank lacks."""
@@ -39,9 +39,7 @@ class StepCount:
 
 
 class StepCounts:
-    """Agreement of data ranks on a step in which each may have a different number of microbatches, and this rank's
-    pipeline schedules for such numbers.
-    """
+    """Exchange of the numbers of microbatches between data ranks, with this rank's pipeline schedules for them."""
 
     def __init__(self, plan: Plan, comm: Comm, device: torch.device) -> None:
         self._plan, self._comm, self._device = plan, comm, device
@@ -49,9 +47,8 @@ class StepCounts:
         """Actions of this rank, by number of microbatches and True for training."""
 
     def agree(self, own: int, rows: int, problem: BaseException | None) -> StepCount:
-        """Gathers ``own`` (number of microbatches) and ``rows`` (number of rows) from all data ranks. Returns the
-        numbers that this rank needs for the step: microbatches of its schedule, index of its first one, and rows of all
-        ranks.
+        """Gathers ``own`` (number of microbatches) and ``rows`` of all data ranks; returns this rank's counts for the
+        step.
 
         One all-gather of 16 bytes a rank over dp, label "microbatches". ``problem``: exception that left this rank
         without a batch, or None.
@@ -77,7 +74,7 @@ class StepCounts:
     def row(self, microbatches: int, trains: bool) -> RankSchedule:
         """Returns this rank's pipeline actions for a step of ``microbatches`` microbatches; none for 0.
 
-        ``trains``: True for forwards and backwards, False for the forwards of an evaluation.
+        ``trains``: False for the forwards of an evaluation only.
         """
         if not microbatches:
             return _NOTHING

@@ -17,17 +17,16 @@ _BYTES = 384
 
 
 class OtherRankError(EngineError):
-    """Error raised on this rank only because another rank has failed. The cause is in the error of that other rank."""
+    """Error raised on this rank because another rank has failed; the cause is in that rank's error."""
 
 
 def problem_of_any(
     problem: BaseException | None, comm: Comm, device: torch.device, gathers: bool
 ) -> BaseException | None:
-    """Returns the error with which this rank refuses a step before its first forward; None if the step can begin.
+    """Returns the error with which this rank refuses a step before its first forward, or None.
 
-    The error is ``problem``, this rank's own, or else an :class:`OtherRankError` if another data rank has one. Ranks
-    exchange it only if their forwards communicate: with ZeRO 3 (``gathers``) they exchange one byte over data ranks,
-    without GPU synchronization; if they share experts, they all-reduce 8 bytes over the axis "ep".
+    It is ``problem``, or an :class:`OtherRankError` for another data rank's problem. With ZeRO 3 (``gathers``), ranks
+    exchange one byte over data ranks; with expert parallelism, they all-reduce 8 bytes over ep.
     """
     failed = problem is not None
     if gathers:
@@ -44,11 +43,10 @@ def problem_of_any(
 
 
 def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.device) -> BaseException:
-    """Returns the error to raise on this rank after a step has failed on this or any other rank.
+    """Returns the error to raise on this rank after a step has failed on any rank.
 
-    It is ``problem``, this rank's own error. If this rank has none, it is an error that names the failed ranks and
-    quotes the first of their errors. Collective over the world: one all-gather of 384 bytes a rank, label "failed
-    ranks".
+    It is ``problem``, or an error that names the failed ranks and quotes their first error. One all-gather of 384 bytes
+    a rank over the world, label "failed ranks".
     """
     own = problem if not isinstance(problem, OtherRankError) else None
     rows = gather_from_all(_as_row(own), comm, device, "failed ranks")
@@ -68,13 +66,11 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
 
 
 def note_failure(call: str, error: BaseException, comm: Comm, alike: bool) -> EngineError | None:
-    """Records that the engine method ``call`` has raised ``error`` on this rank, for other ranks that may still run it
-    and wait.
+    """Records for other ranks that the engine method ``call`` has raised ``error`` on this rank.
+
+    Returns an error that names the failed rank if ``error`` is only a lost connection to it, else None.
 
     ``alike``: True if the engine stays usable when all ranks fail in the same call.
-
-    If ``error`` only reports a lost connection to a rank that failed before, returns an error that names that rank.
-    Else returns None.
     """
     comm.failed(call, error, alike)
     return comm.failures.sentence(error)

@@ -44,12 +44,11 @@ class _Date(NamedTuple):
 
 
 class ForwardDates:
-    """Guard of the user's training loop. It makes a backward raise if the weights were updated after the forward that
-    the backward differentiates.
+    """Guard that makes a backward raise if weights were updated after its forward.
 
     Args:
         updates: object that counts weight updates (``made``).
-        calls: forwards of this loop on a pipeline, which have a counter of their own; None without a pipeline.
+        calls: pipeline forwards of the user's loop, with their own counter of updates; None without a pipeline.
     """
 
     def __init__(self, updates: CountsUpdates, calls: PipelineCalls | None) -> None:
@@ -58,11 +57,7 @@ class ForwardDates:
         """The date of the weights that the model has, if these are not the newest."""
 
     def note(self, output: Any) -> None:
-        """Adds hooks to ``output``, the output of a forward: a backward through it raises if weights were updated in
-        between.
-
-        torch's own check covers only weights that the autograd graph has saved.
-        """
+        """Adds hooks to the forward's ``output``: a later backward raises if weights were updated since this call."""
         made = self._made
 
         def check(_: Tensor) -> None:
@@ -75,23 +70,20 @@ class ForwardDates:
                     leaf.register_hook(check)  # type: ignore[no-untyped-call]
 
     def expire(self) -> None:
-        """Makes backwards through the outputs of all ``eng(batch)`` calls so far raise, on a pipeline; does nothing
-        without a pipeline.
-        """
+        """Makes backwards of earlier ``eng(batch)`` calls raise on a pipeline; does nothing without a pipeline."""
         if self._calls is not None:
             self._calls.updates += 1
 
     @property
     def now(self) -> _Date:
-        """Date that a forward has if it runs now: the number of weight updates so far, and of calls of ``expire`` on a
-        pipeline.
-        """
+        """Present date: the number of weight updates and, on a pipeline, of ``expire`` calls."""
         return _Date(self._made, self._calls.updates if self._calls is not None else 0)
 
     @contextmanager
     def at(self, date: _Date) -> Iterator[None]:
-        """Opens a context that accepts only backwards of forwards with the date ``date``, an earlier value of ``now``.
-        All other backwards raise inside.
+        """Opens a context that accepts only backwards of forwards at ``date``, an earlier value of ``now``.
+
+        Other backwards raise.
         """
         newest, self._given = self.now, date
         try:
@@ -109,8 +101,9 @@ class ForwardDates:
 
 
 class HeldWeights:
-    """Handle by which the user retains one version of the weights on this rank over later updates. The copy of the
-    weights is freed with the last reference to the handle.
+    """Handle to one version of this rank's weights, for backwards after later updates.
+
+    The copy of the weights is freed with the last reference to the handle.
     """
 
     def __init__(self, part: "WeightHolds", dates: ForwardDates) -> None:
@@ -122,27 +115,22 @@ class HeldWeights:
 
     @property
     def bytes(self) -> int:
-        """Bytes of this version's copy of the weights on this rank. 0 until the first update after the handle was made,
-        which makes the copy.
-        """
+        """Bytes of this version's copy on this rank; 0 until the first update makes the copy."""
         return sum(copy.nbytes for copy in self.copies or ())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Opens a context in which the model has this version of the weights, so that backwards of forwards that used
-        them can run. Afterwards it has the newest weights again.
+        """Opens a context in which the model has this version of the weights, for backwards of earlier forwards.
 
-        Their gradients add to the accumulated ones, and the next update applies them to the newest weights. No forward
-        may run inside. With ZeRO 3 gathered parameters are dropped. Every rank enters and leaves the context.
+        Gradients add to the accumulated ones; the next update applies them to the newest weights. No forward may run
+        inside. Every rank enters and leaves the context.
         """
         with self._dates.at(self._date), self._part.restored(self):
             yield
 
 
 class WeightHolds(StepPart):
-    """Hooks around a training step that copy the weights before they change, if a :class:`HeldWeights` refers to
-    them.
-    """
+    """Step hooks that copy the weights before a change if a :class:`HeldWeights` refers to them."""
 
     order = PartOrder.HELD
 
@@ -152,9 +140,9 @@ class WeightHolds(StepPart):
         """Holds of the weights that the model has."""
 
     def hold(self, dates: ForwardDates) -> HeldWeights:
-        """Returns a handle to the present weights; further calls before the next update return the same handle.
+        """Returns a handle to the present weights; all calls before the next update return the same handle.
 
-        Copies no weights yet. ``dates``: guard that accepts or refuses backwards of earlier forwards.
+        Copies nothing yet. ``dates``: guard of backwards through earlier forwards.
         """
         now = self.versions()
         for known in self._present:
@@ -169,16 +157,12 @@ class WeightHolds(StepPart):
         return tuple(parameter._version for parameter in self._parameters())
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Copies the weights before the update if a handle refers to them; returns ``step.problem``, the error of the
-        step, or None.
-        """
+        """Copies the weights before the update if a handle refers to them; returns ``step.problem``."""
         self._copy_held()
         return step.problem
 
     def changing(self) -> AbstractContextManager[None]:
-        """Copies the weights if a handle refers to them, before a load or the user overwrites them; returns an empty
-        context.
-        """
+        """Copies the weights before a change between steps if a handle refers to them; returns an empty context."""
         self._copy_held()
         return nullcontext()
 
@@ -192,9 +176,7 @@ class WeightHolds(StepPart):
 
     @contextmanager
     def restored(self, held: HeldWeights) -> Iterator[None]:
-        """Opens a context in which the model has the weights of the handle ``held``. Afterwards it has the newest
-        weights again.
-        """
+        """Opens a context in which the model has the weights of the handle ``held``."""
         newest = self.versions()
         self._exchange(held, held.versions)
         try:

@@ -28,9 +28,7 @@ StepKind = Literal["train", "evaluate", "output", "predict"]
 
 
 class MicrobatchRunner:
-    """Object that runs the forwards and backwards of one step's microbatches. The pipeline executor calls its methods
-    in the order of the schedule.
-    """
+    """Runner of the forwards and backwards of one step's microbatches, called by the pipeline executor."""
 
     def __init__(
         self, runtime: RankRuntime, step: StepState, microbatches: Sequence[Batch],
@@ -52,9 +50,9 @@ class MicrobatchRunner:
             step.check_trace = self.trace_again
 
     def again(self, step: StepState) -> "MicrobatchRunner":
-        """Returns a runner for a second run of the same step, which adds its loss and counts to ``step``.
+        """Returns a runner for a second run of the same step, with loss and counts added to ``step``.
 
-        The new runner has copies of the microbatches, because a model may write into its input.
+        The new runner has copies of the microbatches.
         """
         copies = [map_tensors(microbatch, torch.clone) for microbatch in self._microbatches]
         return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind, self.scheduled)
@@ -64,19 +62,14 @@ class MicrobatchRunner:
         return microbatch >= len(self._microbatches)
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the plan of ``stage`` and the traced tensors of ``microbatch``. From them the executor knows the
-        messages of the stage and their shapes.
-        """
+        """Returns the plan of ``stage`` and the traced tensors of ``microbatch``, which give the shapes of messages."""
         if self._runtime.pipeline is None or self._lacks(microbatch):
             return _ALONE
         traced = self._trace(microbatch)
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def trace_all(self) -> None:
-        """Traces the forward of every microbatch on a pipeline, before the step's first message. So an error of a trace
-        leaves no other rank waiting for a message.
-
-        Does nothing without a pipeline.
+        """Traces the forward of every microbatch before the step's first message; does nothing without a pipeline.
 
         Raises:
             PlanError, or the model's own error.
@@ -92,12 +85,11 @@ class MicrobatchRunner:
 
     @property
     def traced(self) -> list[TracedForward]:
-        """Traces of the forwards of this step's microbatches so far, in the order in which they were made."""
+        """Traces of this step's forwards so far, in order."""
         return list(self._traced.values())
 
     def trace_again(self) -> None:
-        """Traces one microbatch again for each different trace of the step, and compares the two. The update calls it
-        after a NaN loss on a pipeline.
+        """Repeats each different trace of the step after a NaN loss on a pipeline, and compares the two.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -110,10 +102,9 @@ class MicrobatchRunner:
                 self._pipeline.traces.check_trace(self._microbatches[index], self.kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
-        """Sends the model's outputs over pp from the last stage to the ranks that return them to the user, by means of
-        ``carrier``. Stores them in ``outputs`` of the step's state.
+        """Sends the model's outputs over pp from the last stage to the ranks that return them to the user.
 
-        Does nothing in steps of the kinds "train" and "evaluate", which return no outputs.
+        Stores them in the step's ``outputs``. Does nothing in steps of the kinds "train" and "evaluate".
         """
         if self.kind not in ("output", "predict"):
             return
@@ -123,11 +114,10 @@ class MicrobatchRunner:
         self._step.outputs = [result[0] for result in self._results]
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Runs the forward of one stage on one microbatch; ``received``: tensors from other stages, by their number in
-        the trace.
+        """Runs the forward of one stage on one microbatch; returns the tensors to send to other stages.
 
-        Returns the tensors to send to other stages, and on the last stage in training the scaled loss from which
-        backward starts. The last stage adds loss, weight and tokens to the step.
+        The last stage adds loss, weight and tokens to the step's sums, and in training returns the scaled loss.
+        ``received``: tensors from other stages, by their number in the trace.
         """
         if self._lacks(microbatch):
             with self._runtime.joining_forward():
@@ -145,9 +135,9 @@ class MicrobatchRunner:
             return StageOutput(runtime.own(done.sent), self._count(done.result, microbatch) if plan.last else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns the context in which the executor runs the backward of ``action``, a stage and a microbatch.
+        """Returns the context for the backward of ``action``, a stage and a microbatch.
 
-        Gradients accumulate inside it. The stage's last backward of the step reduces them over dp.
+        Gradients accumulate inside; the stage's last backward of the step reduces them over dp.
         """
         if not self._lacks(action.microbatch):
             self._runtime.begin_backward(self._microbatches[action.microbatch])
@@ -157,17 +147,13 @@ class MicrobatchRunner:
         return self._runtime.backward(self._which(action.stage, action.microbatch, "input"), deferred)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Computes the weight gradients that the split backward of ``stage`` and ``microbatch`` has deferred: the
-        schedule's action W.
-        """
+        """Computes the weight gradients that the backward of ``stage`` and ``microbatch`` has deferred."""
         deferred = self._deferred.pop((stage, microbatch))
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context in which this rank computes deferred weight gradients while it waits for tensor-parallel
-        collectives.
-
-        They are the weight gradients that the split backward of ``stage`` and ``microbatch`` has deferred.
+        """Returns a context that computes deferred weight gradients of ``stage`` and ``microbatch`` during
+        tensor-parallel waits.
         """
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)
@@ -214,11 +200,9 @@ class MicrobatchRunner:
 
 
 def microbatch_copy(microbatch: Batch, device: torch.device) -> Batch:
-    """Returns a copy of a microbatch for one forward on a pipeline, so that the model may write into its input.
+    """Returns a copy of a microbatch, so that a forward on a pipeline may write into its input.
 
-    Without a copy, microbatches cut from one batch share an autograd version counter, and forwards of several stages
-    share memory. A write would then corrupt saved tensors or inputs of another forward. Tensors not on ``device`` are
-    not copied.
+    Tensors not on ``device`` are not copied.
     """
     return map_tensors(microbatch, lambda tensor: tensor.clone() if tensor.device == device else tensor)
 

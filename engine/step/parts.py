@@ -28,9 +28,7 @@ from engine.step.state import StepState, StepTotals
 
 
 class PartOrder(IntEnum):
-    """Order of the step parts, which are optional features with hooks around a step. The hooks of all phases are called
-    in this order.
-    """
+    """Order in which the hooks of step parts (optional features with hooks around a step) are called."""
 
     HELD = auto()
     """Part that copies weights for late backwards before any other part may change them."""
@@ -68,25 +66,25 @@ class Rerun(Protocol):
     """Interface of a comparison of two runs of one step, to detect silent data corruption."""
 
     def see(self, name: str, gradient: Tensor) -> None:
-        """Receives ``gradient``, this rank's gradient of parameter ``name`` in the current run, before its reduction
-        over ranks.
-        """
+        """Receives this rank's unreduced ``gradient`` of parameter ``name`` in the current run."""
 
     def end(self, loss: Tensor) -> None:
         """Ends the current run; ``loss`` is the sum of this rank's losses in it."""
 
 
 class StepPart:
-    """Base class of step parts: optional features with hooks around the phases of a training step. Each hook does
-    nothing unless a subclass overrides it.
+    """Base class of step parts: optional features with hooks around the phases of a training step.
+
+    A hook does nothing unless a subclass overrides it.
     """
 
     order: ClassVar[PartOrder]
 
     @property
     def hides(self) -> bool:
-        """True if this part has moved weights or optimizer state away from the device. The hooks ``changing`` and
-        ``saving`` of later parts are then not called.
+        """True if this part has moved weights or optimizer state away from the device.
+
+        The hooks ``changing`` and ``saving`` of later parts are then skipped.
         """
         return False
 
@@ -97,43 +95,38 @@ class StepPart:
         """Runs before the first forward of a training step."""
 
     def counts(self) -> Tensor | None:
-        """Returns a tensor of zeros in which the forwards of a new step count, such as the tokens of each expert; None
-        if this part counts nothing.
-        """
+        """Returns zeros to which a step's forwards add counts, such as tokens of each expert; None for no counts."""
         return None
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
-        """Returns a context around one forward, inside which this part adds to ``counts``, a tensor that :meth:`counts`
-        returned. It is None outside of training steps: nothing is counted.
+        """Returns a context around one forward, inside which this part adds to ``counts``.
+
+        ``counts`` is a tensor from :meth:`counts`; None outside of training steps.
         """
         return nullcontext()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Runs before the backward of a microbatch, in which blocks may be recomputed."""
+        """Runs before the backward of a microbatch and the recomputation of its blocks."""
 
     def end_backward(self) -> None:
         """Runs after the backward of a microbatch."""
 
     def rerun(self) -> Rerun | None:
-        """Returns a comparison of two runs if the next step has to run twice; None if it runs once. Runs before each
-        step.
-        """
+        """Returns a comparison if the next step has to run twice, else None. Runs before each step."""
         return None
 
     def refuse_own_loop(self) -> None:
         """Raises if this feature works only with ``train_batch``, not with a training loop of the user."""
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Runs after the gradients of a step are reduced, also if the step has failed, and on every rank.
+        """Runs on every rank after the gradients of a step are reduced, also after a failed step.
 
-        Returns the error with which the step ends: ``step.problem``, or one of this part. None: there is none.
+        Returns the error with which the step ends: ``step.problem``, an error of this part, or None.
         """
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Runs once all ranks have the totals of the step, summed over ranks, and no rank has failed; before
-        ``after_update``. Collective.
-        """
+        """Runs before ``after_update`` if no rank has failed, with ``totals`` summed over all ranks. Collective."""
 
     def after_update(self) -> None:
         """Runs after the optimizer has updated the weights; an overlapped update may still be running."""
@@ -145,12 +138,12 @@ class StepPart:
         """Reverts this part's changes of state after a step has failed."""
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Runs at the end of every step that has not failed; ``made`` is the number of updates so far. Collective."""
+        """Runs at the end of every step without a failure; ``made`` is the number of updates so far. Collective."""
 
     def scaled(self, factor: float) -> None:
-        """Multiplies state in units of the scaled gradient, such as error-feedback residuals, by ``factor``.
+        """Multiplies loss-scaled state, such as error-feedback residuals, by ``factor`` (new scale / old scale).
 
-        Runs when the loss scale changes: ``factor`` is the new scale divided by the old one.
+        Runs when the loss scale changes.
         """
 
     def changing(self) -> AbstractContextManager[None]:
@@ -165,8 +158,9 @@ class StepPart:
         """Resets this part after weights were loaded or built; ``made`` is the number of updates so far."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Returns this rank's tensors of this part by name. A checkpoint saves them, and restores them at the same grid
-        coordinates.
+        """Returns this part's tensors on this rank by name, for checkpoints.
+
+        A load restores them at the same grid coordinates.
         """
         return {}
 
@@ -181,23 +175,19 @@ Part = TypeVar("Part", bound=StepPart)
 
 
 class StepParts:
-    """Step parts (optional features with hooks around a step) of one engine on this rank, sorted by
-    :class:`PartOrder`.
-    """
+    """Step parts (optional features with hooks around a step) on this rank, in the order of :class:`PartOrder`."""
 
     def __init__(self, parts: Iterable[StepPart]) -> None:
         self._parts = sorted(parts, key=lambda part: part.order)
         self._having: dict[str, tuple[StepPart, ...]] = {}
 
     def add(self, part: StepPart) -> None:
-        """Adds ``part``, a feature that a call of the user has turned on during the run."""
+        """Adds ``part``, a feature that the user has turned on during the run."""
         self._parts = sorted((*self._parts, part), key=lambda each: each.order)
         self._having.clear()
 
     def having(self, phase: Callable[..., object]) -> tuple[StepPart, ...]:
-        """Returns the parts that override ``phase``, a method of ``StepPart`` such as ``StepPart.agreed``, in the order
-        of calls.
-        """
+        """Returns the parts that override the method ``phase``, such as ``StepPart.agreed``, in the order of calls."""
         found = self._having.get(phase.__name__)
         if found is None:
             name = phase.__name__
@@ -225,10 +215,9 @@ class StepParts:
 
     @contextmanager
     def entering(self, contexts: Callable[[StepPart], AbstractContextManager[None]]) -> Iterator[None]:
-        """Opens the contexts that all parts return for ``contexts``, which is ``StepPart.changing`` or
-        ``StepPart.saving``.
+        """Opens the contexts of all parts; ``contexts`` is ``StepPart.changing`` or ``StepPart.saving``.
 
-        Parts after one that ``hides`` are left out.
+        Skips the parts after a part with ``hides``.
         """
         with ExitStack() as stack:
             for part in self.having(contexts):

@@ -47,9 +47,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def cut_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchRows, rows: int | None) -> list[Arguments]:
-    """Splits arguments of the model's forward into parts of ``rows`` rows (the last may have fewer); None: one part.
+    """Splits arguments of the model's forward into parts of ``rows`` rows; None: one part.
 
-    Mappings in the arguments become plain dicts.
+    The last part may have fewer rows. Mappings become plain dicts.
 
     Raises:
         EngineError: tensors have different numbers of rows.
@@ -113,8 +113,8 @@ Gradients = Sequence[Tensor | None]
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
-    """Returns ``tensors`` with a new autograd graph that begins at them; a backward passes their gradients to the
-    callback ``arrive`` and ends. Like a model's outputs, the returned tensors may be written in place.
+    """Returns ``tensors`` as the start of a new autograd graph, writable in place. Its backward passes their gradients
+    to the callback ``arrive``.
     """
     anchor = torch.empty(0, requires_grad=True)
     attached: tuple[Tensor, ...] = _Cut.apply(anchor, _Given(tensors, arrive))  # type: ignore[no-untyped-call]
@@ -122,20 +122,19 @@ def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tup
 
 
 def resume_graph(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> Tensor:
-    """Returns a 0-dim tensor. A backward from it starts the graphs of ``tensors`` with ``gradients``, and empties that
-    list.
+    """Returns a 0-dim tensor from which a backward continues into the graphs of ``tensors`` with ``gradients``.
 
-    If the list is empty by then, all gradients are taken as None.
+    The backward empties the list ``gradients``; an empty list counts as all None.
     """
     root: Tensor = _Root.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return root
 
 
 class GradedInputs:
-    """Inputs of ``eng(batch)`` that require gradients. The pipeline stages run on copies of them.
+    """Inputs of ``eng(batch)`` that require gradients; the pipeline stages run on copies of them.
 
     Raises:
-        EngineError: such an input was computed from other tensors, to which the stages' backward would not continue.
+        EngineError: an input that requires a gradient was computed from other tensors.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> None:
@@ -226,7 +225,7 @@ class _Arrivals:
 
 
 class PipelineCalls:
-    """Calls ``eng(batch)`` of the user's training loop on a pipeline: their forwards and backwards on this rank."""
+    """Runner of the user's ``eng(batch)`` calls on a pipeline: their forwards and backwards on this rank."""
 
     def __init__(self, runtime: RankRuntime) -> None:
         self._runtime, self._pipeline = runtime, _pipeline_of(runtime)
@@ -241,11 +240,11 @@ class PipelineCalls:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], rows: int | None) -> Any:
         """Runs all stages on one batch; returns the model's output with an autograd graph on every rank of the replica.
 
-        Collective over pp: activations are sent between stages, and outputs from the last stage to all.
+        Sends activations between stages over pp, and outputs from the last stage to all.
 
         Args:
             key: seed of the random numbers of the forward.
-            rows: rows of each part that runs through the stages; None: the batch is one part.
+            rows: rows of each part of the batch that runs through the stages; None: one part.
 
         Raises:
             EngineError: an argument with a gradient is no leaf of autograd, or the outputs of several parts cannot be
@@ -269,8 +268,9 @@ class PipelineCalls:
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Opens a context in which the caller runs a backward from a loss to the outputs of ``eng(batch)`` calls. At
-        its end, the stages of each call that the loss has reached run their own backward.
+        """Opens a context for a backward from a loss to the outputs of ``eng(batch)`` calls.
+
+        At its end, the stages run the backwards of these calls.
         """
         arrivals = self._arrivals
         arrivals.open = True
@@ -287,7 +287,7 @@ class PipelineCalls:
 
     @property
     def updates(self) -> int:
-        """Number of times that weights may have changed. A backward raises if its call came before the last change."""
+        """Number of possible weight changes so far; a backward raises if its forward came before the last."""
         return self._arrivals.updates
 
     @updates.setter
@@ -334,8 +334,7 @@ class PipelineCall:
         """True if the backward of the stages has run, and the number of updates before the call."""
 
     def trace(self, compares: bool) -> None:
-        """Traces the parts of the batch. Ranks of the replica compare their traces if ``compares``, and else do not
-        communicate.
+        """Traces the parts of the batch; if ``compares``, ranks of the replica compare their traces.
 
         Raises:
             EngineError: outputs of several parts cannot be joined, or ranks take different paths.
@@ -375,14 +374,14 @@ class PipelineCall:
         return joined_parts([self._attached(index, result) for index, result in enumerate(brought)])
 
     def run_back(self, which: Backward) -> None:
-        """Runs the backwards of this rank's stages, starting from the stored output gradients."""
+        """Runs the backwards of this rank's stages from the stored output gradients."""
         self._which, self._spent = which, True
         backwards = range(len(self._row.actions) // 2, len(self._row.actions))
         with self._runtime.running(), self._runtime.passes(self._passes(backwards)):
             self._executor.run_part(self._row, self, backwards)
 
     def arrive(self, part: int, gradients: Sequence[Tensor | None]) -> None:
-        """Stores ``gradients`` of the outputs of part ``part``; the stages run their backward after that of the loss.
+        """Stores ``gradients`` of the outputs of part ``part``, from which the stages later run their backward.
 
         Raises:
             EngineError: ``loss.backward()`` was called instead of ``eng.backward(loss)``, this call had a backward
@@ -459,7 +458,7 @@ class PipelineCall:
         return StageOutput(sent, resume_graph(outputs, self._gradients[microbatch]) if graded else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns the context of one stage's backward. In its last one of the step, gradients are reduced over dp."""
+        """Returns the context of one stage's backward; the last backward of a step reduces gradients over dp."""
         args, kwargs = self._arguments[action.microbatch]
         self._runtime.begin_backward(args[0] if len(args) == 1 and not kwargs else kwargs)
         self._backwards[action.stage] += 1
@@ -469,11 +468,11 @@ class PipelineCall:
         return self._runtime.backward(which)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Raises AssertionError, because calls of a user's loop never split a backward."""
+        """Raises AssertionError, because a user's loop never splits a backward."""
         raise AssertionError("there and back has no deferred weight gradients")
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns an empty context: there are no deferred weight gradients to compute during waits."""
+        """Returns an empty context, because there are no deferred weight gradients."""
         return nullcontext()
 
 

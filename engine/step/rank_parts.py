@@ -30,8 +30,9 @@ from engine.zero.reduce.weight_copies import WeightCopies
 
 
 class DelayedUpdates(StepPart):
-    """Step part (optional feature with hooks around a step) that finishes an optimizer update which runs on the host
-    during the next step (``offload_optimizer.delayed_update``).
+    """Step hooks that complete an optimizer update on the host during the next step.
+
+    ``offload_optimizer.delayed_update`` turns them on.
     """
 
     order = PartOrder.DELAYED_UPDATE
@@ -49,14 +50,14 @@ class DelayedUpdates(StepPart):
         return self._delayed.problem()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Waits for the earlier optimizer update that still runs on the host. Returns ``step.problem``, the error of
-        the running step, or else the error of that update, or None.
+        """Waits for the earlier update that still runs on the host; returns ``step.problem``, that update's error, or
+        None.
         """
         late = self.problem()
         return step.problem or late
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Copies the weights of the earlier update from host to device, because the next update builds on them."""
+        """Copies the weights of the earlier update from host to device."""
         self.bring()
 
     def bring(self) -> None:
@@ -66,14 +67,15 @@ class DelayedUpdates(StepPart):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a context for reads or writes of weights, after the update on the host has ended. Its new weights may
-        still be only in host memory.
+        """Opens a context for reads or writes of weights, after the update on the host has ended.
+
+        The new weights may still be only on the host.
         """
         self._delayed.join()
         yield
 
     def saving(self) -> AbstractContextManager[None]:
-        """Returns a context for a checkpoint save, which begins with a wait for the update on the host."""
+        """Returns a context for a checkpoint save, after a wait for the update on the host."""
         return self.changing()
 
     def close(self) -> None:
@@ -82,9 +84,7 @@ class DelayedUpdates(StepPart):
 
 
 class BackgroundReads(StepPart):
-    """Step part (optional feature with hooks around a step) that lets a thread read weights during training. Updates
-    and other changes of the weights wait until the read ends.
-    """
+    """Step hooks that let a thread read weights during training; changes of the weights wait for the read."""
 
     order = PartOrder.BACKGROUND_READS
 
@@ -93,7 +93,7 @@ class BackgroundReads(StepPart):
         self._pool = ThreadPoolExecutor(1, "weight-reads")
 
     def start(self, read: Callable[[], None]) -> None:
-        """Starts the callback ``read`` in the thread. The caller has waited for the earlier reads with :meth:`join`."""
+        """Starts the callback ``read`` in the thread; call :meth:`join` before."""
         self._reading = self._pool.submit(read)
 
     def wait(self) -> None:
@@ -108,9 +108,7 @@ class BackgroundReads(StepPart):
             reading.result()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Waits until the running read ends, so that the update may change the weights. Returns the read's error, or
-        else ``step.problem``, the error of the step, or None.
-        """
+        """Waits until the running read ends; returns its error, ``step.problem``, or None."""
         reading, self._reading = self._reading, None
         return (reading.exception() if reading is not None else None) or step.problem
 
@@ -126,9 +124,7 @@ class BackgroundReads(StepPart):
 
 
 class MomentsOnDisk(StepPart):
-    """Step part (optional feature with hooks around a step) for optimizer moments on a disk. It refuses saves after
-    some moments could not be read or written, and closes the files at the end.
-    """
+    """Step hooks that refuse saves after a failed read or write of optimizer moments on a disk."""
 
     order = PartOrder.DISK
 
@@ -147,11 +143,10 @@ class MomentsOnDisk(StepPart):
 
 
 class StatesOnHost(StepPart):
-    """Step part (optional feature with hooks around a step) for state that ``offload_states`` moves to host memory
-    between two phases of a run.
+    """Step hooks for state that ``offload_states`` moves to host memory between two phases of a run.
 
     Args:
-        states: the weights, gradients and optimizer state that can be moved.
+        states: weights, gradients and optimizer state that can be moved.
     """
 
     order = PartOrder.OFFLOADED
@@ -161,11 +156,11 @@ class StatesOnHost(StepPart):
 
     @property
     def hides(self) -> bool:
-        """True if weights or optimizer state are in host memory, so that later step parts must not read them."""
+        """True if weights or optimizer state are in host memory."""
         return bool(self.states.kinds)
 
     def changing(self) -> AbstractContextManager[None]:
-        """Returns a context in which ``offload_states`` raises, because the block reads or writes the state."""
+        """Returns a context for reads or writes of state, in which ``offload_states`` raises."""
         return self.states.held()
 
     def saving(self) -> AbstractContextManager[None]:
@@ -173,12 +168,12 @@ class StatesOnHost(StepPart):
         return nullcontext()
 
     def close(self) -> None:
-        """Moves parameters in host memory back to the device, because the user may go on with the model."""
+        """Moves parameters in host memory back to the device."""
         self.states.reload({PARAMETERS})
 
 
 class CountedExperts(StepPart):
-    """Hooks around a training step that count the tokens routed to each expert."""
+    """Step hooks that count the tokens routed to each expert."""
 
     order = PartOrder.EXPERTS
 
@@ -186,9 +181,7 @@ class CountedExperts(StepPart):
         self._counter = counter
 
     def counts(self) -> Tensor:
-        """Returns a tensor of zeros with one element for each expert of each layer, in which forwards count routed
-        tokens.
-        """
+        """Returns zeros, one element for each expert of each layer, to which forwards add routed tokens."""
         return self._counter.zeros()
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
@@ -197,14 +190,13 @@ class CountedExperts(StepPart):
 
 
 class BalancedRouters(StepPart):
-    """Step part (optional feature with hooks around a step) that balances experts after each update. It adds ``rate``
-    to the router bias of each expert with less than the mean load, and subtracts ``rate`` above the mean.
+    """Step hooks that balance expert loads by router biases.
 
-    The load of an expert is the number of tokens routed to it in the step, on all ranks. Each token counts once, also
-    under recomputation.
+    After each update they add ``rate`` to the biases of experts below the mean load, and subtract it above. An expert's
+    load is the number of tokens routed to it in the step, on all ranks.
 
     Args:
-        biases: the bias buffers [experts], each with the index of its first expert in the counts.
+        biases: bias buffers [experts], each with the index of its first expert in the counts.
         rate: change of a bias per update (``router_bias_update_rate``).
     """
 
@@ -227,8 +219,7 @@ class BalancedRouters(StepPart):
 
 
 class ReplayedRouters(StepPart):
-    """Step part (optional feature with hooks around a step) for router replay: routers take the experts of each token
-    row from the batch instead of choosing them.
+    """Step hooks for router replay, in which routers use the expert choices recorded in the batch.
 
     Args:
         replay: recorded choices of the microbatches that run.
@@ -249,7 +240,7 @@ class ReplayedRouters(StepPart):
         self.replay.end_backward()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Selects the expert choices of ``microbatch``, because its backward may recompute blocks with routers."""
+        """Selects the expert choices of ``microbatch`` for its backward, which may recompute routers."""
         self.replay.begin_backward(microbatch)
 
     def end_backward(self) -> None:
@@ -258,9 +249,7 @@ class ReplayedRouters(StepPart):
 
 
 class EqualGradients(StepPart):
-    """Step part (optional feature with hooks around a step) that compares, in the first step, gradients that every
-    tensor rank computes in full. They must be equal on all tensor ranks.
-    """
+    """Step hooks that compare replicated gradients between tensor-parallel ranks in the first step."""
 
     order = PartOrder.REPLICAS
 
@@ -268,10 +257,7 @@ class EqualGradients(StepPart):
         self._check = check
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Compares the gradients; returns an error if they differ, or else ``step.problem``, the error of the step.
-
-        Collective over tp, also after a failed step.
-        """
+        """Compares the gradients over tp, also after a failed step; returns their error, ``step.problem``, or None."""
         found = self._check.run(step.sent) if self._check.places else None
         return found or step.problem
 
@@ -281,9 +267,7 @@ _OFTEN = 64
 
 
 class EqualWeights(StepPart):
-    """Step part (optional feature with hooks around a step) that compares weights which several ranks have in full, in
-    some steps. Each rank adds a digest to the totals that are all-reduced in any case.
-    """
+    """Step hooks that compare replicated weights between ranks in some steps, by hashes in the all-reduced totals."""
 
     order = PartOrder.COPIES
 
@@ -291,25 +275,22 @@ class EqualWeights(StepPart):
         self._copies, self._optimizer, self._steps = copies, optimizer, 0
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Computes the digest of this rank's replicated weights if this step compares them.
-
-        Returns ``step.problem``, the error of the step, or None.
-        """
+        """Computes the hash of this rank's replicated weights if this step compares them; returns ``step.problem``."""
         self._steps += 1
         due = self._steps > 2 and (not self._steps % _OFTEN or not self._steps & (self._steps - 1))
         step.copies = self._copies.digest() if due and self._optimizer.delayed is None else None
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Logs the name of a weight that differs between ranks, if the digests in ``totals``, summed over all ranks,
-        show that there is one.
+        """Logs the name of a weight that differs between ranks, if the summed hashes in ``totals`` show a
+        difference.
         """
         if step.copies is not None:
             self._copies.compare(totals.digest_squared, step.sent)
 
 
 class EncodingResiduals(StepPart):
-    """Hooks that rescale error-feedback residuals of compressed gradients when the loss scale changes."""
+    """Step hooks that rescale error-feedback residuals of compressed gradients when the loss scale changes."""
 
     order = PartOrder.RESIDUALS
 
@@ -323,16 +304,16 @@ class EncodingResiduals(StepPart):
             residual.mul_(factor)
 
     def after_skip(self) -> None:
-        """Sets all residuals to 0, because the gradients of a skipped step, from which they come, are not used."""
+        """Sets all residuals to 0, because the skipped step's gradients are not used."""
         self.scaled(0.0)
 
     def undo_step(self) -> None:
-        """Sets all residuals to 0, because they come from the gradients of a failed step."""
+        """Sets all residuals to 0 after a failed step."""
         self.scaled(0.0)
 
 
 class AverageOfWeights(StepPart):
-    """Hooks around a training step that update the moving average of the weights after each update.
+    """Step hooks that update the moving average of the weights after each update.
 
     Args:
         weights: the average, with a switch that puts it into the model.
@@ -370,12 +351,9 @@ class _Seen(NamedTuple):
 
 
 class WrittenBuffers(StepPart):
-    """Step part (optional feature with hooks around a step) that copies module buffers before a step, and restores them
-    if the step makes no update.
+    """Step hooks that restore module buffers after a step without an update.
 
-    The first step in each combination of train and eval modes copies all buffers, to find the ones that forwards write.
-    Later steps copy only the ones found, and buffers registered since. A buffer that the model registers during a step
-    is not removed.
+    Buffers that the model registers during a step remain.
     """
 
     order = PartOrder.BUFFERS
@@ -435,9 +413,9 @@ class WrittenBuffers(StepPart):
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restores module buffers from ``state``, tensors of a checkpoint by the keys ``buffer/NAME``.
+        """Restores module buffers from ``state``, a checkpoint's tensors by the keys ``buffer/NAME``.
 
-        A buffer with another shape or dtype than its saved tensor is replaced by a copy of that tensor.
+        A buffer is replaced if the saved tensor has another shape or dtype.
         """
         for path, module in self._named:
             for leaf, buffer in module._buffers.items():

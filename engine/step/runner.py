@@ -49,9 +49,7 @@ _EVERY = 32
 
 
 class Remarks:
-    """Warnings in the log about likely mistakes of the training script: training in eval mode, or the same batch in
-    every step.
-    """
+    """Log warnings about likely mistakes of the training script: training in eval mode, or equal batches."""
 
     def __init__(self, model: nn.Module, speaks: bool) -> None:
         self._model, self._speaks = model, speaks
@@ -68,8 +66,7 @@ class Remarks:
     def look(self, microbatches: Sequence[Batch]) -> None:
         """Logs a warning if the model trains in eval mode, or if 8 steps in a row receive the same batch.
 
-        ``microbatches``: the batch of the step, or its first microbatch. Batches are compared by hashes: in every step
-        until two batches differ, afterwards in 2 of 32 steps.
+        ``microbatches``: the batch of the step, or its first microbatch.
         """
         if not self._speaks:
             return
@@ -112,10 +109,10 @@ class Remarks:
 
 
 def idle_in_eval_mode(model: nn.Module) -> Iterator[str]:
-    """Yields a phrase, such as "dropout (encoder.drop)", for each effect that is off because its module is in eval
-    mode: dropout with a nonzero rate, and updates of running statistics.
+    """Yields a phrase, such as "dropout (encoder.drop)", for each effect that eval mode turns off.
 
-    Skips modules in a parent that is in training mode, or that has no trainable parameters.
+    Effects are dropout with a nonzero rate, and updates of running statistics. Skips modules without trainable
+    parameters, or with a parent in training mode.
     """
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -232,7 +229,7 @@ class StepRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Iterator[Batch], kind: StepKind) -> FinishedStep:
-        """Computes the loss of one batch; with ``kind`` "output", the returned state has the outputs. See
+        """Computes the loss of one batch and, for the ``kind`` "output", its outputs; see
         :meth:`engine.Engine.eval_batch`.
         """
         with evaluating(self._model):
@@ -246,10 +243,10 @@ class StepRunner:
 
     @torch.no_grad()
     def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
-        """Returns the model's output for one batch, in microbatches of ``micro`` rows; None: of the configured number.
-        See :meth:`engine.Engine.predict`.
+        """Returns the model's output for one batch; see :meth:`engine.Engine.predict`.
 
-        ``together``: True if data ranks that have no rows call ``accompany`` at the same time.
+        ``micro``: rows of a microbatch; None: as configured. ``together``: True if data ranks without rows call
+        ``accompany``.
         """
         step, split = self.begin(), self._runtime.program.rows.split
         with evaluating(self._model):
@@ -260,11 +257,10 @@ class StepRunner:
 
     @torch.no_grad()
     def accompany(self, batch: Batch) -> bool:
-        """Takes part in the collectives of one ``predict`` call of other data ranks, on a data rank that has no rows
-        left.
+        """Takes part in the collectives of other data ranks' ``predict`` call, on a data rank without rows.
 
-        ``batch``: any rows, as input of forwards; their outputs are dropped. Returns False, and runs no forward, if all
-        other data ranks have called ``accompany`` too; else True.
+        Returns False, without a forward, if all other data ranks have no rows either. ``batch``: any rows; their
+        outputs are dropped.
         """
         step = self.begin()
         count = self._most_forwards(0, step)
@@ -289,8 +285,9 @@ class StepRunner:
     # ------------------------------------------------------------------ parts of a step
 
     def begin(self, started: float | None = None) -> StepState:
-        """Returns the state of a new step with zero sums. ``started``: time of its start by ``time.perf_counter``;
-        None: now.
+        """Returns the state of a new step with zero sums.
+
+        ``started``: time of its start by ``time.perf_counter``; None: now.
         """
         self._attachment.check()
         if torch.is_grad_enabled():
@@ -453,7 +450,7 @@ class StepRunner:
     def finish(self, step: StepState) -> FinishedStep:
         """Sums the totals of ``step`` over the world, then updates the weights or skips the update. Collective.
 
-        If any rank has failed, restores module buffers that the step has written, and raises on every rank.
+        If any rank has failed, all ranks raise and restore the module buffers that the step has written.
         """
         step.problem = step.problem or self._control.take_problem() or self._problem_of_forward()
         with self._agreeing("an update", step), self._runtime.parts.undoing_failures():
@@ -485,11 +482,10 @@ class StepRunner:
             )
 
     def random_key(self, index: int, first: int | None = None) -> tuple[int, int, int]:
-        """Returns the random seed of this rank's microbatch ``index``: (configured seed, updates so far, its global
-        index).
+        """Returns the random seed of this rank's microbatch ``index``: (configured seed, updates so far, global index).
 
-        The seed of a microbatch is the same on every grid. ``first``: global index of this rank's first microbatch;
-        None: computed, as all data ranks have equally many.
+        It is equal on every grid. ``first``: global index of this rank's first microbatch; None if all data ranks have
+        equally many.
         """
         return self._config.seed, self._update.made, (self._first if first is None else first) + index
 

@@ -40,8 +40,8 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRuntime:
-    """Objects that a rank of a pipeline has: the runner of its stages, traced forwards, and placeholders for parameters
-    that only other stages have.
+    """Objects of a pipeline rank: the runner of its stages, traced forwards, and placeholders for other stages'
+    parameters.
     """
 
     stage: Stage
@@ -51,9 +51,7 @@ class PipelineRuntime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRuntime:
-    """All objects that run steps on this rank, once the model is sharded; made by
-    :func:`engine.build.assemble.build`.
-    """
+    """All objects that run steps on this rank; made by :func:`engine.build.assemble.build`."""
 
     plan: Plan
     comm: Comm
@@ -96,9 +94,7 @@ class RankRuntime:
 
     @property
     def averaged(self) -> AveragedWeights | None:
-        """Switch that puts the moving average of the weights into the model, or the training weights back; None if the
-        run has no average.
-        """
+        """Switch between the training weights and their moving average; None if the run has no average."""
         part = self.parts.find(AverageOfWeights)
         return part.weights if part is not None else None
 
@@ -109,34 +105,31 @@ class RankRuntime:
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """Buckets of this rank: flat buffers that contain its trained parameters."""
+        """Flat buffers (buckets) with the trained parameters of this rank."""
         return self.inventory.trained
 
     @property
     def frozen(self) -> Sequence[FlatBucket]:
-        """Flat buffers that contain this rank's frozen parameters, if ZeRO 3 shards these; else ()."""
+        """Flat buffers with the frozen parameters of this rank if ZeRO 3 shards them; else ()."""
         return self.inventory.frozen
 
     @property
     def communicates(self) -> bool:
-        """True if forwards communicate with other ranks, so that an error on this rank leaves others waiting."""
+        """True if forwards communicate with other ranks."""
         grid = self.comm.grid
         gathers = self.gatherer is not None and grid.size(grid.sharding) > 1
         return grid.size("replica") > 1 or gathers or grid.experts > 1
 
     @property
     def data_ranks_meet(self) -> bool:
-        """True if data ranks communicate in forwards: they gather sharded parameters, or send tokens to experts on
-        other ranks.
-        """
+        """True if data ranks communicate in forwards, for sharded parameters or for experts on other ranks."""
         return self.gatherer is not None or self.comm.grid.experts > 1
 
     @contextmanager
     def forward(self, *key: int, trace: ModelTrace | None = None) -> Iterator[None]:
-        """Opens a context for the forward of one microbatch.
+        """Opens a context for the forward of one microbatch, with random number generators seeded by ``key``.
 
-        ``key`` seeds the random number generators, unless ``trace`` shows that the forward draws no random numbers.
-        Without ``key``, the generators are not changed.
+        Without ``key``, or if ``trace`` has no random numbers, the generators are not changed.
         """
         draws = key and (trace is None or trace.random or trace.host_random)
         host = trace.host_random if trace is not None else None
@@ -154,15 +147,13 @@ class RankRuntime:
                 torch.set_autocast_cache_enabled(cached)
 
     def joining_forward(self) -> AbstractContextManager[None]:
-        """Returns a context in place of the forward of a microbatch that this rank lacks and other data ranks have.
-        Inside, this rank takes part in their parameter gathers, and computes nothing.
-        """
+        """Returns a context in which this rank joins the parameter gathers of other data ranks' forwards."""
         return self.gatherer.forward() if self.gatherer is not None else nullcontext()
 
     @contextmanager
     def counting(self, into: Tensor | None) -> Iterator[None]:
-        """Opens a context for a forward that adds counts to ``into``, such as the tokens of each expert. If ``into`` is
-        None, as outside training steps, nothing is counted.
+        """Opens a context for a forward that adds counts to ``into``, such as the tokens of each expert; None: no
+        counts.
         """
         with ExitStack() as stack:
             for part in self.parts.having(StepPart.forward):
@@ -170,22 +161,22 @@ class RankRuntime:
             yield
 
     def uncounted(self) -> Tensor | None:
-        """Returns a tensor of zeros to which the forwards of a new step add counts; None if nothing is counted."""
+        """Returns zeros to which the forwards of a new step add counts; None if nothing is counted."""
         return next((part.counts() for part in self.parts.having(StepPart.counts)), None)
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
-        """Returns ``run()``, a forward of the inputs ``given``. Checks the first such forward: it must use each
-        parameter as the tensor-parallel plan expects, else the check raises.
+        """Returns ``run()``, a forward on the inputs ``given``.
+
+        The first forward raises if it does not use each parameter as the tensor-parallel plan expects.
         """
         first_use = self.first_use
         return first_use.watch(given, run) if first_use is not None and first_use.needed else run()
 
     @contextmanager
     def backward(self, which: Backward, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
-        """Opens a context for the backward that ``which`` names.
+        """Opens a context for the backward ``which``.
 
-        ``deferred``: collector of the weight gradients that can be computed later, by a call of ``weights``; None: the
-        backward computes them.
+        ``deferred``: collector of weight gradients for a later call of ``weights``; None: the backward computes them.
         """
         waits = self.split_backward.leaving(deferred) if self.split_backward and deferred else nullcontext()
         gathers = self.gatherer.backward(which.last) if self.gatherer else nullcontext()
@@ -198,16 +189,15 @@ class RankRuntime:
                     part.end_backward()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Calls the hooks of optional features before the backward of ``microbatch``, in which blocks may be
-        recomputed.
-        """
+        """Calls the hooks of optional features before the backward of ``microbatch``."""
         for part in self.parts.having(StepPart.begin_backward):
             part.begin_backward(microbatch)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Opens a context for a backward that computes no weight gradients, such as one for input gradients. ZeRO 3
-        gathers sharded parameters inside; below ZeRO 3 no context is needed, and this must not be called.
+        """Opens a context in which ZeRO 3 gathers sharded parameters for a backward without weight gradients.
+
+        Call it under ZeRO 3 only.
         """
         assert self.gatherer is not None, "others need no context"
         with self.gatherer.backward(last=False):
@@ -226,17 +216,15 @@ class RankRuntime:
         return which._replace(unequal=True) if unequal else which
 
     def weights(self, which: Backward, deferred: DeferredWeightGrads) -> None:
-        """Computes the weight gradients in ``deferred``, which an earlier :meth:`backward` has collected, and reduces
-        them. Gathers no parameter.
+        """Computes the weight gradients that an earlier :meth:`backward` has collected in ``deferred``, and reduces
+        them.
         """
         with self.reducer.backward(self._compared(which)):
             deferred.compute(self.reducer.take)
 
     @contextmanager
     def passes(self, row: RankSchedule) -> Iterator[None]:
-        """Opens a context in which this rank runs the pipeline actions ``row``. ZeRO 3 gathers the parameters of later
-        actions ahead, in the order of ``row``.
-        """
+        """Opens a context for the pipeline actions ``row``, in which ZeRO 3 gathers parameters ahead in this order."""
         if self.gatherer is None or self.gatherer.holds:
             yield
             return
@@ -247,14 +235,16 @@ class RankRuntime:
             self.gatherer.end()
 
     def running(self) -> AbstractContextManager[None]:
-        """Returns a context for forwards and backwards of the engine on a pipeline. Inside, code may read the
-        placeholders for parameters that only other stages have.
+        """Returns a context for the engine's forwards and backwards on a pipeline.
+
+        Inside, placeholders for other stages' parameters may be read.
         """
         return self.pipeline.absent.running() if self.pipeline is not None else nullcontext()
 
     def finish(self, reduced: bool = False) -> None:
-        """Completes all gradient reductions and parameter gathers after the last backward of a step. ``reduced``: True
-        if the gradients are reduced already, so that only gathers are completed.
+        """Completes all gradient reductions and parameter gathers after the last backward of a step.
+
+        ``reduced``: True if the gradients are reduced already.
         """
         if reduced:
             self.optimizer.copies.forget()  # the user may have written what lies reduced in the buckets
@@ -286,17 +276,14 @@ class RankRuntime:
             leave(flat)
 
     def weights_written(self) -> None:
-        """Drops gathered copies of parameters, which are outdated after a load or the user has written to the shards.
-        Collective.
-        """
+        """Drops outdated gathered copies of parameters after weights were loaded or written. Collective."""
         if self.gatherer is not None:
             self.gatherer.forget()
 
     def settle(self) -> None:
-        """Waits for work that still runs after a step, and completes it: an optimizer update on the host, and copies of
-        parameters to the host.
+        """Completes work that runs after a step: an optimizer update on the host, and copies of parameters to the host.
 
-        Collective if there is such an update. If the update has failed on one rank, all ranks raise.
+        Collective if there is such an update; if it failed on one rank, all ranks raise.
         """
         delayed = self.parts.find(DelayedUpdates)
         if delayed is not None and delayed.pending:
@@ -309,8 +296,8 @@ class RankRuntime:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a context that surrounds reads or writes of weights or optimizer state between steps. All earlier
-        updates are completed before.
+        """Opens a context for reads or writes of weights or optimizer state between steps; first completes all
+        updates.
         """
         with self.parts.entering(StepPart.changing):
             self.settle()
@@ -334,22 +321,18 @@ class RankRuntime:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Opens a context that surrounds a save of weights or optimizer state. Raises if a part of the state was lost,
-        such as moments on a disk.
-        """
+        """Opens a context for a save of weights or optimizer state; raises if some of the state was lost."""
         with self.parts.entering(StepPart.saving):
             self.settle()
             yield
 
     def own(self, tree: Any) -> Any:
-        """Returns ``tree`` (nested lists, tuples and dicts) with a copy in place of each tensor that is a view of a
-        gathered parameter. The copy stays valid after the gathered memory is freed.
-        """
+        """Returns ``tree`` (nested lists, tuples and dicts) with copies in place of views of gathered parameters."""
         return tree if self.gatherer is None else pytree.tree_map_only(Tensor, self.gatherer.own, tree)
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Opens a context in which a forward is traced on shapes: parameters have no values, so none is gathered."""
+        """Opens a context for tracing a forward on shapes, without gathering parameters."""
         content = self.gatherer.without_content() if self.gatherer else nullcontext()
         replay = self.program.replay.tracing() if self.program.replay is not None else nullcontext()
         with self.running(), self.counting(None), content, replay:

@@ -23,15 +23,13 @@ ENDS_TRIAL = 2.0**32
 
 
 class StopRequest(Protocol):
-    """Interface of a flag, ``asked``, that a signal handler (SIGTERM) sets on this rank. The run then ends after the
-    running step.
-    """
+    """Interface of a flag, ``asked``, that SIGTERM sets on this rank to end the run after the running step."""
 
     asked: bool
 
 
 class TrialControl(Protocol):
-    """Interface by which a hyperparameter sweep controls one of its trials. This engine's training run is the trial."""
+    """Interface by which a hyperparameter sweep controls its trial, this engine's training run."""
 
     asked: bool
     """True on rank 0 if the trial has to end after the next step."""
@@ -40,9 +38,7 @@ class TrialControl(Protocol):
         """Ends the trial after the same step on all ranks."""
 
     def save_folder(self, folder: Path) -> Path:
-        """Returns a folder that only this trial uses. Saves go there instead of to ``folder``, which all trials of the
-        sweep have in common.
-        """
+        """Returns a folder that only this trial uses, for saves to the shared ``folder``."""
 
     def load_folder(self, folder: Path) -> Path:
         """Returns the folder with this trial's own checkpoints if there are any, else ``folder``."""
@@ -63,8 +59,8 @@ class RunControl:
 
     @property
     def stops(self) -> float:
-        """This rank's reasons to stop, as one number: 1 after a stop request, plus ``ENDS_TRIAL`` (a larger number than
-        there are ranks) if the sweep's trial ends. The sum over all ranks is ``StepTotals.stops``.
+        """This rank's reasons to stop, as a number: 1 for a stop request, plus ``ENDS_TRIAL`` if the sweep's trial
+        ends.
         """
         ends = self.trial is not None and self.trial.asked
         return (self.stop is not None and self.stop.asked) + ENDS_TRIAL * ends
@@ -75,14 +71,14 @@ class RunControl:
             self.trial.end()
 
     def save_folder(self, folder: Path) -> Path:
-        """Returns the folder for a save if the user gives ``folder``: in a hyperparameter sweep a folder of this trial,
-        else ``folder``.
+        """Returns the folder for a save to ``folder``: in a hyperparameter sweep a folder of this trial, else
+        ``folder``.
         """
         return folder if self.trial is None else self.trial.save_folder(folder)
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the folder for a load if the user gives ``folder``: in a hyperparameter sweep the folder of this
-        trial if it contains checkpoints, else ``folder``.
+        """Returns the folder for a load from ``folder``: a sweep trial's own folder if it has checkpoints, else
+        ``folder``.
         """
         return folder if self.trial is None else self.trial.load_folder(folder)
 
@@ -150,15 +146,13 @@ class StepState:
     """Callback after a NaN loss: traces again, and raises if the forward has changed. Collective."""
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
-        """Adds the loss, loss weight and tokens of ``microbatch`` to the sums of the step, and 1 to its number of
-        microbatches.
-        """
+        """Adds loss, loss weight and tokens of ``microbatch`` to the step's sums, and counts the microbatch."""
         self.add(loss)
         self.see(microbatch)
         self.microbatches += 1
 
     def add(self, loss: WeightedLoss) -> None:
-        """Adds sum, weight and metrics of ``loss`` to the sums of the step. The number of microbatches stays."""
+        """Adds sum, weight and metrics of ``loss`` to the step's sums, without counting a microbatch."""
         self.loss += loss.sum.detach()
         self.weight += loss.weight
         if loss.metrics:
@@ -173,14 +167,12 @@ class StepState:
 
     @property
     def divides(self) -> float:
-        """Loss scale divided by ``added_ranks``. The update divides the summed gradients by the product of this number
-        and the sum of loss weights.
-        """
+        """Divisor of the summed gradients, apart from the sum of loss weights: loss scale / ``added_ranks``."""
         return self.scale / self.added_ranks
 
     @property
     def counted(self) -> int:
-        """Number of experts for which the tokens are counted, summed over all layers; 0 if none are."""
+        """Number of experts with counted tokens, summed over all layers."""
         return 0 if self.experts is None else self.experts.numel()
 
     def again(self) -> "StepState":
@@ -193,17 +185,14 @@ class StepState:
         return again
 
     def root(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` times the loss scale, from which the backward starts. With a scale other than 1 the product
-        is fp32, because a scaled fp16 loss would overflow.
-        """
+        """Returns ``loss`` times the loss scale as root of the backward; fp32 if the scale is not 1."""
         return loss if self.scale == 1.0 else loss.float() * self.scale
 
 
 class StepTotals(NamedTuple, Generic[Scalar]):
-    """Totals of a step, summed over all ranks by one all-reduce. A total is a 0-dim fp64 tensor on the device, or a
-    float on the host.
+    """Totals of a step, summed over all ranks; the fields have the order of the all-reduced tensor.
 
-    The order of the fields is their order in the all-reduced tensor.
+    A total is a 0-dim fp64 tensor on the device, or a float on the host.
     """
 
     loss: Scalar
@@ -234,9 +223,9 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     ) -> Tensor:
         """Returns this rank's summands as one fp64 device tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts].
 
-        ``speaks``: True on the one rank of each data coordinate that contributes loss, weight and tokens. ``stops``:
-        reasons to stop, from ``RunControl.stops``. ``unused``: number of this rank's parameters with a use that the
-        optimizer does not expect. ``metrics``: number of configured metrics.
+        ``speaks``: True on the one rank of each data coordinate that adds loss, weight and tokens. ``stops``: this
+        rank's ``RunControl.stops``. ``unused``: number of parameters with unexpected use. ``metrics``: number of
+        configured metrics.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,
@@ -258,12 +247,7 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         return packed if step.experts is None else torch.cat([packed, step.experts])
 
     def same_batch(self, data_ranks: int) -> bool:
-        """Returns True if all data ranks have equal batch hashes in this step; False if there is one data rank or no
-        hash.
-
-        The test: ``data_ranks`` times the sum of squared hashes equals the square of their sum only if all hashes are
-        equal.
-        """
+        """Returns True if all data ranks have equal batch hashes; False with one data rank or without hashes."""
         total, squares = int(self.digest), int(self.digest_squared)  # type: ignore[call-overload]
         return total > 0 and data_ranks > 1 and data_ranks * squares == total**2
 
@@ -279,23 +263,26 @@ class StepTotals(NamedTuple, Generic[Scalar]):
 
     @staticmethod
     def on_device(packed: Tensor) -> "StepTotals[Tensor]":
-        """Returns the totals as 0-dim views of ``packed``, a tensor that ``pack`` returned and an all-reduce summed.
-        The host does not wait for the device. ``metrics`` and ``experts`` are empty.
+        """Returns the totals as 0-dim views of ``packed``, a tensor from ``pack`` after its all-reduce.
+
+        Does not synchronize with the device. ``metrics`` and ``experts`` are empty.
         """
         return StepTotals._make([*packed[:CONTROL_SCALARS].unbind(), (), ()])
 
     @staticmethod
     def unpack(values: Sequence[float], experts: int) -> "StepTotals[float]":
-        """Returns the totals from ``values``: the elements, as floats, of a tensor that ``pack`` returned and an
-        all-reduce summed. Its last ``experts`` elements are the tokens of each expert.
+        """Returns the totals from ``values``, the elements of a tensor from ``pack`` after its all-reduce.
+
+        The last ``experts`` elements are the tokens of each expert.
         """
         end = len(values) - experts
         return StepTotals._make([*values[:CONTROL_SCALARS], tuple(values[CONTROL_SCALARS:end]), tuple(values[end:])])
 
 
 def metric_averages(totals: StepTotals[float], names: Sequence[str]) -> dict[str, float]:
-    """Returns the weighted mean of each metric by its name, from the sums and weights in ``totals``; NaN if the weight
-    is 0. ``names``: names of the metrics in their order in ``totals``.
+    """Returns the weighted mean of each metric by name; NaN if its weight is 0.
+
+    ``names``: names of the metrics in the order of ``totals``.
     """
     pairs = zip(names, totals.metrics[::2], totals.metrics[1::2], strict=False)
     return {name: total / weight if weight else math.nan for name, total, weight in pairs}

@@ -39,8 +39,8 @@ class TracedForward(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """31-bit hash of the order of module calls and of the tensors that stages send. Ranks compare it to find
-        different paths through the model.
+        """31-bit hash of the order of module calls and of the tensors that stages send, for comparison between
+        ranks.
         """
         sent = [tuple(plan.sends.items()) for plan in self.partition.stages]
         return zlib.crc32(repr(([call.unit for call in self.trace.calls], sent)).encode()) >> 1
@@ -56,9 +56,7 @@ class UserHooks(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "UserHooks":
-        """Returns the hooks that the user, and not the engine, has registered on modules of ``model``; calls none of
-        them.
-        """
+        """Returns the hooks on modules of ``model`` that the user has registered, without the engine's hooks."""
         everywhere = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks
         forward, backward = list[tuple[str, int]](), list[str]()
         for name, module in model.named_modules():
@@ -70,8 +68,8 @@ class UserHooks(NamedTuple):
 
 
 class TraceCache:
-    """Cache of traced forwards. Its key consists of shapes and plain values of the input, the purpose of the forward,
-    and attributes of the model. If possible, the trace of the plan is its first entry.
+    """Cache of traced forwards by input shapes and plain values, purpose of the forward, and attributes of the
+    model.
     """
 
     def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
@@ -100,10 +98,9 @@ class TraceCache:
         self._agreed = None  # placement has yet to write attributes
 
     def refresh(self) -> bool:
-        """Reads the model attributes on which the path of the forward may depend; called before each step.
+        """Reads the model attributes that may change the forward's path; called before each step.
 
-        Returns True if an attribute other than ``training`` has changed since the last :meth:`agree`. Ranks may then
-        differ, because a stage changes attributes only of the modules that it runs.
+        Returns True if an attribute other than ``training`` has changed since the last :meth:`agree`.
         """
         self._state = self._switches.read()
         self._hooks = UserHooks.of(self._program.model)
@@ -112,29 +109,24 @@ class TraceCache:
         return self._state is not self._agreed and _without_modes(self._state) != _without_modes(self._agreed)
 
     def agree(self) -> None:
-        """Records that with the model's present attributes all ranks of the replica (one full copy of the model) have
-        traced the same path.
+        """Records that all ranks of the replica (one full copy of the model) trace the same path with the present
+        attributes.
         """
         self._agreed = self._state
 
     def take(self, other: "TraceCache") -> None:
-        """Replaces the traces of this cache by the ones in ``other``, the cache of another model with the same
-        structure and plan. They are taken as valid for this model's present attributes.
-        """
+        """Replaces this cache's traces by the traces of ``other``, for a model with the same structure and plan."""
         self.refresh()
         self._seen = {key: [(self._state, found[-1][1])] for key, found in other._seen.items()}
 
     def of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
-        """Returns the traced forward of ``microbatch``, from the cache or else by a trace of ``run()``. Communicates
-        nothing.
+        """Returns the traced forward of ``microbatch`` from the cache, or traces ``run()``. No communication.
 
-        ``kind``: purpose of the forward, such as "train"; forwards with different purposes have different traces.
-        ``run``: function that runs the forward of this microbatch.
+        ``kind``: purpose of the forward, such as "train".
 
         Raises:
             PlanError: the forward of this input does not fit the partition of the plan.
-            EngineError: the user has put a backward hook on a module that runs on several stages, or sends to another
-                stage.
+            EngineError: a module with the user's backward hook runs on several stages, or sends to another stage.
         """
         traced = self._of(microbatch, kind, run)
         if self._hooks.backward and torch.is_grad_enabled():
@@ -158,13 +150,12 @@ class TraceCache:
         return found
 
     def check_trace(self, microbatch: Batch, kind: str, run: ForwardCall) -> None:
-        """Traces the forward of ``microbatch`` again by ``run()``, and compares the trace with the cached one. Called
-        after a NaN loss, because a changed forward can be its cause.
+        """Traces ``run()``, the forward of ``microbatch``, again after a NaN loss; compares with the cached trace.
 
-        Communicates nothing. ``kind``: purpose of the forward, such as "train".
+        No communication. ``kind``: purpose of the forward, such as "train".
 
         Raises:
-            EngineError: the traces differ; names the first difference. The cached trace is dropped.
+            EngineError: the traces differ; names the first difference, and drops the cached trace.
         """
         found = self.of(microbatch, kind, run)
         what = trace_difference(found.trace, self._trace(run))
@@ -204,11 +195,10 @@ def _without_modes(state: State) -> State:
 
 
 def check_boundary_hooks(hooked: Sequence[str], trace: ModelTrace, partition: Partition) -> None:
-    """Checks that each module in ``hooked`` (names of modules with backward hooks) runs on only one stage, and that its
-    outputs are used on that stage only.
+    """Checks that each module in ``hooked`` (modules with backward hooks) and its outputs are used on one stage only.
 
     Raises:
-        EngineError: a module violates this; names the first one.
+        EngineError: a module violates this; names the first violation.
     """
     sent = set(_sending_units(trace, partition))
     stages: dict[str, set[int]] = {}

@@ -59,10 +59,10 @@ class UpdateOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Conditions under which the device, without the host, makes an update instead of skipping it.
+    """Conditions under which the device makes an update without the host.
 
-    Three always apply: no rank has failed, the sum of loss weights is not 0, and exactly the parameters for which the
-    optimizer expects gradients have some.
+    No rank may have failed, the sum of loss weights must not be 0, and exactly the expected parameters must have
+    gradients.
     """
 
     scale: float
@@ -77,9 +77,9 @@ class Condition:
     """True if the loss must not be NaN, because the host first checks whether the forward has changed."""
 
     def decide(self, values: Tensor) -> DeviceDecision:
-        """Returns the device's decision: to update or not, and the factor by which gradients are averaged and clipped.
+        """Returns the device's decision to update or not, with the factor that averages and clips gradients.
 
-        ``values``: step totals after their all-reduce (fp64, on the device). The host does not wait for the device.
+        ``values``: all-reduced step totals (fp64, on the device). No host synchronization.
         """
         totals = StepTotals.on_device(values)
         divisor = totals.weight * self.scale
@@ -93,9 +93,7 @@ class Condition:
 
 
 class DeviceDecidedUpdate:
-    """Optimizer update of one step that is launched before the host knows if it is valid. The device decides to make or
-    to skip it.
-    """
+    """Optimizer update of one step that the host launches; the device decides to make or to skip it."""
 
     def __init__(self, values: Tensor, condition: Condition, optimizer: ShardedOptimizer) -> None:
         self._optimizer, self._before = optimizer, Bookkeeping.of(optimizer.inner)
@@ -104,30 +102,27 @@ class DeviceDecidedUpdate:
         self._copied = record_event(values.device)
 
     def launch(self, rate: LearningRate, update: int) -> None:
-        """Launches the optimizer update and the all-gathers of parameters over dp, label "parameters". ``update``:
-        number of earlier updates, for which ``rate`` gives the learning rate.
+        """Launches the optimizer update and the all-gathers of parameters over dp, label "parameters".
+
+        ``update``: number of earlier updates, the argument of ``rate``.
         """
         rate.prepare(update)
         self._optimizer.launch(self._decision)
 
     def read(self) -> tuple[list[float], bool]:
-        """Waits until the host has the step totals and the decision. Returns (totals in the order of
-        ``StepTotals.pack``, True if the device made the update).
-        """
+        """Waits for the device; returns (totals in the order of ``StepTotals.pack``, True if it made the update)."""
         if self._copied is not None:
             self._copied.synchronize()
         *values, go = self._host.tolist()
         return values, bool(go)
 
     def put_back(self) -> None:
-        """Restores the step counters that the optimizer had before the launch, after the device skipped the update."""
+        """Restores the optimizer's step counters after the device skipped the launched update."""
         self._before.put_back(self._optimizer.inner)
 
 
 class Update:
-    """End of every training step: it sums totals over ranks, updates the weights or skips the update, and changes the
-    loss scale and the counters of updates, tokens and samples.
-    """
+    """End of a training step: sum of totals over ranks, update or skip, and change of loss scale and counters."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._config, self._comm, self._device = config, comm, device
@@ -157,11 +152,7 @@ class Update:
         """Reduces gradients over dp, sums totals over the world, then updates the weights or skips the update.
         Collective.
 
-        If any rank has failed, all ranks raise. On a GPU the device may decide to skip, before the host knows: a
-        skipped or failed step then communicates as much as one with an update, because parameters are gathered in any
-        case.
-
-        ``stops``: this rank's reasons to stop after this step, from ``RunControl.stops``.
+        If any rank has failed, all ranks raise. ``stops``: this rank's reasons to stop, from ``RunControl.stops``.
         """
         runtime.finish(step.reduced)  # the norm in the control sum is that of complete gradients
         for part in runtime.parts.having(StepPart.before_update):  # some are collective, so also in a failed step
@@ -390,7 +381,7 @@ class Update:
             self.scale = replace(self.scale, **{name: scale[name] for name in ("value", "forgiven", "good")})
 
     def check(self, outcome: UpdateOutcome) -> None:
-        """Raises if ``outcome`` is a skipped step and too many steps in a row were skipped.
+        """Raises if too many steps in a row, up to ``outcome``, were skipped.
 
         Raises:
             EngineError: ``max_skipped_steps`` steps in a row were skipped; all ranks raise.

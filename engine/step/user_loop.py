@@ -236,7 +236,7 @@ class UserLoop:
     def reduce_gradients(self) -> float:
         """Reduces the accumulated gradients over dp; returns the divisor of the average. Collective.
 
-        Inside an accumulation, later microbatches count with the mean weight of the earlier ones.
+        In an unfinished accumulation, the missing microbatches count with the mean weight of the others.
 
         Raises:
             EngineError: under fp16, a loss was not scaled.

@@ -37,7 +37,7 @@ class Dimension:
 
     @property
     def listed(self) -> tuple[Any, ...] | None:
-        """All values in order, in the form in which Optuna stores them: integers, or the JSON text of each choice.
+        """All values in order, as Optuna stores them: integers, or the JSON text of each choice.
 
         None for a range of real numbers.
         """
@@ -46,9 +46,7 @@ class Dimension:
         return tuple(range(self.values[0], self.values[1] + 1)) if self.form == "int" else None
 
     def decode(self, stored: Any) -> Any:
-        """Returns the JSON value for the configuration that corresponds to ``stored``, a value in the form of Optuna's
-        storage.
-        """
+        """Returns the configuration's JSON value for ``stored``, a value as Optuna stores it."""
         return json.loads(stored) if self.form == "choices" else stored
 
 
@@ -62,7 +60,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space(Rule):
-    """Parsing rule for the section "space": an object from dotted configuration keys to ranges or lists of values."""
+    """Parsing rule for the section "space", a mapping from dotted configuration keys to ranges or lists of values."""
 
     def read(self, value: object, at: str, problems: Problems) -> object:
         if not isinstance(value, Mapping) or not value:
@@ -128,14 +126,14 @@ class SweepConfig:
 
     @property
     def count(self) -> int:
-        """Number of trials of the sweep: ``trials`` or, with ``grid``, the number of all combinations of values."""
+        """Number of trials: ``trials`` or, with ``grid``, the number of all combinations of values."""
         if self.trials is not None:
             return self.trials
         return prod(len(each.listed or ()) for each in self.space)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings, as JSON values by name, that all processes with one journal file must have in common."""
+        """Settings, as JSON values by name, that must be equal in all processes with the same journal file."""
         space = {each.path: {each.form: list(each.values)} for each in self.space}
         return {"space": space, "metric": self.metric, "direction": self.direction, "grid": self.grid}
 
@@ -144,10 +142,10 @@ SweepSource = Mapping[str, Any] | str | os.PathLike[str] | SweepConfig
 
 
 def read_sweep(source: SweepSource) -> SweepConfig:
-    """Returns the settings of a sweep from a JSON file, a dict, or an existing ``SweepConfig``. No communication.
+    """Returns the settings of a sweep from a JSON file, a dict, or a ``SweepConfig``. No communication.
 
     Raises:
-        ConfigError: the settings have mistakes; the message lists all of them, the same on every rank.
+        ConfigError: the settings have mistakes; the message lists all, equal on every rank.
     """
     if isinstance(source, SweepConfig):
         return source

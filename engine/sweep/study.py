@@ -51,7 +51,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """One trial in the table of a sweep's results, with its values of configuration keys, its metric and its state."""
+    """One trial in a sweep's table of results: values of configuration keys, metric and state."""
 
     number: int
     values: Mapping[str, Any]
@@ -70,7 +70,7 @@ def make_component(kind: str, given: Component, seed: int = 0) -> Any:
     Args:
         kind: "pruners" or "samplers".
         given: name of the component, and the arguments of its class.
-        seed: number added to a ``seed`` argument, so that the samplers of later trials draw other values.
+        seed: number added to a ``seed`` argument, so that the samplers of trials draw different values.
 
     Raises:
         ConfigError: Optuna is not installed, or has no such class or argument; the same on every rank.
@@ -119,7 +119,7 @@ class FileLock:
 class SweepStudy:
     """Optuna study of a sweep in a journal file, which several processes may share.
 
-    It also has the trial that this process runs at present. Only rank 0 of a job has a study.
+    It also has this process's running trial. Only rank 0 of a job has a study.
 
     Raises:
         ConfigError: the journal cannot be written, or belongs to another sweep.
@@ -187,10 +187,9 @@ class SweepStudy:
     # ------------------------------------------------------------------ trials
 
     def next(self) -> Assignment | None:
-        """Starts a trial in this process and returns it.
+        """Starts a trial in this process and returns it; returns None if all trials have been started.
 
-        It is an unfinished trial of a process that has died, if there is one, else a new trial. Returns None if all
-        trials of the sweep have been started.
+        Unfinished trials of ended processes come before new trials.
         """
         with _held(self._ask):
             for frozen in self._study.get_trials(deepcopy=False, states=(self._states.RUNNING,)):
@@ -250,16 +249,15 @@ class SweepStudy:
     def report(self, value: float, update: int) -> bool:
         """Stores the metric's ``value`` after ``update`` updates of the running trial.
 
-        Returns True if the pruner stops the trial; never for a trial that ``promote`` has queued.
+        Returns True if the pruner stops the trial; it never stops trials from ``promote``.
         """
         self._trial.report(value, update)
         return _PROMOTED not in self._trial.user_attrs and bool(self._trial.should_prune())
 
     def finish(self, updates: int, state: str) -> TrialRow:
-        """Ends the running trial with ``state`` "complete", "pruned" or "fail"; returns its row in the table of
-        results.
+        """Ends the running trial with ``state`` "complete", "pruned" or "fail"; returns its row of results.
 
-        The last reported value becomes the value of a complete trial.
+        A complete trial gets the last reported value.
 
         Args:
             updates: number of updates that the trial has made.
@@ -291,9 +289,9 @@ class SweepStudy:
                 return
 
     def promote(self, count: int) -> None:
-        """Queues the ``count`` best pruned trials; each continues from its checkpoint as a new trial, without pruning.
+        """Queues the ``count`` best pruned trials, to continue from their checkpoints without pruning.
 
-        Skips trials that an earlier call has queued.
+        Skips trials that are queued already.
         """
         with _held(self._ask):
             trials = self._study.get_trials(deepcopy=False)

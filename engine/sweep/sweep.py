@@ -26,8 +26,8 @@ class Sweep:
     """Sweep over values of configuration keys, which Optuna chooses; iteration yields each :class:`SweepTrial`.
 
     Optuna also prunes trials: it ends a trial early if its metric is worse than in other trials. Processes and jobs
-    with the same journal file share the trials. The trial of a killed process continues in another process, also of a
-    later start.
+    with the same journal file share the trials. Another process, also of a later start, continues the trial of a killed
+    process.
 
     Args:
         settings: path of ``sweep.json``, or a dict with its keys.
@@ -51,15 +51,13 @@ class Sweep:
         self._promote = promote
 
     def ask(self, leaves: bool = False) -> SweepTrial | None:
-        """Starts and returns the next trial, the same on all ranks; returns None at the end of the sweep. All ranks
-        call it.
+        """Starts the next trial and returns it on all ranks; returns None at the end of the sweep. All ranks call it.
 
-        Rank 0 sends the trial through the key-value store of the job, so no process group is needed. The caller must
-        have ended the previous trial by ``tell``.
+        ``tell`` must have ended the previous trial. Needs no process group.
 
         Args:
-            leaves: True if pruning of the trial raises ``TrialEnd``, which ends a script; False if it only makes
-                ``should_prune`` return True.
+            leaves: True if pruning raises ``TrialEnd`` to end a script; False if it only makes ``should_prune`` return
+                True.
 
         Raises:
             ConfigError: the journal cannot be used; on all ranks.
@@ -76,12 +74,12 @@ class Sweep:
         return self.trial
 
     def tell(self, failed: bool = False) -> TrialRow | None:
-        """Ends the current trial as pruned or complete, or with ``failed`` as failed.
+        """Ends the current trial as failed if ``failed``, else as pruned or complete.
 
-        Returns the trial's row in the table of results on rank 0, and None on other ranks.
+        Returns the trial's row of results on rank 0, and None on other ranks.
 
         Raises:
-            ConfigError: the trial has ended without a report of its metric; on all ranks. The trial counts as failed.
+            ConfigError: the trial has reported no metric; on all ranks. The trial counts as failed.
         """
         if self.trial is None:
             raise EngineError("tell() before ask(): there is no trial; call ask() first.")

@@ -29,21 +29,19 @@ _FILES = ("jsonl", "csv", "tensorboard", "report")
 
 
 class TrialEnd(SystemExit):
-    """Exception that ends a script under ``trine sweep`` when its trial is pruned; on all ranks after the same step.
+    """Exception that ends a script under ``trine sweep`` when its trial is pruned, after the same step on all ranks.
 
-    As a ``SystemExit`` with status 0, it runs ``finally`` and ``with`` blocks, and ``except Exception`` does not catch
-    it.
+    It is a ``SystemExit`` with status 0, so ``except Exception`` does not catch it.
     """
 
 
 class SweepTrial:
-    """One trial of a sweep, as ``Sweep.ask`` returns it: values for the configuration, reports and pruning.
+    """One trial of a sweep: its configuration values, its reports, and its end by pruning.
 
     Args:
         settings: settings of the sweep.
         assignment: number, values and folder of the trial.
-        report: on rank 0, callback that stores (value, update) in the journal and returns True if the pruner stops the
-            trial; None on other ranks.
+        report: callback on rank 0 that stores (value, update) and returns True to stop the trial; None on other ranks.
         leaves: True if pruning raises ``TrialEnd``; False if it makes ``should_prune`` return True.
     """
 
@@ -69,9 +67,7 @@ class SweepTrial:
 
     @property
     def updates(self) -> int:
-        """Number of weight updates that the trial's engine has made, including updates before a restart of the
-        process.
-        """
+        """Number of the trial's weight updates so far, including updates before a restart."""
         return self.engine.step_count if self.engine is not None else self._updates
 
     def release(self) -> None:
@@ -82,8 +78,7 @@ class SweepTrial:
         self.engine = None
 
     def configuration(self, config: Mapping[str, Any] | str | Any) -> Mapping[str, Any]:
-        """Returns ``config`` with this trial's values, and with paths inside the trial's folder for checkpoints and
-        logs.
+        """Returns ``config`` with this trial's values, and with the trial's folders for checkpoints and logs.
 
         Args:
             config: path of a configuration file, a dict or a ``Config``.
@@ -106,10 +101,10 @@ class SweepTrial:
         return load_raw(raw, [f"checkpoint.folder={json.dumps(str(self.folder / CHECKPOINTS))}", *own])
 
     def initialize(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Engine:
-        """Calls :func:`engine.initialize` with ``config`` changed to the trial's configuration, and returns the engine.
+        """Calls :func:`engine.initialize` with the trial's configuration, and returns the engine.
 
-        The engine then reports the sweep's metric to the pruner. Takes the arguments of :func:`engine.initialize`; all
-        ranks call it.
+        The engine reports the sweep's metric to the pruner. All ranks call it, with the arguments of
+        :func:`engine.initialize`.
 
         Raises:
             EngineError: the trial has an engine already.
@@ -134,10 +129,10 @@ class SweepTrial:
         return eng
 
     def report(self, value: float, update: int) -> None:
-        """Reports ``value`` after ``update`` updates to the pruner, for training loops with a metric of their own.
+        """Reports ``value`` after ``update`` updates to the pruner, for training loops with their own metric.
 
-        All ranks call it, and the value of rank 0 counts. Ignores an update that was reported before a restart. A value
-        that is not finite prunes the trial.
+        All ranks call it; rank 0's value counts. A non-finite value prunes the trial. Updates reported before a restart
+        are ignored.
         """
         if update <= self.reported:
             return
@@ -160,19 +155,16 @@ class SweepTrial:
             raise TrialEnd(0)
 
     def save_folder(self, folder: Path) -> Path:
-        """Returns the folder in which a checkpoint for ``folder`` is saved, always inside the trial's folder.
+        """Returns the folder for a save to ``folder``, always inside the trial's folder.
 
-        It is ``folder`` itself if this is inside, else the folder of the same name inside the trial's folder. Thus
-        trials do not overwrite each other's checkpoints.
+        An outside ``folder`` becomes the folder of the same name inside the trial's folder.
         """
         return folder if folder.is_relative_to(self.folder) else self.folder / folder.name
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the folder from which a checkpoint is loaded in place of ``folder``.
+        """Returns the folder for a load from ``folder``: the trial's own if it has checkpoints, else ``folder``.
 
-        Before the first update of the engine, it is the folder with the trial's newest checkpoint, so that the trial
-        continues. Later, it is the folder of the same name inside the trial's folder. If there is no such checkpoint,
-        it is ``folder`` itself.
+        Before the engine's first update, it is the folder with the trial's newest checkpoint.
         """
         if folder.is_relative_to(self.folder) and self.updates:
             return folder

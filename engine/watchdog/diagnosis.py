@@ -23,7 +23,7 @@ _ORDERLY = "exit status 0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """Cause of a hang as the watchdog reports it: the global ranks, the kind of cause, and a sentence for the user."""
+    """Cause of a hang in the watchdog's report: global ranks, kind of cause, and a sentence for the user."""
 
     ranks: tuple[int, ...]
     kind: str
@@ -35,7 +35,7 @@ class Blame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentHost:
-    """Host from which the watchdog has received no message for ``seconds``, with the global ranks that run there."""
+    """Host without messages to the watchdog for ``seconds``, with the global ranks on it."""
 
     host: str
     ranks: tuple[int, ...]
@@ -45,15 +45,15 @@ class SilentHost:
 def diagnose(
     views: Mapping[int, RankView], size: int, timeout: float, silent: Sequence[SilentHost] = ()
 ) -> Blame | None:
-    """Returns the ranks that cause a hang or have ended with an error, with a sentence about them for the user. Returns
-    None if no rank has ended with an error and none has waited longer than ``timeout`` for another rank.
+    """Returns the ranks that cause a hang or have ended with an error; None if there are none.
+
+    A rank hangs if it waits longer than ``timeout`` for another rank.
 
     Args:
         views: last known state of each rank, by global rank.
         size: number of ranks of the job.
         timeout: seconds that a rank may wait for another rank.
-        silent: hosts from which no message arrives, with the seconds since their last message. If a rank waits too
-            long, a host that is silent for more than half of ``timeout`` is the cause.
+        silent: hosts without messages. A host that is silent for more than half of ``timeout`` is the cause of a hang.
     """
     waiting = {view.rank: view for view in views.values() if view.waiting is not None and view.runs}
     overdue = [view for view in waiting.values() if view.waiting is not None and view.waiting.seconds > timeout]

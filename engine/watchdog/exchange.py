@@ -38,8 +38,8 @@ class Line:
     _outward: bytes = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Queues ``message``, and sends as much of the queued bytes as the kernel accepts without blocking; a later
-        ``flush`` sends the rest. Closes the connection if more than 4 MiB then remain queued.
+        """Queues ``message``, and sends queued bytes as far as possible without blocking. Closes the connection if more
+        than 4 MiB remain queued.
         """
         self._outward += json.dumps(message).encode() + b"\n"
         self.flush()
@@ -47,9 +47,7 @@ class Line:
             self.close()
 
     def flush(self) -> None:
-        """Sends as much of the queued messages as the kernel accepts without blocking. Closes the connection if the
-        network reports an error.
-        """
+        """Sends queued messages as far as possible without blocking; closes the connection after a network error."""
         try:
             while self.open and self._outward:
                 self._outward = self._outward[self.link.send(self._outward) :]
@@ -60,12 +58,12 @@ class Line:
 
     @property
     def all_sent(self) -> bool:
-        """True if the kernel has accepted all messages of this end; the other end may not have received them yet."""
+        """True if the kernel has accepted all sent messages; the other end may not have received them yet."""
         return not self._outward
 
     def receive(self) -> Iterator[Message]:
-        """Yields the complete messages that have arrived, without waiting for further ones. Closes the connection if
-        the other end has closed it, if the network reports an error, or if text arrives that is not JSON.
+        """Yields the complete messages that have arrived, without waiting. Closes the connection if it has ended or
+        failed, or if text is not JSON.
         """
         try:
             while self.open:
@@ -119,12 +117,13 @@ class Hub:
         return int(self.listener.getsockname()[1])
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[tuple[Line, Message]]:
-        """Returns the messages of other hosts that have arrived, each with the connection it came from. Accepts new
-        connections and sends queued messages.
+        """Returns the arrived messages of other hosts, each with its connection.
+
+        Accepts new connections and sends queued messages.
 
         Args:
-            seconds: longest wait. The wait ends earlier if a connection or a file descriptor of ``also`` is readable.
-            also: further file descriptors to wait for; nothing is read from them.
+            seconds: longest wait; it ends earlier if a connection or a descriptor in ``also`` is readable.
+            also: further file descriptors to wait for, which are not read.
         """
         links = [self.listener.fileno(), *(line.link.fileno() for line in self.lines if line.open)]
         select.select([*links, *also], [], [], seconds)
@@ -149,7 +148,7 @@ class Hub:
         return found
 
     def broadcast(self, message: Message) -> None:
-        """Queues a message for all connected hosts; ``poll`` sends the bytes that cannot be sent at once."""
+        """Sends a message to all connected hosts; ``poll`` sends bytes that must wait."""
         for line in self.lines:
             if line.open:
                 line.send(message)
@@ -162,12 +161,13 @@ class Hub:
 
 
 class Spoke:
-    """TCP client in the watchdog process (monitor) of every host except the first. It connects to the hub, the monitor
-    of the first host. If the connection breaks, ``poll`` connects again.
+    """TCP client in the watchdog process (monitor) of every host except the first.
+
+    It connects to the hub, the monitor of the first host; ``poll`` connects again after a break.
 
     Args:
         address, port: host name or IP address and TCP port of the hub.
-        hello: message that is sent first on each new connection, to identify this host.
+        hello: first message on each new connection, which identifies this host.
     """
 
     def __init__(self, address: str, port: int, hello: Message) -> None:
@@ -180,12 +180,13 @@ class Spoke:
         """Time of the last contact with the hub."""
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[Message]:
-        """Returns the messages of the hub that have arrived. Sends queued messages. Without a connection, it tries to
-        connect, at most once a second.
+        """Returns the arrived messages of the hub, and sends queued messages.
+
+        Without a connection, it tries to connect, at most once a second.
 
         Args:
-            seconds: longest wait. The wait ends earlier if the connection or a file descriptor of ``also`` is readable.
-            also: further file descriptors to wait for; nothing is read from them.
+            seconds: longest wait; it ends earlier if the connection or a descriptor in ``also`` is readable.
+            also: further file descriptors to wait for, which are not read.
         """
         if (self._line is None or self._opening or not self._line.open) and self._due():
             self._connect()
@@ -201,14 +202,12 @@ class Spoke:
         return found
 
     def send(self, message: Message) -> None:
-        """Queues a message for the hub; ``poll`` sends the bytes that cannot be sent at once. Drops the message if
-        there is no connection to the hub.
-        """
+        """Sends a message to the hub, or drops it without a connection; ``poll`` sends bytes that must wait."""
         if self._line is not None and self._line.open and not self._opening:
             self._line.send(message)
 
     def close(self) -> None:
-        """Sends as much of the unsent messages as the kernel accepts, and closes the connection."""
+        """Sends queued messages as far as possible without blocking, and closes the connection."""
         if self._line is not None:
             self._line.flush()
             self._line.close()

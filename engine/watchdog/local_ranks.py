@@ -29,7 +29,7 @@ MOST = 200
 
 
 class TimedEvent(NamedTuple):
-    """Communication or computation that a rank has recorded, with begin and end in nanoseconds since 1970."""
+    """Communication or computation of a rank, with begin and end in nanoseconds since 1970."""
 
     begun: int
     ended: int
@@ -40,11 +40,11 @@ class TimedEvent(NamedTuple):
 
 
 def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
-    """Returns the 200 newest of ``events``, recorded by one rank, with times in nanoseconds since 1970.
+    """Returns the 200 newest of one rank's ``events``, with times in nanoseconds since 1970.
 
     Args:
-        events: communication and computation of the rank, oldest first, with times of its monotonic clock.
-        wall_offset: nanoseconds to add to a time of the monotonic clock to get the time since 1970.
+        events: communication and computation of the rank, oldest first, in monotonic time.
+        wall_offset: nanoseconds from monotonic time to the time since 1970.
     """
     return [
         TimedEvent(event.begun + wall_offset, event.ended and event.ended + wall_offset, str(event), event.axis)
@@ -53,8 +53,9 @@ def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
 
 
 def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """Returns a text with a line for each event of all ranks, ordered by begin. A line has the begin in seconds
-    relative to ``now``, the rank, the event and its duration, or "not ended".
+    """Returns a text with one line for each event of all ranks, ordered by begin.
+
+    A line has the begin in seconds relative to ``now``, the rank, the event, and its duration or "not ended".
 
     Args:
         ranks: events of each rank, by global rank.
@@ -69,12 +70,13 @@ def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
 
 
 def perfetto_trace(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """Returns the text of a JSON file that the trace viewer Perfetto opens. Each rank is shown as a process, with a
-    thread for each axis of communication (such as "dp") and one for computation.
+    """Returns the events as JSON text for the trace viewer Perfetto.
+
+    A rank is shown as a process, with threads for computation and for each communication axis, such as "dp".
 
     Args:
         ranks: events of each rank, by global rank.
-        now: time in nanoseconds since 1970; events that have not ended are drawn until it.
+        now: time in nanoseconds since 1970; unfinished events are drawn until it.
     """
     found = [
         {
@@ -110,16 +112,16 @@ class _Local:
 
 @dataclass(slots=True)
 class LocalRanks:
-    """Ranks of this host, as the host's watchdog process (monitor) sees them. Each rank writes a flight file into
-    ``folder``, in which it records its communication and computation.
+    """Ranks of this host, as their watchdog process (monitor) sees them. A rank records its communication and
+    computation in a flight file in ``folder``.
     """
 
     folder: Path
     ranks: dict[int, _Local] = field(default_factory=dict)
 
     def refresh(self) -> list[int]:
-        """Looks for ranks with a new flight file (the file in which a rank records its calls) and for ended processes.
-        Returns the global ranks that have ended since the previous call of this method.
+        """Finds ranks with a new flight file (record of a rank's calls) and ended processes. Returns the global ranks
+        that have ended since the previous call.
         """
         ended = []
         for path in self.folder.glob(f"*{SUFFIX}"):
@@ -163,9 +165,9 @@ class LocalRanks:
         return sorted(rank for rank, local in self.ranks.items() if local.state)
 
     def views(self, detailed: bool) -> list[RankView]:
-        """Returns the current state of each known rank of this host, including ended ones. New ranks and ended
-        processes are known as of the last ``refresh``. With ``detailed``, a state also has the rank's recent
-        collectives and messages.
+        """Returns the state of each rank of this host that ``refresh`` has found, including ended ranks.
+
+        With ``detailed``, a state also has the rank's recent collectives and messages.
         """
         found = []
         for local in self.ranks.values():
@@ -174,9 +176,9 @@ class LocalRanks:
         return found
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Returns the Python stacks of the running ranks of this host as text, by global rank. It signals each rank,
-        which then writes its stacks to a file, and waits at most ``seconds`` for all files. Ranks without a file are
-        left out.
+        """Returns the Python stacks of this host's running ranks as text, by global rank.
+
+        A signal makes each rank write its stacks. Ranks that need more than ``seconds`` are left out.
         """
         asked = [(rank, local) for rank, local in self.ranks.items() if local.state]
         paths = {rank: local.file.path.with_suffix(STACK_SUFFIX) for rank, local in asked}
@@ -193,8 +195,8 @@ class LocalRanks:
         return {rank: timed(local.file.events(), local.file.read().wall_offset) for rank, local in self.ranks.items()}
 
     def tell_launcher(self, rank: int, sentence: str) -> None:
-        """Writes ``sentence`` as cause of failure into the error file of ``rank``; torchrun, the launcher, reads this
-        file. Does nothing if the file exists already, or if torchrun did not start the rank.
+        """Writes ``sentence`` as cause of failure into the error file of ``rank``, which torchrun reads. Does nothing
+        if the file exists, or if torchrun did not start the rank.
         """
         name = self.ranks[rank].file.read().identity.get(ERROR_VARIABLE, "")
         if not name or Path(name).exists():
@@ -207,8 +209,8 @@ class LocalRanks:
             temporary.unlink(missing_ok=True)
 
     def end(self, sentence: str) -> None:
-        """Writes ``sentence`` as cause into the error files of all running ranks of this host, for torchrun. Then kills
-        these ranks by SIGKILL, which also ends stopped processes.
+        """Writes ``sentence`` into the error files of all running ranks of this host, for torchrun; then kills these
+        ranks.
         """
         for rank, local in self.ranks.items():
             if local.state:
@@ -216,9 +218,7 @@ class LocalRanks:
                 self._signal(local, signal.SIGKILL)
 
     def close(self, remove: bool) -> None:
-        """Closes the flight files and process descriptors of all ranks; the processes continue. With ``remove``, also
-        deletes the folder of the flight files.
-        """
+        """Closes the flight files and process descriptors of all ranks, and deletes their folder if ``remove``."""
         for local in self.ranks.values():
             local.file.close()
             if local.process is not None:
@@ -251,8 +251,7 @@ _OLD_SECONDS = 24 * 3600
 
 
 def flight_folder() -> Path:
-    """Creates and returns the folder of this user's flight files on this host: in /dev/shm if that is writable, else in
-    the folder for temporary files.
+    """Creates and returns the folder of this user's flight files, in /dev/shm or the folder for temporary files.
 
     Raises:
         OSError: the path is a link or belongs to another user, or others may write there.
@@ -267,9 +266,7 @@ def flight_folder() -> Path:
 
 
 def remove_old(folder: Path) -> None:
-    """Deletes all subfolders of ``folder`` that were last changed more than a day ago. They have flight files that
-    earlier jobs have left. Errors are ignored.
-    """
+    """Deletes all subfolders of ``folder`` (flight files of jobs) without a change for a day; ignores errors."""
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:

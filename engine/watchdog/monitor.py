@@ -43,9 +43,7 @@ STRAGGLERS = "watchdog_stragglers.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPlace:
-    """Address of the hub, and name and global ranks of its host. The hub is the monitor of the first host, and all
-    other monitors connect to it.
-    """
+    """Address of the hub (the monitor of the first host), and name and global ranks of the first host."""
 
     address: str
     port: int = 0
@@ -76,9 +74,9 @@ class Orders:
 
 @dataclass(slots=True)
 class Monitor:
-    """Watchdog of one host, which runs in a process of its own. It reads the flight files in which the ranks of the
-    host record their calls. The monitor of the first host, the hub, also collects the states of all ranks and finds the
-    cause of a hang. Every monitor then kills the ranks of its own host.
+    """Watchdog process of one host, which reads the flight files (recorded calls) of the host's ranks.
+
+    The hub, the monitor of the first host, finds the cause of a hang. Every monitor then kills its host's ranks.
     """
 
     orders: Orders
@@ -109,8 +107,9 @@ class Monitor:
             self.hub = Hub(orders.job, orders.hub.address)
 
     def run(self) -> None:
-        """Watches the ranks of this host. Returns when all of them have ended or closed their engines. After a report
-        about a hang, it waits for this only until a set time, and then kills the ranks that still run.
+        """Watches the ranks of this host until all have ended or closed their engines.
+
+        A reported hang sets a time limit, after which it kills the ranks that still run.
         """
         poll = min(_MOST_POLL_SECONDS, self.orders.timeout / 20)
         try:
@@ -308,12 +307,11 @@ def _writing_into(folder: Path) -> Iterator[None]:
 
 
 def watch() -> None:
-    """Starts a monitor, the watchdog of one host, in a background process. Its settings (``Orders``) are a line of JSON
-    on stdin. The calling process prints a TCP port and exits. This is the port of the hub, the monitor of the first
-    host, to which other monitors connect; it is 0 if this monitor is not the hub.
+    """Starts a monitor, the watchdog of one host, in a background process.
 
-    The function returns in the background process when the monitor has ended. If stdin ends within the line, because
-    the rank that writes it has ended, the function returns at once and starts nothing.
+    Reads the monitor's settings (``Orders``) from stdin, as a line of JSON. The calling process prints the TCP port of
+    the hub (the first host's monitor), or 0 on other hosts, and exits. The function returns in the background process
+    when the monitor has ended.
     """
     given = sys.stdin.readline()
     if not given.endswith("\n"):

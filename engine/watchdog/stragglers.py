@@ -30,8 +30,9 @@ _SHARE_OF_STEP = 0.1
 
 
 class StreamGroup(NamedTuple):
-    """Link between ranks: global ranks that exchange data, with the axis (such as "dp") and the name of the stream. A
-    stream is the sequence of collectives of a group, or of messages from one rank to another.
+    """Global ranks that exchange data in one stream, with the stream's axis (such as "dp") and name.
+
+    A stream is the sequence of collectives of a group, or of messages from one rank to another.
     """
 
     axis: str
@@ -41,9 +42,7 @@ class StreamGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Times that all ranks have spent on computing and waiting between two samples of their states, in seconds per
-    training step.
-    """
+    """Seconds per training step that all ranks have computed and waited, between two samples of their states."""
 
     views: Mapping[int, RankView]
     """Views of all ranks at the end."""
@@ -56,9 +55,7 @@ class Window:
 
     @property
     def step_seconds(self) -> float:
-        """Longest time of a rank per training step, in seconds: the time that it computes plus the transfer times of
-        all of its links.
-        """
+        """Largest time of a rank per training step, in seconds: its computation plus the transfers of its links."""
         waits = {rank: 0.0 for rank in self.computed}
         for link, seconds in self.waited.items():
             for rank in link.ranks:
@@ -67,15 +64,14 @@ class Window:
 
 
 def transfers(began: Mapping[int, RankView], now: Mapping[int, RankView]) -> dict[StreamGroup, float]:
-    """Returns the seconds per training step that each link spends on transfers between two samples. A link is a group
-    of ranks with collectives, or a pair of sender and receiver.
+    """Returns the seconds per training step that each link spends on transfers between two samples.
 
-    In a group, the time is the shortest wait of a rank, because the rank that arrives last waits only for the network.
-    A group is left out if not all of its ranks have measured waits. For a pair, it is the wait of the receiver.
+    A link is a group of ranks, or a sender and its receiver. The time is the shortest wait in a group, or the
+    receiver's wait. Groups are left out unless all ranks have measured waits.
 
     Args:
-        began: state of each rank at the first sample, by global rank.
-        now: state of each rank at the second sample, by global rank, at least one step later.
+        began: state of each rank at the first sample.
+        now: state of each rank at the second sample, at least one step later.
     """
     told: dict[StreamGroup, dict[int, float]] = {}
     wanted: dict[StreamGroup, int] = {}
@@ -96,9 +92,10 @@ def _is_message(stream: str) -> bool:
 
 
 class SlowLinks:
-    """Detector of slow links; a link is a group of ranks with collectives, or a pair of sender and receiver. A link is
-    slow if its transfers take more than ``factor`` times as long as the median over links with equal calls, or as in
-    the link's fastest earlier window (some training steps). Each link is reported once.
+    """Detector of slow links; a link is a group of ranks with collectives, or a sender and its receiver.
+
+    A link is slow if transfers take more than ``factor`` times the median of links with equal calls, or the link's own
+    best time. Each link is reported once.
     """
 
     def __init__(self, factor: float) -> None:
@@ -108,9 +105,9 @@ class SlowLinks:
         """Window with the least time of each link."""
 
     def look(self, window: Window) -> list[str]:
-        """Returns sentences about links that ``window``, the times of all ranks over some steps, shows to be slow: one
-        for each axis with such links. Links that an earlier call has reported are left out. If the ranks of a slow link
-        include all ranks of a smaller slow link, only the smaller one is named.
+        """Returns sentences about newly slow links in ``window``, one for each axis with slow links.
+
+        A slow link is left out if a smaller slow link is part of it.
         """
         found: dict[StreamGroup, str] = {}
         for link, seconds in window.waited.items():
@@ -193,9 +190,10 @@ _WORTH_A_NAME = 1e-3
 
 @dataclass(slots=True)
 class Stragglers:
-    """Detector of slow ranks and slow links between ranks. It compares over windows of at least ``steps`` training
-    steps. A rank is slow if it computes more than ``factor`` times as long as the median of the other ranks of its
-    pipeline stage. Each rank and link is reported once.
+    """Detector of slow ranks and slow links, over windows of at least ``steps`` training steps.
+
+    A rank is slow if it computes more than ``factor`` times as long as the median of its pipeline stage's other ranks.
+    Each rank and link is reported once.
     """
 
     factor: float
@@ -210,9 +208,10 @@ class Stragglers:
         self.links = SlowLinks(self.factor)
 
     def look(self, views: Mapping[int, RankView], size: int) -> list[str]:
-        """Returns a sentence for each slow rank, and for each communication axis with slow links; earlier reported
-        ranks and links are left out. The list is empty until every rank has made ``steps`` training steps since the
-        last comparison. It is also empty if a rank is missing, has ended, or has closed its engine.
+        """Returns a sentence for each newly slow rank, and for each axis with newly slow links.
+
+        The list is empty within ``steps`` steps of the last comparison, or if a rank is missing, has ended, or has
+        closed its engine.
 
         Args:
             views: current state of each rank, by global rank.

@@ -17,8 +17,9 @@ RECENT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallView:
-    """Collective, message or pipeline computation of a rank, as the watchdog sees it. For an unfinished call,
-    ``seconds`` is the time since its begin; for the rank's last finished call, the time since its end.
+    """Collective, message or pipeline computation of a rank, as the watchdog sees it.
+
+    ``seconds`` is the time since its begin if it is unfinished, else since its end.
     """
 
     text: str
@@ -36,8 +37,8 @@ class CallView:
 
         Args:
             event: collective, message or computation of the rank.
-            flight: snapshot of the flight file in which the rank has recorded ``event``.
-            since, now: two times of the monotonic clock in nanoseconds; ``seconds`` of the view is ``now`` - ``since``.
+            flight: snapshot of the flight file that has recorded ``event``.
+            since, now: monotonic times in nanoseconds; ``seconds`` of the view is ``now`` - ``since``.
         """
         return cls(
             text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,
@@ -59,8 +60,9 @@ def _peers(stream: str, axis: str, peer: int, flight: Flight) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitView:
-    """Total time that a rank has waited in one stream since it started. A stream is the sequence of collectives of one
-    group, or of messages from one rank to another.
+    """Total time that a rank has waited in one stream since its start.
+
+    A stream is the sequence of collectives of one group, or of messages from one rank to another.
     """
 
     axis: str
@@ -96,8 +98,9 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """State of one rank at one moment, as the watchdog sees it: its process, its step, and the calls in which it
-    computes or waits. Durations are in seconds.
+    """State of one rank at one moment: its process, its step, and the calls in which it computes or waits.
+
+    Durations are in seconds.
     """
 
     rank: int
@@ -132,7 +135,7 @@ class RankView:
 
     @property
     def runs(self) -> bool:
-        """True if the rank's process exists, also if it is stopped; False if it has ended, also as a zombie."""
+        """True if the rank's process exists, also if it is stopped; False for a zombie."""
         return bool(self.process) and self.process not in "ZX"
 
     @property
@@ -141,21 +144,17 @@ class RankView:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def begun(self, call: CallView) -> bool:
-        """Returns True if this rank has begun ``call``, in which another rank waits, or a later call of the same group
-        or pair of ranks. Returns False otherwise, also if no recent call of that group or pair is known.
-        """
+        """Returns True if this rank has begun ``call`` of another rank, or a later call of the same ranks."""
         mine = [each.count for each in self.recent if each.stream == call.stream]
         return bool(mine) and max(mine) >= call.count
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the view as a dict with only values that JSON can express; ``from_json`` reverses it."""
+        """Returns the view as a dict of JSON values; ``from_json`` reverses it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Returns the view from ``data``, a dict of ``to_json`` after it was written and read as JSON, so that tuples
-        are lists.
-        """
+        """Returns the view from ``data``, a dict of ``to_json`` that was written and read as JSON."""
         calls = {name: _call(data[name]) for name in ("waiting", "action", "last")}
         streams = tuple(WaitView(**{**each, "runs": tuple(map(tuple, each["runs"]))}) for each in data["streams"])
         return cls(**{**data, **calls, "recent": tuple(_call(each) for each in data["recent"]), "streams": streams})
@@ -170,7 +169,7 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
 
     Args:
         flight: snapshot of the flight file, in which the rank records its calls.
-        events: recent events of the file, oldest first. If it is empty, the state has no recent calls.
+        events: recent events of the file, oldest first; may be empty.
         now: time by ``time.monotonic_ns``.
         process: state letter of the rank's process in /proc; "" if it has ended.
         ended: exit status in words; "" if the process runs, or if the status is unknown.
@@ -206,8 +205,9 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """Returns a tuple: the state letter of the process ``pid`` in /proc, such as "R", and its exit status, encoded as
-    ``os.wait`` does. Returns ("", 0) if the process does not exist.
+    """Returns the state letter of the process ``pid`` in /proc, such as "R", and its exit status as in ``os.wait``.
+
+    Returns ("", 0) if the process does not exist.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -218,11 +218,11 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 def started_after(pid: int, written: int) -> bool:
-    """Returns True if the running process ``pid`` started more than a second after the time ``written``. The process
-    that wrote at that time has then ended, and the system has reused its pid. Returns False if no process has this pid.
+    """Returns True if the running process ``pid`` started more than a second after ``written``, so that the pid is
+    reused.
 
-    ``written`` is in nanoseconds of the monotonic clock. That clock pauses while the machine is suspended, so after a
-    suspension the result may be False by mistake.
+    ``written`` is in nanoseconds of the monotonic clock. The result may be a wrong False after a suspension of the
+    machine.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -234,8 +234,7 @@ def started_after(pid: int, written: int) -> bool:
 
 
 def exit_of(process: int) -> int | None:
-    """Returns the exit status of an ended process, encoded as ``os.wait`` does. Returns None if the kernel cannot
-    report it (before Linux 6.15).
+    """Returns the exit status of an ended process, encoded as ``os.wait`` does; None before Linux 6.15.
 
     Args:
         process: pidfd, the Linux file descriptor of the process.
@@ -257,7 +256,7 @@ _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 
 
 def ending(status: int) -> str:
-    """Returns an exit status, as ``os.wait`` encodes it, in words: "exit status 1" or "signal 9 (SIGKILL)"."""
+    """Returns an exit status of ``os.wait`` in words: "exit status 1" or "signal 9 (SIGKILL)"."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit status {code}"

@@ -47,13 +47,13 @@ MONITOR_COMMAND = ("-I", "-S", "-c", _START, str(_ROOT))
 
 
 class Watchdog:
-    """Watchdog of an engine on this rank. It records the rank's communication and computation in a flight file. One
-    rank of each host also starts a monitor, a process that reads the flight files of its host. The monitors of all
-    hosts find the cause of a hang and end the job.
+    """Watchdog of an engine on this rank, which records the rank's communication and computation in a flight file.
+
+    One rank of each host starts a monitor, a process that reads the flight files. The monitors find the cause of a hang
+    and end the job.
 
     Args:
-        store: key-value store of the job; with several ranks, its keys have a prefix that only this start of the job
-            uses.
+        store: key-value store of the job; with several ranks, with a key prefix for this start of the job.
         job: secret of this job, equal on all ranks.
         config: section ``watchdog`` of the configuration.
         seconds: seconds that a rank may wait for another rank.
@@ -89,11 +89,10 @@ class Watchdog:
             remove_old(self._folder.parent)
 
     def close(self) -> None:
-        """Ends the recording of this rank, in its flight file. The last rank of a host to close its watchdog deletes
-        the flight files of all ranks of the host. A second call does nothing.
+        """Ends the recording of this rank; a second call does nothing.
 
-        If it is called while an exception is being raised, the file stays, with the message of the exception for the
-        monitor, because the exception usually ends the process.
+        The last rank of a host deletes the host's flight files. While an exception is raised, the file remains, with
+        the exception's message for the monitor.
         """
         if self._closed or os.getpid() != self._process:  # a forked child must not close its parent's files
             return
@@ -194,13 +193,11 @@ def _closed_well(path: Path) -> bool:
 
 
 def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:
-    """Returns the watchdog of this rank. Returns None if the configuration turns it off. If the flight file, in which a
-    watchdog records the rank's calls, cannot be created, logs a warning and returns None.
+    """Returns the watchdog of this rank; None if it is off, or (with a warning) if its flight file cannot be created.
 
     Args:
         grid: grid of ranks, with the position of this rank.
-        store: key-value store of the job; with several ranks, its keys have a prefix that only this start of the job
-            uses.
+        store: key-value store of the job; with several ranks, with a key prefix for this start of the job.
         job: secret of this job, equal on all ranks.
     """
     if not config.watchdog.enabled:

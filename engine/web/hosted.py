@@ -19,7 +19,7 @@ class HostedApplication:
     Args:
         application: ASGI application.
         listening: listening socket; the caller closes it.
-        before_stop: callback that ``stop`` calls first; it answers requests that wait for an event, so that they end.
+        before_stop: callback that ``stop`` calls first, to answer requests that wait for an event.
         options: options of ``uvicorn.Config``, such as ``ssl_certfile``.
     """
 
@@ -46,7 +46,7 @@ class HostedApplication:
     def stop(self) -> None:
         """Stops the server after it has answered the requests that have arrived.
 
-        Call it in the thread in which the server's event loop runs.
+        Call it in the thread of the server's event loop.
         """
         self._before_stop()
         self._server.should_exit = True
@@ -78,11 +78,10 @@ def run_until_signal(hosted: HostedApplication, ready: Callable[[], None]) -> No
 
 @contextmanager
 def run_in_thread(hosted: HostedApplication, name: str) -> Iterator[None]:
-    """Returns a context that runs the server ``hosted`` in a thread called ``name``, and stops the server at the end of
-    the context.
+    """Opens a context that runs the server ``hosted`` in a thread called ``name``, and stops it at the end.
 
     Raises:
-        Exception: an error has ended the server; it is raised at the end of the context.
+        Exception: an error has ended the server; raised at the end of the context.
     """
     loop = asyncio.new_event_loop()
     failures: list[BaseException] = []

@@ -54,8 +54,7 @@ class RemoteLine:
         token: secret of the server; empty: none.
         patience: seconds for which a request is repeated, once the server has answered a request.
         transport: httpx transport that replaces the network, for tests.
-        certificate: PEM file with the server's certificate or its authority's; empty: an authority that this host
-            trusts.
+        certificate: PEM file with the server's certificate or its authority's; empty: this host's trusted authorities.
 
     Raises:
         RemoteError: ``url`` is no HTTP address, or the certificate cannot be read.
@@ -96,7 +95,7 @@ class RemoteLine:
         return _reply(response)
 
     def ask(self, path: str, value: object = None, method: str = "POST") -> Any:
-        """Sends ``value`` as JSON to ``path``, or a GET request without a body; returns the JSON of the reply.
+        """Sends ``value`` as JSON to ``path``, or a GET request without it; returns the JSON of the reply.
 
         Raises:
             RemoteError: the server refuses the request, or does not answer in time.
@@ -118,7 +117,7 @@ class RemoteLine:
         return next(iter(reply.tensors.values()), None)
 
     def new_ticket(self) -> str:
-        """Returns a new unique name (ticket), under which the server retains the autograd graph of one forward."""
+        """Returns a new unique name (ticket) for the autograd graph of one forward on the server."""
         with self._lock:
             return f"{self._client.headers[SESSION]}-{next(self._tickets)}"
 

@@ -20,8 +20,7 @@ from engine.web.remote_line import RemoteError, RemoteLine
 
 
 class RemoteModel:
-    """Model on a training service, called like a local module with tensors; ``backward`` sends gradients over the
-    network.
+    """Model on a training service, called with tensors like a local module; ``backward`` sends gradients over HTTP.
 
     Args:
         url: address of the server.
@@ -29,7 +28,7 @@ class RemoteModel:
         token: secret of the server; empty: none.
         optimize: AdamW options (lr, beta1, beta2, eps, weight_decay, max_norm) of an update after each backward; None:
             gradients accumulate until ``step``.
-        certificate: PEM file with the server's certificate; empty: an authority that this host trusts has signed it.
+        certificate: PEM file with the server's certificate; empty: the authorities that this host trusts.
         line: existing connection to use; ``url``, ``token`` and ``certificate`` are then ignored.
     """
 
@@ -79,7 +78,7 @@ class RemoteModel:
     def step(self, **adam: float) -> int:
         """Updates the weights on the server by AdamW with the accumulated gradient.
 
-        Returns the new version of the weights: the number of their updates and loads so far.
+        Returns the new version of the weights, a count of updates and loads.
 
         Args:
             adam: AdamW options: lr, beta1, beta2, eps, weight_decay and max_norm.
@@ -88,20 +87,18 @@ class RemoteModel:
         return self.version
 
     def function(self, name: str, tensor: Tensor | None = None) -> Tensor | None:
-        """Calls the function that the server has registered as ``name``, with ``tensor`` or without arguments.
+        """Calls the server's function ``name``, with ``tensor`` or without arguments; returns its tensor or None.
 
-        Returns the tensor that the function returns, or None if it returns none. No gradient flows through the call.
+        No gradient flows through the call.
         """
         return self.line.fetch(f"/v1/call/{name}", tensor)
 
     def statistics(self) -> Any:
-        """Returns a dict with statistics of the server for each route: "requests", "refused", and the "seconds" they
-        took.
-        """
+        """Returns the server's number of "requests", number "refused" and total "seconds" by route."""
         return self.line.ask("/v1/statistics", method="GET")
 
     def close(self) -> None:
-        """Closes the connection. After a time limit, the server drops the autograd graphs of this session."""
+        """Closes the connection; the server later drops this session's autograd graphs."""
         self.line.close()
 
     def _outputs(self, names: list[str], values: list[Tensor], version: int) -> Any:

@@ -56,8 +56,8 @@ def repeat_request(
 
     Args:
         until: callback that returns the time (``monotonic``) after which no attempt begins.
-        describe: callback from the error of a failed attempt to the error that is raised if no attempt follows. It is
-            called after each failed attempt.
+        describe: callback from the error of a failed attempt to the error to raise if no attempt follows; called after
+            each failure.
         pause: callback that waits for the given number of seconds.
     """
     seconds = _FIRST_PAUSE
@@ -74,9 +74,9 @@ def repeat_request(
 
 
 def field_of(response: httpx.Response, name: str) -> object:
-    """Returns the value of the field ``name`` in the JSON object of the reply ``response``.
+    """Returns the value of the field ``name`` in the JSON object of ``response``.
 
-    Returns None if the object has no such field, or the reply is no JSON object.
+    Returns None if there is no such field or object.
     """
     try:
         return parse_json(response.content).get(name)

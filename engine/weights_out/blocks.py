@@ -22,10 +22,10 @@ Memory = Callable[[], Mapping[str, Tensor]]
 
 
 class WeightConsumer(Protocol):
-    """Interface of a consumer of published versions of a model's weights, such as a folder or inference servers.
+    """Interface of a consumer of published weights, such as a folder or inference servers.
 
-    A consumer changes its version in three phases: ``prepare`` reads the new version, ``hold`` ends the use of the old
-    one, and ``commit`` makes the new version the current one.
+    A consumer changes its version in three phases: ``prepare`` reads the new version, ``hold`` ends the use of the
+    current version, and ``commit`` makes the new version current.
     """
 
     @property
@@ -33,30 +33,25 @@ class WeightConsumer(Protocol):
         """Number of the last version that this consumer has committed; 0 before the first."""
 
     def prepare(self, blocks: "WeightBlocks") -> None:
-        """Prepares the take-over of the new version, to which ``blocks`` gives access; the current version does not
-        change.
-
-        Raises an error if this fails.
-        """
+        """Reads the new version from ``blocks``, without changing the current version; raises if this fails."""
 
     def hold(self) -> None:
-        """Ends the use of the current version, such as by pausing generation, once all consumers have prepared."""
+        """Ends the use of the current version, such as by pausing generation, after all consumers have prepared."""
 
     def commit(self, blocks: "WeightBlocks") -> None:
-        """Makes the prepared version, to which ``blocks`` gives access, the current one."""
+        """Makes the prepared version of ``blocks`` the current version."""
 
     def drop(self) -> None:
-        """Drops the version that ``prepare`` has read, or has read in part, and continues with the current version."""
+        """Drops the version that ``prepare`` has read wholly or in part; the current version remains."""
 
 
 def deliver(blocks: "WeightBlocks", consumers: Sequence[WeightConsumer]) -> None:
-    """Passes the version of ``blocks`` to all consumers: all prepare it before the first commits it.
+    """Passes the new version in ``blocks`` to all consumers: all prepare before the first commits.
 
-    If a consumer fails before the first commit, none takes the version over.
+    If a consumer fails before the first commit, all consumers stay with the old version.
 
     Raises:
-        EngineError: a consumer has failed. If it failed in its commit, consumers that have committed have the new
-            version; the failed one may have none.
+        EngineError: a consumer has failed. After a failed commit, some consumers may have the new version.
     """
     left = list(consumers)
     try:
@@ -80,9 +75,9 @@ def _on_each(consumers: Sequence[WeightConsumer], phase: Callable[[WeightConsume
 
 
 def published(values: Mapping[str, Tensor], tensors: Mapping[str, PublishedTensor]) -> dict[str, Tensor]:
-    """Returns the tensors of ``values`` under the names that they have in a Hugging Face checkpoint, as views.
+    """Returns the tensors of ``values`` as views, under their names in a Hugging Face checkpoint.
 
-    One tensor may become several, for example one for each expert.
+    One tensor may become several, such as one for each expert.
 
     Args:
         values: whole tensors by key of the model's state dict.
@@ -96,7 +91,7 @@ def published(values: Mapping[str, Tensor], tensors: Mapping[str, PublishedTenso
 
 
 class WeightBlocks:
-    """Access to the whole tensors of one published version, a bucket (group of tensors) at a time.
+    """Reader of the whole tensors of one published version, a bucket (group of tensors) at a time.
 
     Args:
         reader: connections to the ranks that serve the version.
@@ -115,12 +110,10 @@ class WeightBlocks:
         return list(in_batches(served, lambda key: served[key].kind.bytes, self._bucket))
 
     def iter_groups(self) -> Iterator[dict[str, Tensor]]:
-        """Reads the weights of one version; yields, for each bucket (group of tensors), a dict from key to host tensor.
-
-        The hashes of the data are checked.
+        """Yields the tensors of each bucket (group of tensors) in host memory, by key; checks their hashes.
 
         Raises:
-            EngineError: the weights have not arrived by the time ``until``, or the training has dropped this version.
+            EngineError: the weights have not arrived in time, or the training has dropped this version.
         """
         for keys in self.groups():
             made = {key: torch.empty(t.shape, dtype=torch_dtype(t.kind)) for key, t in self._of(keys)}
@@ -133,30 +126,28 @@ class WeightBlocks:
             yield from group.items()
 
     def bucket(self, keys: Sequence[str], memory: Memory, old: bool = False) -> Shadows:
-        """Returns a destination into which ``fetch`` reads the tensors ``keys``.
+        """Returns a destination for the tensors ``keys``, to be filled by ``fetch``.
 
         Args:
-            memory: callback that returns a mapping from each key to a host tensor; it is called once.
-            old: True if these host tensors have values of an earlier version, so that only changed blocks are read.
+            memory: callback that returns a host tensor for each key; called once.
+            old: True if these tensors have values of an earlier version, so that only changed blocks are read.
         """
         opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]
         return Shadows(wanted, values=lambda key: opened()[key] if old else None, make=lambda key: opened()[key])
 
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:
-        """Reads all blocks (256 KiB of a tensor) that differ from the current values of the destination ``into``.
+        """Reads all blocks (256 KiB of a tensor) that differ from the present values of ``into``.
 
-        Returns the hashes of all blocks, by number of the serving rank: a list with one array for each piece.
+        Returns the hashes of all blocks by serving rank, one array for each piece (part of a tensor).
 
         Args:
-            known: result of an earlier call for the current values of ``into``; None: their hashes are computed.
+            known: result of an earlier call for the present values; None: hashes are computed.
         """
         return self._reader.fetch(self.version, into, known, self.until)
 
     @property
     def lacked(self) -> int:
-        """Bytes of the blocks that this reader requested because its values differed, over all versions that it has
-        read.
-        """
+        """Bytes of the differing blocks that this reader has requested, over all versions."""
         return self._reader.traffic.lacked
 
     def _of(self, keys: Sequence[str]) -> Iterator[tuple[str, PublishedTensor]]:

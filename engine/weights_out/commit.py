@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class CommitGroup:
-    """Group of receivers of published weights that either all take a version over, or none of them.
+    """Group of receivers that together either take over a version of published weights or drop it.
 
     The receivers agree through files in a shared folder.
 
@@ -48,8 +48,7 @@ class CommitGroup:
         Returns True if all receivers take the version over, False if they drop it.
 
         Args:
-            version: name of the version.
-            until: time (``monotonic``) at which this receiver decides to drop the version, if there is no decision yet.
+            until: time (``monotonic``) at which this receiver decides to drop an undecided version.
         """
         attempt = self._attempt(version)
         self._write(f"{attempt}.prepared-{self.member}", "")

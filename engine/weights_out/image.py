@@ -32,9 +32,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class BlockReply:
-    """Reply with the bytes of blocks (256 KiB of a tensor). Each block is copied from the served memory when it is
-    sent.
-    """
+    """Reply with the bytes of blocks (256 KiB of a tensor), copied from the served memory during sending."""
 
     size: int
     """Bytes of all of them."""
@@ -42,14 +40,13 @@ class BlockReply:
 
 
 class WeightImage:
-    """Host memory from which a rank or a receiver serves one version of its elements to receivers. Threads may share
-    it.
+    """Host memory from which a rank or receiver serves its elements of one version; threads may share it.
 
     Args:
-        owned: elements of each tensor that are served (a piece), by key.
+        owned: served elements of each tensor (a piece), by key.
         tensors: descriptions of all tensors, by key.
-        filled: True if the image allocates memory, and ``put`` fills it; False if ``share`` adds a receiver's tensors,
-            which are served without a copy.
+        filled: True to allocate memory, which ``put`` fills; False to serve the tensors given to ``share``, without a
+            copy.
     """
 
     def __init__(self, owned: Mapping[str, Piece], tensors: Mapping[str, PublishedTensor], filled: bool = True) -> None:
@@ -70,18 +67,15 @@ class WeightImage:
         return sum(values.nbytes for values in self._values.values())
 
     def begin(self, number: int) -> None:
-        """Ends serving of the current version, and begins version ``number``; no tensor is served until it is
-        written.
-        """
+        """Ends serving of the current version, and begins version ``number`` without any tensor."""
         with self._lock:
             self._number, self._ready = number, set()
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Returns a context that begins version ``number`` and, at the end of its block, serves all tensors of the
-        version.
+        """Opens a context that begins version ``number``, and serves all tensors at its end.
 
-        The block calls ``put`` for each tensor that has changed since the last version.
+        Inside, call ``put`` for each tensor that has changed since the last version.
         """
         self.begin(number)
         yield
@@ -89,11 +83,11 @@ class WeightImage:
             self._ready = set(self.owned)
 
     def put(self, key: str, values: Tensor, held: Piece) -> None:
-        """Overwrites the image's elements of tensor ``key`` with their new values, which are in ``values``.
+        """Overwrites the image's elements of tensor ``key`` with their new values.
 
         Args:
-            values: elements of a larger or equal piece of the tensor, on any device.
-            held: this piece.
+            values: new elements of the tensor, on any device.
+            held: piece that ``values`` has; it contains the image's elements.
         """
         copy_shared(values, held, self._values[key], self.owned[key])
         with self._lock:
@@ -114,13 +108,12 @@ class WeightImage:
         return key not in self._written
 
     def hashes(self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True) -> tuple[str, list[Hashes]]:
-        """Returns a name for the list ``wanted``, by which ``read`` finds it, and the hashes of the blocks to serve.
+        """Returns a name for the list ``wanted``, for use in ``read``, and the hashes of its blocks (256 KiB of a
+        tensor).
 
-        There is one array of hashes for each flow: the elements of one wanted piece that this image has. A hash is
-        computed again only if its tensor was written since.
+        There is one array of hashes for each wanted piece that has elements in this image.
 
         Args:
-            number: number of the version.
             wanted: pieces (elements of a tensor) that a receiver wants.
             hashed: False to return the name only.
 
@@ -172,14 +165,13 @@ class WeightImage:
 
         Args:
             layout: name of the list of wanted pieces, which ``hashes`` has returned.
-            blocks: ranges of blocks, each (flow, first block, block after the last). A flow is a position in the list
-                of the wanted pieces of which this image has elements.
+            blocks: ranges of blocks, each (flow, first block, block after the last). A flow is an index into the wanted
+                pieces that have elements in this image.
             number: number of the version.
             limit: maximum bytes of all blocks.
 
         Raises:
-            StoreRefusedError: the blocks do not exist, or the image no longer serves the version, also if this ends
-                during the reply.
+            StoreRefusedError: the blocks do not exist, or the image ceases to serve the version.
         """
         with self._lock:
             known = self._layouts.get(layout)

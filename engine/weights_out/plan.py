@@ -26,9 +26,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def elements_of(tensor: Tensor) -> Elements:
-    """Returns the elements of a contiguous host tensor, [elements], as NumPy integers, without a copy.
+    """Returns a contiguous host tensor as NumPy integers [elements] of the same width, without a copy.
 
-    The integers have the width of the tensor's dtype: int16 for bf16, for example.
+    A bf16 tensor becomes int16.
     """
     found: Elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()
     return found
@@ -36,9 +36,9 @@ def elements_of(tensor: Tensor) -> Elements:
 
 @dataclass(frozen=True)
 class Flow:
-    """Elements of one wanted piece that one serving rank has, in the order of the full tensor.
+    """Elements of one wanted piece (part of a tensor) that one serving rank has, in the order of the full tensor.
 
-    They are divided into blocks of 256 KiB, which are compared by hash and transferred if they differ.
+    They are divided into blocks of 256 KiB, which are transferred if their hashes differ.
     """
 
     wanted: int
@@ -60,7 +60,7 @@ class Flow:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of 256 KiB into which the elements of this flow are divided; the last may be shorter."""
+        """Number of blocks of 256 KiB in this flow; the last may be shorter."""
         return block_count(self.size)
 
     def block_bytes(self, block: int) -> int:
@@ -70,8 +70,7 @@ class Flow:
     def places(self, block: int, side: Side) -> slice | Numbers:
         """Returns the positions of the elements of block ``block``, as a slice or an array of indices.
 
-        They are positions in the serving rank's piece if ``side`` is "source", in the receiver's wanted piece if it is
-        "target".
+        They count in the serving rank's piece for the ``side`` "source", in the receiver's piece for "target".
         """
         ends, starts = self._ends, self.runs.source if side == "source" else self.runs.target
         first = block * (BLOCK // self.width)
@@ -114,7 +113,7 @@ def find_flows(
 ) -> list[Flow]:
     """Returns the flows from one serving rank to a receiver: for each wanted piece, the elements that the rank has.
 
-    They have the order of ``wanted``; a piece of which the rank has no element has no flow.
+    They are in the order of ``wanted``; a piece without common elements has no flow.
 
     Args:
         owned: pieces (elements of a tensor) that the rank serves, by tensor key.
@@ -129,14 +128,13 @@ def find_flows(
 
 
 def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list[tuple[WantedPiece, OwnerRank | None]]:
-    """Divides wanted pieces by the source from which a receiver reads them, so that the training sends each element
-    once.
+    """Divides wanted pieces by source, so that the training sends each element only once.
 
-    Returns (part of a wanted piece, source). The source of an element is the last of ``peers`` that has the element, or
-    None for a rank of the training.
+    Returns (part of a wanted piece, source). The source is the last of ``peers`` with the elements, or None for the
+    training.
 
     Args:
-        peers: receivers that began to read the version earlier, and that serve the parts that they have received.
+        peers: earlier receivers of the version, which serve the parts that they have received.
     """
     found = list[tuple[WantedPiece, OwnerRank | None]]()
     for each in wanted:
@@ -167,8 +165,7 @@ def share_of(shape: tuple[int, ...], index: int, parts: int, dim: int = 0) -> Pi
 
 
 def batches(flows: Sequence[Flow], lacked: Sequence[Numbers], limit: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields lists of (flow number, block) with at most ``limit`` bytes each, which together have all blocks to
-    request.
+    """Yields lists of (flow number, block) of at most ``limit`` bytes each, for all blocks to request.
 
     Args:
         flows: elements that one rank serves, one flow for each wanted piece.

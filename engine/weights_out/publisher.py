@@ -50,7 +50,7 @@ Together = Callable[[str], AbstractContextManager[None]]
 
 
 class PendingVersion:
-    """Handle of a published version. Consumers on rank 0, such as a folder, take the version over in a thread."""
+    """Handle of a published version, which consumers on rank 0, such as a folder, take over in a thread."""
 
     def __init__(self, number: int, url: str, together: Together, consume: Callable[[], None] | None) -> None:
         self.number, self.url = number, url
@@ -63,15 +63,13 @@ class PendingVersion:
 
     @property
     def done(self) -> bool:
-        """True once the consumers on this rank have taken the version over or failed; always True on ranks other than
-        0.
-        """
+        """True once the consumers on rank 0 have taken the version over or failed; always True on other ranks."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until the consumers on rank 0 have taken the version over; does not wait for receivers of weights.
+        """Waits until the consumers on rank 0 have taken the version over; does not wait for receivers.
 
-        All ranks call it. It communicates 8 bytes over all ranks, named "start" in call counts and errors.
+        All ranks call it. It communicates 8 bytes over all ranks (label "start").
 
         Raises:
             EngineError: a consumer has failed to take the version over; on all ranks.
@@ -91,7 +89,7 @@ class PendingVersion:
 
 
 class WeightPublisher:
-    """Publisher of the weights of one engine as numbered versions. Each rank has one and serves its part by HTTP.
+    """Publisher of one engine's weights as numbered versions; each rank serves its part by HTTP.
 
     All ranks call the same methods in the same order.
 
@@ -101,7 +99,7 @@ class WeightPublisher:
         consumers: consumers of whole tensors, such as folders and inference servers; on rank 0 only.
 
     Raises:
-        ConfigError: other hosts can reach the address, but there is no token; or the address cannot be used.
+        ConfigError: the address is open to other hosts without a token, or cannot be used.
         EngineError: another rank cannot serve.
     """
 
@@ -166,7 +164,7 @@ class WeightPublisher:
         self._reader.close()
 
     def after_step(self, made: bool) -> None:
-        """Publishes a version after every ``settings.every`` updates; skips it while a receiver reads the last version.
+        """Publishes a version after every ``settings.every`` updates, unless a receiver reads the last version.
 
         All ranks call it after each step.
 
@@ -184,9 +182,8 @@ class WeightPublisher:
         Returns a handle, or None if ``waits`` is False and a receiver still reads the last version.
 
         Args:
-            waits: True to wait until receivers have read the last version, at most until its deadline; on return, the
-                weights are copied. False not to wait; then a thread may copy weights in host memory until the next
-                update.
+            waits: True to wait until receivers have read the last version, at most until its deadline. False: no wait,
+                but a thread may copy weights until the next update.
         """
         told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
         if not told:
@@ -300,7 +297,7 @@ class WeightPublisher:
 def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[str, Piece]:
     """Returns the elements that ``rank`` serves to receivers, by tensor key.
 
-    They are the elements that this rank saves in checkpoints, so that each element has one owner.
+    They are the elements that this rank saves in checkpoints.
     """
     ownership, found = run.ownership, dict[str, Piece]()
     grid, coord = ownership.grid, ownership.grid.coord(rank)
@@ -322,10 +319,7 @@ def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[s
 
 
 def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
-    """Returns the next rank that has the same values of ``tensor`` as ``rank``, for serving a second copy.
-
-    Returns None if no other rank has them, as at ZeRO 3.
-    """
+    """Returns the next rank with the same values of ``tensor`` as ``rank``; None if no other rank has them."""
     row, grid = tensor.row, run.ownership.grid
     if row is None or row.quantized is not None or run.runtime.gatherer is not None:
         return None
@@ -337,10 +331,10 @@ def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
 def make_owners(
     run: RunState, settings: WeightsOutConfig, urls: Sequence[str]
 ) -> Iterator[tuple[list[int], OwnerRank]]:
-    """Yields (ranks, owner). An owner is a set of elements that one rank serves, with the rank's address.
+    """Yields (ranks, owner). An owner is a set of elements with the address of the rank that serves them.
 
-    ``ranks`` lists the ranks that serve the elements: the owner's rank and, with ``copies`` > 1 configured, a rank with
-    equal values. The first owner belongs to rank 0.
+    ``ranks`` are the serving rank and, with ``copies`` > 1, another rank with equal values. The first owner belongs to
+    rank 0.
 
     Args:
         urls: address of each rank.
@@ -359,10 +353,10 @@ def make_owners(
 
 
 def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> tuple[list[list[int]], Geometry]:
-    """Returns a list of serving ranks for each owner, and the geometry: all tensors and owners of this run.
+    """Returns the serving ranks of each owner, and the geometry: all tensors and owners of this run.
 
-    An owner is a set of elements that one rank serves. The result is equal on all ranks. All-gathers the addresses of
-    the ranks, named "start" in call counts and errors.
+    An owner is a set of elements that one rank serves. All-gathers the ranks' addresses (label "start"); the result is
+    equal on all ranks.
 
     Args:
         url: address of this rank.

@@ -29,21 +29,20 @@ Known = dict[int, list[Hashes]]
 
 
 class SenderConnection(BoundedConnection):
-    """HTTP connection to one rank of a training, or to a receiver, that serves published weights."""
+    """HTTP connection to a rank of a training run, or to a receiver, that serves published weights."""
 
     noun = "trainer"
     remedy = "read the newest version once it trains again, or check address and network."
 
 
 class WeightReader:
-    """Connections of one receiver to a training that publishes its weights.
+    """Connections of one receiver to a training run that publishes its weights.
 
     Args:
-        url: address of rank 0 of the training.
+        url: address of rank 0 of the training run.
         token: secret that the training and its receivers share; empty: none.
-        deadline: seconds for reading one version; the training may drop the version earlier, after the training's own
-            deadline.
-        connect: callback from (address, token) to a connection, which replaces the network in tests.
+        deadline: seconds for reading one version; the training may drop the version earlier.
+        connect: callback from (address, token) to a connection, for tests.
     """
 
     def __init__(
@@ -77,8 +76,7 @@ class WeightReader:
         """Returns the geometry: descriptions of all published tensors, and the ranks that serve them.
 
         Args:
-            run: name of the training's run that the geometry must belong to; a known geometry of another run is read
-                again. None: any run.
+            run: name of the training run; None: any run.
             until: time (``monotonic``) at which waiting ends; None: ``deadline`` seconds from now.
 
         Raises:
@@ -107,8 +105,7 @@ class WeightReader:
     def leased(
         self, known: WeightVersion | None, until: float, peer: OwnerRank | None = None
     ) -> Iterator[WeightVersion | None]:
-        """Returns a context with the newest version, which the training does not replace until the context's block
-        ends.
+        """Opens a context with the newest version, which the training does not replace inside.
 
         The value is None if no version is newer than ``known``.
 
@@ -142,14 +139,13 @@ class WeightReader:
         yield None
 
     def fetch(self, version: WeightVersion, into: Shadows, known: Known | None, until: float) -> Known:
-        """Reads all blocks (256 KiB of a tensor) of ``version`` that differ from the receiver's values, into ``into``.
+        """Reads into ``into`` all blocks (256 KiB of a tensor) of ``version`` that differ from the receiver's values.
 
-        Returns the hashes of all blocks, by number of the owner (serving rank): one array for each piece that it has.
+        Returns the hashes of all blocks by owner (serving rank), one array for each piece.
 
         Args:
-            into: destination, with the wanted pieces and the receiver's current values.
-            known: result of an earlier call for the current values, with the same earlier receivers in ``peers``; None:
-                hashes are computed.
+            into: destination, with the wanted pieces and the receiver's present values.
+            known: result of an earlier call for the present values and the same ``peers``; None: hashes are computed.
             until: time (``monotonic``) after which reading fails.
 
         Raises:
@@ -199,7 +195,7 @@ class WeightReader:
 
 @contextmanager
 def as_engine_errors() -> Iterator[None]:
-    """Returns a context that turns a StoreRefusedError in its block, a refusal by the training, into an EngineError."""
+    """Returns a context that raises EngineError in place of StoreRefusedError, a refusal by the training."""
     try:
         yield
     except StoreRefusedError as refusal:

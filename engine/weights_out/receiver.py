@@ -62,7 +62,7 @@ def empty_targets(
     Each tensor is cut into ``parts`` nearly equal ranges along one dimension.
 
     Args:
-        dims: dimension along which a tensor is cut, by key; 0 for tensors that are not in it.
+        dims: dimension along which a tensor is cut, by key; 0 by default.
     """
     found = {}
     for key, tensor in geometry.served.items():
@@ -75,7 +75,7 @@ def empty_targets(
 
 
 class PeerServer:
-    """HTTP server of a receiver, from which later receivers read the parts of a version that this one has received.
+    """HTTP server of a receiver, from which later receivers read its received parts of a version.
 
     Args:
         url: address of this server for other receivers.
@@ -112,9 +112,7 @@ class PeerServer:
         return made
 
     def begin(self, version: WeightVersion) -> None:
-        """Ends serving of the current version, and begins ``version``; each tensor is served as soon as this receiver
-        has it.
-        """
+        """Ends serving of the current version, and begins ``version``; each tensor is served once it is received."""
         self.server.run = version.run
         self.image.begin(version.number)
 
@@ -124,13 +122,13 @@ class PeerServer:
 
 
 class WeightReceiver:
-    """Receiver that updates tensors of this process, ``targets``, to the newest version of a training's weights.
+    """Receiver that updates this process's tensors, ``targets``, to the newest weights of a training run.
 
     Args:
         reader: connections to the training.
         targets: tensors to update, by key of the trained model's state dict; every published tensor must have one.
         architecture: class name that the trained model must have; empty: not checked.
-        group: receivers that take each version over together or not at all; None: this one alone.
+        group: receivers that take over each version together or not at all; None: this receiver alone.
 
     Raises:
         EngineError: architecture, keys, dtypes or shapes differ from the published model; names the first difference.
@@ -158,21 +156,19 @@ class WeightReceiver:
         self._peer = peer
 
     def close(self) -> None:
-        """Closes the connections, and stops the server that ``serve`` was given; the targets do not change."""
+        """Closes the connections and the server of ``serve``; the targets do not change."""
         self._reader.close()
         if self._peer is not None:
             self._peer.close()
 
     def update(self) -> WeightVersion | None:
-        """Copies the newest version into the targets and returns it; None if the targets have it already, or there is
-        none.
+        """Copies the newest version into the targets and returns it; returns None if the targets have it already.
 
-        Call it while nothing uses the targets. All receivers of the group must call it. It returns or raises within the
-        reader's deadline.
+        Call it while nothing uses the targets. All receivers of the group must call it.
 
         Raises:
-            EngineError: the version has not arrived in time or was damaged, or another receiver of the group lacks the
-                version. The targets then have the old version.
+            EngineError: the version was late or damaged, or another receiver of the group lacks it. The targets then
+                have the old version.
         """
         until = monotonic() + self._reader.deadline
         peer = self._peer.rank if self._peer is not None else None
@@ -215,11 +211,10 @@ class WeightReceiver:
 
 
 def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0, serve: str = "") -> WeightReceiver:
-    """Returns a receiver that copies published weights of a training into ``model`` when its ``update`` is called.
+    """Returns a receiver that copies published weights of a training run into ``model`` when its ``update`` is called.
 
     Args:
-        model: whole model in this process, of the class that is trained, such as a transformers model, in the dtypes of
-            the training's forward.
+        model: whole model of the trained class, such as a transformers model, in the dtypes of the training's forward.
         url: address of rank 0, as ``eng.publish_weights().url`` gives it.
         token: secret that the training and its receivers share; empty: none.
         deadline: seconds for reading one version.

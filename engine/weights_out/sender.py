@@ -50,9 +50,7 @@ T = TypeVar("T")
 
 
 class NoticeBoard:
-    """State of rank 0: the newest published version, and the receivers that read it at present.
-
-    A version that no receiver reads can be replaced at once.
+    """Newest published version and its present readers, on rank 0.
 
     Args:
         geometry: descriptions of all tensors, and the ranks that serve them.
@@ -68,7 +66,7 @@ class NoticeBoard:
         self._lock = Lock()
 
     def begin(self) -> bool:
-        """Withdraws the newest version, so that the next one may overwrite its memory, and returns True.
+        """Withdraws the newest version, so that the next may overwrite its memory, and returns True.
 
         Returns False and does nothing while a receiver reads the newest version.
         """
@@ -92,10 +90,7 @@ class NoticeBoard:
             self._newest, self._peers = version, {}
 
     def answer(self, path: str, data: bytes) -> bytes | None:
-        """Returns the JSON reply to the request with the content ``data`` at ``path``.
-
-        Returns None if this class does not serve the path.
-        """
+        """Returns the JSON reply to the request ``data`` at ``path``, or None if this class does not serve the path."""
         if path == wire.GEOMETRY:
             return self._geometry
         if path == wire.NEWEST:
@@ -129,10 +124,10 @@ class NoticeBoard:
 
 
 class WeightServer:
-    """ASGI application by which one rank of a training, or a receiver, serves weights.
+    """ASGI application by which a rank of a training run, or a receiver, serves weights.
 
     Args:
-        images: memory with the served elements, by number of their owner (serving rank) in the geometry.
+        images: memory with the served elements, by number of the owner (serving rank).
         run: name of the run.
         token: secret that every request must carry; empty: none.
         board: newest version and its readers; on rank 0 only.

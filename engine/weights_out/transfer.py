@@ -41,9 +41,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Shadows:
-    """Destination of a transfer: host copies of the tensors with changed blocks, while the live tensors do not
-    change.
-    """
+    """Destination of a transfer: host copies of the tensors with changed blocks; live tensors do not change."""
 
     wanted: Sequence[WantedPiece]
     values: Callable[[str], Tensor | None]
@@ -64,7 +62,7 @@ class Shadows:
         Call it before the first block is read.
 
         Args:
-            keys: key of the tensor of each flow; a key occurs once for each flow of its tensor.
+            keys: tensor key of each flow.
         """
         for key in keys:
             self._left[key] = self._left.get(key, 0) + 1
@@ -72,7 +70,7 @@ class Shadows:
     def arrived(self, key: str) -> None:
         """Notes that one flow (the elements from one serving rank) of tensor ``key`` has arrived.
 
-        Calls the callback ``ready`` when the last flow of the tensor has arrived.
+        The last flow of a tensor calls ``ready``.
         """
         with self._lock:
             self._left[key] -= 1
@@ -81,17 +79,15 @@ class Shadows:
             self.ready(key)
 
     def current(self, key: str) -> Elements | None:
-        """Returns the receiver's current values of tensor ``key`` as integers [elements]; None if the receiver has no
-        values.
-        """
+        """Returns the receiver's present values of tensor ``key`` as integers [elements]; None if it has none."""
         with self._lock:
             found = self.values(key)
         return elements_of(found) if found is not None else None
 
     def shadow(self, key: str) -> Elements:
-        """Returns the memory into which blocks of tensor ``key`` are read, as integers [elements].
+        """Returns memory for the blocks of tensor ``key``, as integers [elements].
 
-        The first call for a tensor allocates the memory, and copies the current values into it.
+        The first call for a tensor allocates it, with a copy of the present values.
         """
         with self._lock:
             if key not in self.made:
@@ -124,7 +120,7 @@ class WeightTraffic:
 
 @dataclass(slots=True)
 class Transfer:
-    """Transfer of all elements that one owner, a rank of the training, serves to a receiver."""
+    """Transfer of all elements that one owner (rank of the training run) serves to a receiver."""
 
     version: WeightVersion
     number: int
@@ -152,9 +148,9 @@ class Transfer:
     """Receivers from which nothing more is read."""
 
     def run(self, known: Sequence[Hashes] | None) -> list[Hashes]:
-        """Reads all blocks (256 KiB of a tensor) that differ from the receiver's values, and stores them in ``into``.
+        """Reads into ``into`` all blocks (256 KiB of a tensor) that differ from the receiver's values.
 
-        Returns the hashes of all blocks of each flow, the elements of one wanted piece that the owner has.
+        Returns the hashes of all blocks of each flow (wanted elements that the owner has).
 
         Args:
             known: hashes of the receiver's values for each flow; None: they are computed.

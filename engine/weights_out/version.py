@@ -38,8 +38,7 @@ class PublishedTensor:
         return TensorKind(self.dtype, self.shape)
 
     def entries(self, key: str) -> Sequence[FilePart]:
-        """Returns the tensors of a Hugging Face checkpoint that have this tensor's elements, such as one for each
-        expert.
+        """Returns the tensors of a Hugging Face checkpoint with this tensor's elements, such as one for each expert.
 
         Args:
             key: key of this tensor in the model's state dict.
@@ -51,7 +50,7 @@ class PublishedTensor:
 class WantedPiece:
     """Elements of one tensor that a receiver reads from one source.
 
-    They are the elements of ``piece`` that every piece in ``inside`` has and no piece in ``outside`` has.
+    They are in ``piece`` and every piece of ``inside``, and in no piece of ``outside``.
     """
 
     name: str
@@ -63,9 +62,7 @@ class WantedPiece:
     """Pieces that contain none of them, because other sources have these."""
 
     def overlap(self, owned: Piece) -> Runs:
-        """Returns the wanted elements that are also in the piece ``owned``, as ranges in the order of the full
-        tensor.
-        """
+        """Returns the wanted elements inside the piece ``owned``, as ranges in the order of the full tensor."""
         return runs(owned, self.piece, self.inside, self.outside)
 
 
@@ -109,7 +106,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """Identity of one published version of the weights: its run, its number, and the update after which it was made."""
+    """Identity of one published version of the weights: run, number, and the update after which it was made."""
 
     run: str
     number: int
@@ -133,9 +130,9 @@ class NewestReply:
 
 @dataclass(frozen=True, slots=True)
 class LeaseCall:
-    """Request by which a receiver begins or ends reading a version.
+    """Request that begins or ends a receiver's reading of a version.
 
-    The training does not replace the version until the end, for at most ``seconds``.
+    Meanwhile, for at most ``seconds``, the training does not replace the version.
     """
 
     run: str
@@ -150,9 +147,9 @@ class LeaseCall:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """Reply with the receivers that began to read the version earlier, in the order in which they began.
+    """Reply with the receivers that began to read the version earlier, in this order.
 
-    Each of them serves the parts of the version that it has received.
+    They serve the parts of the version that they have received.
     """
 
     peers: tuple[OwnerRank, ...]
@@ -160,9 +157,7 @@ class LeaseReply:
 
 @dataclass(frozen=True, slots=True)
 class HashesCall:
-    """Request for hashes of blocks (256 KiB of a tensor), for the elements of the wanted pieces that one owner
-    serves.
-    """
+    """Request for hashes of the blocks (256 KiB of a tensor) that one serving rank has of the wanted pieces."""
 
     run: str
     """Run of the version: a trainer that has started again must not complete a version of the one before it."""
@@ -176,10 +171,9 @@ class HashesCall:
 
 @dataclass(frozen=True, slots=True)
 class HashesReply:
-    """Reply with the xxh3-64 hashes of blocks of 256 KiB: one text for each wanted piece of which the owner has
-    elements.
+    """Reply with the xxh3-64 hashes of blocks of 256 KiB, one text for each wanted piece on the serving rank.
 
-    The owner is a serving rank. Each hash is 16 hexadecimal digits, little-endian.
+    Each hash is 16 hexadecimal digits, little-endian.
     """
 
     layout: str
@@ -191,8 +185,8 @@ class HashesReply:
 class BlocksCall:
     """Request for the bytes of blocks of 256 KiB, in the order of ``blocks``.
 
-    An entry is (flow, first block, block after the last). A flow is a position in the list of the wanted pieces of
-    which the owner (serving rank) has elements.
+    An entry is (flow, first block, block after the last). A flow is an index into the wanted pieces on the serving
+    rank.
     """
 
     number: int

@@ -31,7 +31,7 @@ BACKEND = "trine_http"
 
 @dataclass(frozen=True, slots=True)
 class BackendInit:
-    """Request that makes a vLLM server read the weights that the run ``run`` of a training publishes."""
+    """Request that makes a vLLM server read the published weights of the training run ``run``."""
 
     url: str
     """Address of rank 0 of the training."""
@@ -41,9 +41,7 @@ class BackendInit:
 
 @dataclass(frozen=True, slots=True)
 class BackendUpdate:
-    """Request that makes vLLM's workers read some tensors of a version, ``keys``; if ``keys`` is empty, they drop the
-    version.
-    """
+    """Request that makes vLLM's workers read the tensors ``keys`` of a version, or drop it if ``keys`` is empty."""
 
     number: int
     keys: Sequence[str]
@@ -54,9 +52,7 @@ class BackendUpdate:
 
 @dataclass(frozen=True, slots=True)
 class VllmModel:
-    """Description of the model that vLLM serves: its class name, dtype and shapes, from its transformers
-    configuration.
-    """
+    """Description of the model that vLLM serves, from its transformers configuration: class name, dtype and shapes."""
 
     architecture: str
     dtype: torch.dtype
@@ -97,10 +93,10 @@ class VllmModel:
 
 
 class StagedVersion:
-    """Host memory of one vLLM worker, in which all tensors of a version arrive before they replace the live weights.
+    """Host memory of one vLLM worker for all tensors of a version, until they replace the live weights.
 
     Args:
-        connect: callback from the address of the training's rank 0 to a reader, which replaces the network in tests.
+        connect: callback from the address of the training's rank 0 to a reader, for tests.
     """
 
     def __init__(self, connect: Callable[[str], WeightReader] | None = None) -> None:
@@ -116,7 +112,7 @@ class StagedVersion:
         """Connects to the training that ``init`` names; does nothing if this connection exists.
 
         Args:
-            model: callback that returns the description of vLLM's model, which is compared with the published one.
+            model: callback for the description of vLLM's model, which must fit the published model.
 
         Raises:
             EngineError: the training has another model, or does not answer.
@@ -129,10 +125,9 @@ class StagedVersion:
         self._init = init
 
     def read(self, update: BackendUpdate) -> None:
-        """Reads the tensors ``update.keys`` of a version into host memory; transfers only blocks that differ from the
-        memory.
+        """Reads the tensors ``update.keys`` of a version into host memory; without keys, drops the version.
 
-        If ``update.keys`` is empty, drops the version.
+        Transfers only blocks that differ.
 
         Raises:
             EngineError: the version has not arrived in time, or the training has dropped it.
@@ -168,7 +163,7 @@ class StagedVersion:
         return published(self._values, geometry.tensors)
 
     def drop(self) -> None:
-        """Drops the version. The memory remains allocated, so that the next version transfers changed blocks only."""
+        """Drops the version; its memory remains allocated for the next version."""
         self._number, self._arrived = None, set()
 
     def close(self) -> None:

@@ -28,9 +28,9 @@ SERVER = "the service"
 
 
 def service_token(serve: ServeConfig) -> str:
-    """Returns the secret token that clients of a service must send, or "" if there is none.
+    """Returns the secret token that clients must send, or "" if there is none.
 
-    It is the value of the environment variable that ``serve.token_env`` names.
+    It is read from the environment variable ``serve.token_env``.
 
     Raises:
         ConfigError: the token is not one word of printable ASCII.
@@ -48,7 +48,7 @@ def service_token(serve: ServeConfig) -> str:
 
 
 def check_front(serve: ServeConfig, rank: int) -> None:
-    """Checks token, TLS files and, on rank 0, the address of a service, before the model is loaded.
+    """Checks the token, the TLS files and, on rank 0, the address of a service.
 
     Raises:
         ConfigError: the token or a TLS file is unusable.
@@ -68,15 +68,12 @@ def check_front(serve: ServeConfig, rank: int) -> None:
 
 
 class LedgerSource:
-    """Source of commands for the command loop of rank 0.
-
-    It first returns the commands that a restart runs again, then the commands of the ledger's queue.
+    """Source of commands for rank 0's command loop: first ``stored``, then the ledger's queue.
 
     Args:
-        ledger: record of commands and results; it receives the result of each command.
-        stored: commands of an earlier process that run again.
-        end: callback that answers every waiting and later request with status 503 and a given reason; any thread may
-            call it.
+        ledger: record of commands and their results.
+        stored: commands of an earlier process, to run again.
+        end: callback that answers all open and later requests with status 503 and a reason; any thread may call it.
     """
 
     def __init__(
@@ -86,12 +83,12 @@ class LedgerSource:
         self._running: FutureEntry | None = None
 
     def take(self, seconds: float) -> tuple[str, Command] | None:
-        """Returns the next command as (key, command), in which the key identifies the command for ``finish``.
+        """Returns (key, next command), or None if no command arrives within ``seconds``.
 
-        Returns None if no command arrives within ``seconds``, and ("", ``Stop()``) after ``stop``.
+        ``finish`` needs the key. After ``stop``, returns ("", ``Stop()``).
 
         Raises:
-            CheckpointError: a snapshot of the earlier process could not be loaded.
+            CheckpointError: a snapshot of an earlier process could not be loaded.
         """
         if self._ledger.queue.is_closed:
             return "", Stop()
@@ -106,13 +103,13 @@ class LedgerSource:
 
         Args:
             key: key of the command.
-            retained: bytes of forwards that wait for a backward, on the rank with most of them.
+            retained: bytes of autograd graphs stored for later backwards, on the rank with the most.
         """
         assert self._running is not None and self._running.key == key
         self._ledger.finish(self._running, result, retained)
 
     def stop(self) -> None:
-        """Ends the loop after the current command; any thread and a signal handler may call it."""
+        """Ends the loop after the current command; any thread or signal handler may call it."""
         self._ledger.queue.close()
 
 
@@ -129,13 +126,13 @@ def limits_of(serve: ServeConfig) -> LedgerLimits:
 def open_front(
     serve: ServeConfig, model: ServedModel, ready: Callable[[str], None], journals: bool = True
 ) -> Iterator[LedgerSource]:
-    """Opens the journal, serves HTTP in a thread, and yields the source of commands for the command loop of rank 0.
+    """Opens the journal (record of accepted commands), serves HTTP in a thread, and yields rank 0's source of commands.
 
     Args:
         serve: section of the configuration.
-        model: facts about the base model, against which requests are checked.
-        ready: function that receives a line with the address once the socket listens.
-        journals: False for a caller's own engine, since a journal could not restore its state.
+        model: facts about the base model, for checks of requests.
+        ready: callback that receives a line with the address once the socket listens.
+        journals: False for a caller's own engine, since no journal restores its state.
 
     Raises:
         LaunchError: the address cannot be served, or starlette, uvicorn or protobuf are not installed.

@@ -76,7 +76,7 @@ def serve(
     Every rank calls it.
 
     Args:
-        functions: functions that clients may call by name, each from tensors to tensors.
+        functions: functions that clients call by name, with tensors as arguments and results.
         settings: address, limits and folder; None: section ``serve`` of the engine's configuration, or its defaults.
 
     Raises:
@@ -90,11 +90,10 @@ def serve(
 
 
 def serve_ranks(executor: CommandExecutor, settings: ServeConfig, model: ServedModel, journals: bool = True) -> None:
-    """Runs the command loop of this rank and, on rank 0, the HTTP server, until the service ends; then closes
-    ``executor``.
+    """Runs this rank's command loop and, on rank 0, the HTTP server, until the service ends; then closes ``executor``.
 
     Args:
-        journals: True if accepted commands are stored on disk, so that a restart runs them again.
+        journals: True to store accepted commands on disk, so that a restart runs them again.
 
     Raises:
         EngineError: a rank is lost, or address or journal are wrong.
@@ -128,7 +127,7 @@ def _run_loop(
 
 
 def empty_model(folder: Path) -> nn.Module:
-    """Returns the causal language model of a Hugging Face folder on the meta device, without weights.
+    """Returns the causal language model of a Hugging Face folder on the meta device.
 
     Raises:
         ConfigError: the folder has no such model, or transformers is not installed.
@@ -154,9 +153,7 @@ def empty_model(folder: Path) -> nn.Module:
 
 
 def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:
-    """Returns a function from text to token ids, by which stop strings become tokens; None if ``folder`` has no
-    tokenizer.
-    """
+    """Returns a function from text to token ids; None if ``folder`` has no tokenizer."""
     from transformers import AutoTokenizer
 
     try:
@@ -173,8 +170,7 @@ def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:
 
 
 def describe(engine: Engine, names: tuple[str, ...], tokenize: Callable[[str], list[int]] | None = None) -> ServedModel:
-    """Returns facts about the engine's model, such as context length and vocabulary, against which requests are
-    checked.
+    """Returns facts about the engine's model, such as context length, for checks of requests.
 
     Args:
         names: names by which clients ask for the model.
@@ -245,11 +241,9 @@ def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def answering_late_stops(end: Callable[[str], None]) -> Iterator[None]:
-    """Returns a context; calls the callback ``end`` with a reason if the context's block does not end after a signal.
+    """Opens a context that calls ``end`` with a reason if its block does not end after a signal.
 
-    The signals are SIGTERM and SIGINT, and the block has ``STOP_SECONDS`` to end. Python runs signal handlers only in
-    the main thread, which a collective with an ended rank may block. This function reads the number of the signal in a
-    thread that it starts.
+    The block has ``STOP_SECONDS`` to end after SIGTERM or SIGINT.
     """
     over, (ours, theirs) = Event(), socket.socketpair()
     theirs.setblocking(False)

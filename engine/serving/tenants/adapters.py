@@ -30,7 +30,7 @@ _ROUTERS = ("gate", "router")
 
 
 class LowRank(Protocol):
-    """Interface of a LoRA adapter's configuration: its rank, its seed, and the kinds of layers that it adapts."""
+    """Interface of a LoRA adapter's configuration: rank, seed, and kinds of adapted layers."""
 
     @property
     def rank(self) -> int:
@@ -54,7 +54,7 @@ class LowRank(Protocol):
 
 
 def adapted_name(name: str) -> str:
-    """Returns the name that the module or parameter ``name`` of the base model has inside PEFT's wrapper."""
+    """Returns the name of the base model's module or parameter ``name`` in PEFT's wrapper."""
     return PREFIX + name
 
 
@@ -100,9 +100,9 @@ def _in_attention(model: nn.Module, name: str) -> bool:
 
 
 def adapted(model: nn.Module, adapter: LowRank) -> nn.Module:
-    """Returns the frozen base ``model``, which may be on the meta device, wrapped by PEFT with trainable LoRA pairs.
+    """Freezes the base ``model`` and returns it in PEFT's wrapper, with trainable LoRA pairs.
 
-    Seed and layer name decide the random values of A [rank, inputs], so that they are equal on every grid. B is zero.
+    A [rank, inputs] is random by seed and layer name, equal on every grid; B is zero.
 
     Raises:
         ConfigError: ``adapter`` has no positive rank, or chooses no layer of the model.

@@ -38,7 +38,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Counts of LoRA adapters and of full copies in a pool of clients' models, with facts about both, on this rank."""
+    """Counts of LoRA adapters and full copies in a pool of clients' models, on this rank."""
 
     adapters: int
     full: int
@@ -57,18 +57,18 @@ class _Tenant:
 
 
 class TenantPool:
-    """Engines of clients' models (tenants), which share one frozen base model and its ranks.
+    """Engines of clients' models (tenants), which share one frozen base model.
 
-    A tenant is a LoRA adapter over the base, or a full copy of it. At most one full copy has its state on the device;
-    the others are offloaded to the host. All ranks call all methods in the same order.
+    A tenant is a LoRA adapter over the base, or a full copy of it. At most one full copy is on the device; the others
+    are offloaded to the host. All ranks call all methods in the same order.
 
     Args:
-        build_base: function that builds the base model, equal on all ranks; it may build it on the meta device if
-            ``checkpoint.init_from`` is set.
+        build_base: function that builds the base model, equal on all ranks; on the meta device only with
+            ``checkpoint.init_from``.
         config: grid, ZeRO, precision and optimizer of the base and of every tenant; AdamW by default.
-        limits: maximum numbers of tenants and maximum rank.
-        example_batch: microbatch with the form of the tenants' batches, for making plans; None: one row of token ids.
-        world: identity of this rank, for ranks that are threads; None: read from the launcher.
+        limits: maximum numbers of tenants, and maximum LoRA rank.
+        example_batch: microbatch with the tensors of the tenants' batches, for planning; None: one row of token ids.
+        world: identity of this rank if ranks are threads; None: read from the launcher.
     """
 
     def __init__(
@@ -106,8 +106,7 @@ class TenantPool:
     def create(self, model_id: str, adapter: LowRank | None) -> Engine:
         """Creates the tenant ``model_id`` and returns its engine.
 
-        With an ``adapter``, the tenant is a LoRA adapter over the base. With None, it is a full copy that starts with
-        the weights of the base and trains all parameters.
+        With an ``adapter``, the tenant is a LoRA adapter over the base; with None, a trainable full copy of the base.
 
         Raises:
             ConfigError: the pool is full, or the adapter does not fit the base.
@@ -124,7 +123,7 @@ class TenantPool:
     def get(self, model_id: str) -> Engine:
         """Returns the engine of a tenant.
 
-        If the tenant is a full copy, moves its state to the device and the state of the other full copies to the host.
+        A full copy first moves to the device, and the other full copies move to the host.
 
         Raises:
             EngineError: there is no such tenant.
@@ -152,9 +151,7 @@ class TenantPool:
         self._base.close()
 
     def statistics(self) -> PoolStatistics:
-        """Returns the numbers of LoRA adapters and of full copies, with facts about them, on this rank. No
-        communication.
-        """
+        """Returns the numbers of LoRA adapters and full copies on this rank, without communication."""
         full = {name: tenant for name, tenant in self._tenants.items() if tenant.full}
         return PoolStatistics(
             adapters=len(self._tenants) - len(full),

@@ -24,7 +24,7 @@ from engine.serving.tenants.adapters import adapted_name
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """Returns a copy of ``model`` in which all parameters are frozen and on the meta device, without memory.
+    """Returns a copy of ``model`` with frozen parameters on the meta device.
 
     Tied parameters stay tied.
     """
@@ -36,9 +36,9 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def lender_of(base: Engine, model: nn.Module) -> Lender:
-    """Returns the process groups and frozen tensors of ``base`` that an engine of the adapted ``model`` uses.
+    """Returns the process groups and frozen tensors of ``base`` for an engine of the adapted ``model``.
 
-    The engine shares the tensors without copies. Each tensor has the name that it has in ``model``.
+    The tensors are shared without copies, under their names in ``model``.
     """
     runtime = base._runtime
     placed, here = dict(base.module.named_parameters()), runtime.plan.table.held_by(runtime.comm.grid.holder())
@@ -52,10 +52,10 @@ def lender_of(base: Engine, model: nn.Module) -> Lender:
 
 
 def adapted_styles(model: nn.Module, skeleton: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
-    """Returns the tensor-parallel style of each module of an adapted ``model`` by name, such as "column" or "row".
+    """Returns the tensor-parallel style of each module of the adapted ``model``, such as "column" or "row".
 
-    They derive from ``styles``, the styles of the base model ``skeleton``. A LoRA pair, A [rank, inputs] and B
-    [outputs, rank], gets the styles with which it adds no communication to its layer:
+    ``styles`` are the styles of the base model ``skeleton``. A LoRA pair, A [rank, inputs] and B [outputs, rank], adds
+    no communication:
 
         style of the layer    styles of the pair
         column, vocabulary    A replicated, B sharded as the layer
@@ -88,8 +88,7 @@ def _with_heads(skeleton: nn.Module, name: str, style: Style) -> str:
 def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.Module) -> Config:
     """Returns a copy of ``config`` for an engine of the adapted ``model``.
 
-    The copy has the pipeline stages, tensor-parallel styles and quantized weights of ``base``, the engine of the base
-    model ``skeleton``, under the names in ``model``.
+    It has the pipeline stages, tensor-parallel styles and quantized weights of ``base``, under the names in ``model``.
     """
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}

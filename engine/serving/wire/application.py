@@ -37,15 +37,14 @@ _PAGE_MAY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-i
 
 
 class ServiceApplication:
-    """ASGI application of a training service: it turns HTTP requests into commands of a ledger, and results into
-    replies.
+    """ASGI application of a training service: it submits HTTP requests as commands, and replies with their results.
 
     Args:
-        ledger: ledger of the service; the application sets its ``on_finish``.
-        model: facts about the base model, against which requests are checked.
-        token: secret that requests must carry, as X-API-Key or as bearer token; empty: none is needed.
+        ledger: record of the service's commands and results; the application sets its ``on_finish``.
+        model: facts about the base model, for checks of requests.
+        token: secret that requests must carry, as X-API-Key or bearer token; empty: none.
         body_bytes: maximum bytes of the body of a request.
-        creates_shared: True if the first tensors that a client sends to the model "shared" create this model.
+        creates_shared: True if the first tensors for the model "shared" create it.
     """
 
     def __init__(

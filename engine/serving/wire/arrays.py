@@ -19,9 +19,9 @@ EMPTY_TOKEN, EMPTY_LOGPROB = 0, -99999.0
 
 
 def array_from(message: Any, name: str) -> Array:
-    """Returns the protobuf tensor ``message`` as an fp32 or int64 array; a sparse tensor becomes dense.
+    """Returns the protobuf tensor ``message``, dense or sparse, as a dense fp32 or int64 array.
 
-    ``name`` is the name of the tensor in errors.
+    ``name`` is the tensor's name in errors.
 
     Raises:
         RequestRefusedError: 400, bytes and shape do not match; 413, the tensor has too many elements.
@@ -76,9 +76,9 @@ def _dense(csr: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Array:
 
 
 def batched_tensor(arrays: Sequence[Array]) -> Any:
-    """Returns a protobuf message with ``arrays``, one array [n, ...] for each datum.
+    """Returns a protobuf message with ``arrays``, one array [n, ...] for each datum; n may differ.
 
-    n may differ from array to array; the dimensions after it are equal. Floats are sent as fp32 and integers as int64.
+    Floats are sent as fp32, integers as int64.
     """
     dtype = np.float32 if arrays[0].dtype.kind == "f" else np.int64
     parts = [np.ascontiguousarray(array, dtype) for array in arrays]

@@ -34,7 +34,7 @@ def check_name(name: str) -> str:
     """Returns ``name``, the name under which a client saves weights, if it is valid.
 
     Raises:
-        RequestRefusedError: it has more than 128 characters, or one that is no letter, digit, ".", "_" or "-".
+        RequestRefusedError: it has more than 128 characters, or a character that is no letter, digit, ".", "_" or "-".
     """
     if not _NAME.fullmatch(name):
         raise RequestRefusedError(
@@ -44,12 +44,12 @@ def check_name(name: str) -> str:
 
 
 class Directory:
-    """Directory of a service's client sessions, training runs (models), sampling sessions and saved weights, by id.
+    """Directory of a service's client sessions, training runs, sampling sessions and saved weights.
 
-    Each entry is a note: a mapping with JSON values in the ledger.
+    An entry is a mapping of JSON values, stored in the ledger.
 
     Args:
-        ledger: ledger of the service; the directory sets its ``on_finish``.
+        ledger: record of the service's commands and results; the directory sets its ``on_finish``.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -58,21 +58,18 @@ class Directory:
         ledger.on_finish = self.record_result
 
     def notes(self, kind: str) -> dict[str, Mapping[str, Any]]:
-        """Returns all notes of one kind ("session", "run", "sampler" or "weights") by id."""
+        """Returns all entries of one kind ("session", "run", "sampler" or "weights") by id."""
         return self.ledger.notes.setdefault(kind, {})
 
     def session_of_attempt(self, attempt: str) -> str | None:
-        """Returns the id of the open session that a request with idempotency key ``attempt`` has opened; None if there
-        is none.
-        """
+        """Returns the id of the open session with idempotency key ``attempt``; None if there is none."""
         found = self._by_attempt.get(attempt) if attempt else None
         return found if found in self.ledger.sessions else None
 
     def open_session(self, name: str, attempt: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Opens the client session ``name``, and stores ``values`` about it, with the idempotency key ``attempt`` of
-        its request.
+        """Opens the client session ``name`` with the facts ``values`` and the idempotency key ``attempt``.
 
-        Returns the record of these facts, which the caller appends to the journal.
+        Returns a record, which the caller appends to the journal.
         """
         self.ledger.open_session(name)
         if attempt:
@@ -80,9 +77,7 @@ class Directory:
         return self.ledger.note(SESSION, name, {"attempt": attempt, "time": now(), **values})
 
     def forget_sessions(self) -> None:
-        """Removes the entries of ended client sessions, with the sampling sessions and unnamed saves that belong to
-        them.
-        """
+        """Removes ended client sessions, with their sampling sessions and unnamed saves."""
         for name in [one for one in self.notes(SESSION) if one not in self.ledger.sessions]:
             self._by_attempt.pop(self.notes(SESSION).pop(name).get("attempt"), None)
             for kind in (SAMPLER, RUN):
@@ -141,9 +136,9 @@ class Directory:
         return found
 
     def record_result(self, entry: FutureEntry, result: Result) -> list[JournalRecord]:
-        """Adds the new training run or the saved weights, if the command of ``entry`` has made any, to the directory.
+        """Adds the training run or saved weights that the command of ``entry`` has made.
 
-        Returns the records that the journal stores before a client sees ``result``.
+        Returns records that must be in the journal before a client sees ``result``.
         """
         if isinstance(result, Failure):
             return []
@@ -188,7 +183,7 @@ class Directory:
     def remove_weights(self, path: str) -> None:
         """Removes the weights saved under ``path``, if there are any.
 
-        Their files remain while a restart of the service would load them.
+        Their files remain if a restart of the service needs them.
         """
         note = self.notes(WEIGHTS).get(path)
         if note is not None:
@@ -205,15 +200,15 @@ class Directory:
         self.ledger.forget(f"note/{kind}/{name}")
 
     def remove_expired(self) -> None:
-        """Removes all saved weights with a time of expiry that has passed."""
+        """Removes all saved weights that have expired."""
         time = now()
         for path in [one for one, note in self.notes(WEIGHTS).items() if (note["expires_at"] or time) < time]:
             self.remove_weights(path)
 
     def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
-        """Returns the named saves of the training run ``run`` (None: of all runs), newest first.
+        """Returns the named saves of the training run ``run``, or of all runs, newest first.
 
-        Each is a mapping in the JSON form of the Tinker training API.
+        Each has the JSON form of the Tinker training API.
         """
         found = [
             _checkpoint(path, note)

@@ -15,10 +15,9 @@ _NO_DEFAULT: Any = object()
 
 
 class BodyFields:
-    """Typed reader of the fields of a JSON object in a request; ``at`` is the path of the object, for errors.
+    """Typed reader of the fields of a JSON object in a request; errors name its path ``at``.
 
-    The reading methods raise RequestRefusedError with status 422 if the field ``name`` is missing and has no
-    ``default``, or if its value is invalid.
+    A method raises RequestRefusedError with status 422 if a field is invalid, or is missing without ``default``.
     """
 
     def __init__(self, values: Mapping[str, Any], at: str = "") -> None:
@@ -37,9 +36,9 @@ class BodyFields:
             raise RequestRefusedError(f"the body is no JSON object: {str(error)[:120]}; send one.") from None
 
     def refuse(self, name: str, rule: str) -> RequestRefusedError:
-        """Returns, without raising it, the error for the field ``name``.
+        """Returns the error for the field ``name``, without raising it.
 
-        ``rule`` ends the error's sentence, such as "give true or false".
+        The error's sentence ends with ``rule``, such as "give true or false".
         """
         given = repr(self.values.get(name))
         shown = given if len(given) <= _SHOWN else given[:_SHOWN] + "..."
@@ -74,9 +73,7 @@ class BodyFields:
         return value
 
     def real(self, name: str, default: Any = _NO_DEFAULT, low: float = 0.0, high: float = math.inf) -> Any:
-        """Returns the finite number in the field ``name`` as float, from ``low`` to ``high``; ``default`` if it is
-        missing.
-        """
+        """Returns the finite number in the field ``name``, from ``low`` to ``high``; ``default`` if it is missing."""
         rule = f"give a finite number from {low:g} to {high:g}"
         value = self._get(name, default, rule)
         if value is not default:
@@ -94,7 +91,7 @@ class BodyFields:
         return value
 
     def mapping(self, name: str, default: Any = _NO_DEFAULT) -> "BodyFields":
-        """Returns a reader of the JSON object in the field ``name``; of ``default`` if it is missing."""
+        """Returns a reader of the JSON object in the field ``name``, or of ``default`` if it is missing."""
         value = self._get(name, default, "give an object")
         if not isinstance(value, Mapping):
             raise self.refuse(name, "give an object")

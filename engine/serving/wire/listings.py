@@ -17,20 +17,20 @@ _PAGE, _LONGEST_PAGE = 20, 1000
 
 
 class ListingRoutes:
-    """Handlers of the HTTP routes that list sessions, training runs and saved weights, and that remove weights."""
+    """Handlers of the HTTP routes that list sessions, training runs and saved weights, or remove weights."""
 
     def __init__(self, model: ServedModel, ledger: Ledger, directory: Directory, read_body: ReadBody) -> None:
         self._model, self._ledger, self._directory, self._read_body = model, ledger, directory, read_body
 
     def posts(self) -> Mapping[str, Handler]:
-        """Returns a handler for each path of the POST requests about client settings, the service and saved weights."""
+        """Returns the handlers of POST requests by path."""
         return {
             "client/config": self._client_config, "client/dynamic_config": self._dynamic_config,
             "get_info": self._get_info, "weights_info": self._weights_info, "telemetry": self._telemetry,
         }  # fmt: skip
 
     def gets(self) -> Mapping[str, Handler]:
-        """Returns a handler for each path of the GET requests that list sessions, training runs and saved weights."""
+        """Returns the handlers of GET requests by path."""
         return {
             "healthz": self._health, "get_server_capabilities": self._capabilities,
             "samplers/{sampler:path}": self._sampler, "training_runs": self._runs,

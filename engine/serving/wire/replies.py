@@ -16,7 +16,7 @@ _STOPPED, _TOO_LONG = 0, 1
 
 
 def reply_of(entry: FutureEntry) -> tuple[bytes, str]:
-    """Returns the body and media type of the HTTP reply with the result of the command of ``entry``.
+    """Returns the body and media type of the HTTP reply with the result of ``entry``'s command.
 
     A failure becomes JSON with "error" and "category"; other results become JSON or protobuf.
     """
@@ -48,9 +48,9 @@ def _values(entry: FutureEntry, result: PlainOutput) -> Mapping[str, Any]:
 
 
 def trained_bytes(result: TrainedOutput) -> bytes:
-    """Returns ``result`` as a serialized ForwardBackwardOutput message: metrics, and the outputs of each datum.
+    """Returns ``result`` as a serialized ForwardBackwardOutput message.
 
-    Consecutive data with outputs of equal shapes, apart from the first dimension, share one record.
+    Consecutive data share a record if their outputs have equal shapes, apart from the first dimension.
     """
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     for name, value in result.metrics.items():
@@ -78,8 +78,8 @@ def sampled_bytes(result: SampledOutput, last: int | None) -> bytes:
     """Returns ``result`` as a serialized SampleResponse message.
 
     Args:
-        last: number of tokens at the end of the prompt for which log-probabilities are sent; earlier tokens get NaN.
-            None: log-probabilities are sent for all prompt tokens.
+        last: number of prompt tokens, from the end, with log-probabilities; earlier tokens get NaN. None: all prompt
+            tokens.
     """
     message = message_class("SampleResponse")()
     for one in result.sequences:

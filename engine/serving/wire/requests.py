@@ -45,7 +45,7 @@ _NODE_KINDS = ("placeholder", "call_function", "call_method", "output")
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """Result of parsing one request: its commands as ledger entries, and further fields of the immediate reply.
+    """Commands of one request as ledger entries, with further fields of the immediate reply.
 
     The client waits for the result of the last entry.
     """
@@ -57,8 +57,8 @@ class ParsedRequest:
 class RequestReader:
     """Parser of the requests that create or change a model, sample from it or define a loss.
 
-    Each method checks a body and returns its commands, or raises RequestRefusedError. A request with a ``seq_id`` uses
-    up this number even if its content is invalid: its command then has a failure as result.
+    Each method returns the commands of a body, or raises RequestRefusedError. An invalid request with a ``seq_id``
+    still uses up this number, with a failure as result.
     """
 
     def __init__(self, model: ServedModel, directory: Directory) -> None:
@@ -141,7 +141,7 @@ class RequestReader:
     def save_weights_for_sampler(self, body: BodyFields) -> ParsedRequest:
         """Returns the command of a ``save_weights_for_sampler`` request, which saves weights without optimizer state.
 
-        If the request names no path, the result is a new sampling session with these weights.
+        Without a path in the request, the result is a new sampling session.
         """
         return self._save("save_weights_for_sampler", "sampler_weights", body)
 
@@ -171,8 +171,7 @@ class RequestReader:
     def load_weights(self, body: BodyFields) -> ParsedRequest:
         """Returns the commands of a ``load_weights`` request.
 
-        The request loads weights into the model ``model_id``. Without this field, a first command creates a new model
-        for the weights.
+        Without a field ``model_id``, the first command creates a new model for the weights.
         """
         path, optimizer = body.text("path", most=1024), body.flag("optimizer")
         about = {"type": "load_weights", "path": path}
@@ -276,7 +275,7 @@ class RequestReader:
     def create_custom_loss(self, body: BodyFields) -> ParsedRequest:
         """Returns the command of a ``create_custom_loss`` request.
 
-        This method checks form and size of the graph; the ranks check its operations.
+        Checks the form and size of the graph; the ranks check its operations.
         """
         session, number = body.text("session_id"), body.integer("custom_loss_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         inputs = [BodyFields(_object(one, "inputs"), "inputs.").text("name") for one in body.items("inputs", most=16)]
@@ -389,7 +388,7 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def metadata_of(body: BodyFields) -> Mapping[str, str] | None:
-    """Returns the field "user_metadata" of a request, with all values as strings; None if it is missing or empty.
+    """Returns the field "user_metadata" of a request with all values as strings; None if missing or empty.
 
     Raises:
         RequestRefusedError: it is longer than 16,384 characters.

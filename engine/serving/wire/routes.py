@@ -41,9 +41,9 @@ class FutureRoutes:
 
     Args:
         ledger: ledger that accepts the commands.
-        directory: sessions, runs and saved weights.
+        directory: sessions, training runs and saved weights.
         reader: parser of the requests.
-        read_body: function that returns the body of a request, and refuses a body that is too long.
+        read_body: callback that returns the body of a request, or refuses a long body.
     """
 
     def __init__(self, ledger: Ledger, directory: Directory, reader: RequestReader, read_body: ReadBody) -> None:
@@ -54,9 +54,7 @@ class FutureRoutes:
         self._news: set[asyncio.Future[None]] = set()
 
     def posts(self) -> Mapping[str, Handler]:
-        """Returns a handler for each path of the POST requests that open sessions, accept commands, or return
-        results.
-        """
+        """Returns the handlers of POST requests by path."""
         reader = self._reader
         work: dict[str, Callable[[BodyFields], ParsedRequest]] = {
             "create_model": reader.create_model, "optim_step": reader.optim_step, "save_weights": reader.save_weights,
@@ -202,8 +200,9 @@ class FutureRoutes:
             raise self.ended
 
     def end_waits(self) -> None:
-        """Answers all requests that wait for results, before the server stops; call it in the thread of the server's
-        event loop.
+        """Answers all requests that wait for results, before the server stops.
+
+        Call it in the thread of the server's event loop.
         """
         self.is_stopping.set()
         for one in self._news:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Facts about the base model of a service, such as names and context length, against which requests are checked."""
+    """Facts about the base model of a service, such as names and context length, for checks of requests."""
 
     names: tuple[str, ...]
     """Names by which clients ask for it; the first one is its own."""

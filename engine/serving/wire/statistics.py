@@ -24,9 +24,9 @@ class ServiceStatistics:
         self._failures = 0
 
     def record_request(self, route: str, seconds: float, status: int) -> None:
-        """Counts one request of ``route``, which took ``seconds`` and was answered with HTTP ``status``.
+        """Counts one request of ``route``, which took ``seconds`` and got the HTTP ``status``.
 
-        Counts it as refused, too, if ``status`` is 400 or higher, except for 408.
+        A ``status`` of 400 or higher, except 408, also counts as refused.
         """
         row = self._routes.setdefault(route, [0, 0.0, 0])
         row[0] += 1
@@ -45,9 +45,7 @@ class ServiceStatistics:
             curve.append(result.metrics.get("loss:sum", float("nan")) / tokens)
 
     def status(self, model: ServedModel, ledger: Ledger) -> Mapping[str, Any]:
-        """Returns the state of the service as JSON values by name: its queue, sessions, models with their losses, and
-        routes.
-        """
+        """Returns the state of the service as JSON values: queue, sessions, models with losses, and routes."""
         now, is_well = ledger.clock(), ledger.journal is None or ledger.journal.problem is None
         facts = {"name": model.names[0], "architecture": model.architecture, "grid": model.grid}
         sessions = [
@@ -68,9 +66,7 @@ class ServiceStatistics:
         }
 
     def routes(self) -> Mapping[str, Any]:
-        """Returns a mapping for each route, with the numbers of "requests" and "refused" requests and the total
-        "seconds".
-        """
+        """Returns the number of "requests", the number "refused" and the total "seconds" of each route."""
         return {
             route: {"requests": int(row[0]), "seconds": row[1], "refused": int(row[2])}
             for route, row in list(self._routes.items())

@@ -60,8 +60,8 @@ class TensorRoutes:
 
     Args:
         ledger: ledger to which the routes submit the command of each request.
-        futures: handlers by which these routes wait for the journal and for results.
-        read_body: function that returns the body of a request, and refuses a body that is too long.
+        futures: handlers that wait for the journal and for results.
+        read_body: callback that returns the body of a request, or refuses a long body.
         creates: True if the first request for the model "shared" creates it, with all parameters trainable.
     """
 

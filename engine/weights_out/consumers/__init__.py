@@ -18,7 +18,7 @@ from engine.weights_out.consumers.vllm import VllmServer, VllmServers
 def open_consumers(settings: WeightsOutConfig, device: torch.device) -> list[WeightConsumer]:
     """Returns the configured consumers of published versions, in the order in which they take a version over.
 
-    Folders come last, so that a folder never has a version that a server has failed to take over.
+    Folders come last, after all servers.
 
     Args:
         settings: section "weights_out" of the configuration.

@@ -24,9 +24,7 @@ class InferenceServer(BoundedConnection):
     """HTTP connection to one inference server, such as vLLM or SGLang."""
 
     def absent(self, path: str) -> str:
-        """Returns a remedy, such as "start vLLM 0.32 or later", for the error that the server lacks the route
-        ``path``.
-        """
+        """Returns a remedy for an error about the missing route ``path``, such as "start vLLM 0.32 or later"."""
         return "check the address."
 
     def call(
@@ -35,8 +33,7 @@ class InferenceServer(BoundedConnection):
     ) -> Any:  # fmt: skip
         """Sends a request with ``body`` as JSON, and returns the parsed JSON of the reply.
 
-        While the server does not answer, repeats the request for at most ``patience`` seconds, and not beyond the
-        deadline that ``limit`` has set.
+        Repeats an unanswered request for at most ``patience`` seconds, within the deadline set by ``limit``.
 
         Args:
             longest: maximum seconds of each attempt.
@@ -79,8 +76,7 @@ S = TypeVar("S", bound=InferenceServer)
 
 
 def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
-    """Calls the callback ``step`` with each server, in parallel threads; raises the first error after all calls have
-    ended.
+    """Calls ``step`` with each server in parallel threads; raises the first error after all calls have ended.
 
     Raises:
         EngineError: a server refuses or does not answer; the message names it.
@@ -94,9 +90,6 @@ def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
 
 
 def after_failure(server: S, step: Callable[[S], None]) -> None:
-    """Calls ``step`` with ``server``, after setting the server's deadline to one second from now.
-
-    After a failure, the deadline of the version may have passed, but ``step``, such as resuming, still needs time.
-    """
+    """Calls ``step`` with ``server`` after a failure, with a new deadline of one second."""
     server.limit(1.0)
     step(server)

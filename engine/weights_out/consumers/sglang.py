@@ -50,7 +50,7 @@ class SglangServer(InferenceServer):
         self.ranks, self._pause = ranks, "retract" if pause == "wait" else pause
 
     def absent(self, path: str) -> str:
-        """Returns a remedy, the SGLang version to start, for the error that the server lacks the route ``path``."""
+        """Returns a remedy for an error about the missing route ``path``: the SGLang version to start."""
         return "start SGLang 0.5.23 or later."
 
     @property
@@ -63,13 +63,13 @@ class SglangServer(InferenceServer):
         self.call("POST", "/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
     def join(self, host: str, port: int, offset: int, size: int, group: tuple[str, str]) -> None:
-        """Makes the server's ranks join a collective group, through which rank 0 of the training broadcasts weights.
+        """Makes the server's ranks join a collective group, in which the training's rank 0 broadcasts weights.
 
         Args:
             host: address of the group's rank 0.
             port: port of the group's rank 0.
             offset: rank of the server's first rank in the group.
-            size: number of ranks in the group: rank 0 of the training and the ranks of all servers.
+            size: number of ranks in the group: the training's rank 0 and the ranks of all servers.
             group: (name, backend) of the group.
         """
         body = {
@@ -84,22 +84,16 @@ class SglangServer(InferenceServer):
             self.call("POST", "/destroy_weights_update_group", {"group_name": name}, 0.0)
 
     def pause(self) -> None:
-        """Pauses generation. Requests that run are aborted, computed again or continued, as the constructor's ``pause``
-        names.
-        """
+        """Pauses generation; the constructor's ``pause`` decides about running requests."""
         self.call("POST", "/pause_generation", {"mode": self._pause})
 
     def resume(self) -> None:
-        """Continues generation. Does nothing if the last update has failed and left weights of two versions in the
-        server.
-        """
+        """Continues generation, unless a failed update has left weights of two versions on the server."""
         if not self.version.endswith(INCOMPLETE):
             self.call("POST", "/continue_generation", {})
 
     def begin(self) -> None:
-        """Begins a weight update on the server. If an earlier trainer was killed during an update, ends that update
-        first.
-        """
+        """Begins a weight update on the server; first ends an unfinished update of a killed trainer."""
         try:
             self.call("POST", "/begin_weight_update", {})
         except StoreRefusedError:
@@ -107,9 +101,9 @@ class SglangServer(InferenceServer):
             self.call("POST", "/begin_weight_update", {})
 
     def update(self, tensors: Mapping[str, Tensor], group: str) -> None:
-        """Makes the server receive ``tensors``, in this order, by broadcasts of the collective group called ``group``.
+        """Makes the server receive ``tensors``, in this order, by broadcasts of the collective group ``group``.
 
-        Does not repeat the request if it fails, since rank 0 broadcasts the tensors once.
+        A failed request is not repeated.
         """
         body = {
             "names": [*tensors], "dtypes": [str(each.dtype).removeprefix("torch.") for each in tensors.values()],
@@ -118,16 +112,13 @@ class SglangServer(InferenceServer):
         self.call("POST", "/update_weights_from_distributed", body, 0.0)
 
     def end(self) -> None:
-        """Ends the weight update, and empties the prefix cache, which was computed with the old weights.
-
-        With ``pause`` = "in_place", requests continue, and the cache remains.
-        """
+        """Ends the weight update and empties the prefix cache, except with ``pause`` = "in_place"."""
         self.call("POST", "/end_weight_update", {})
         if self._pause != _IN_PLACE:
             self.call("POST", "/flush_cache", {})
 
     def checksum(self) -> str:
-        """Returns a hash of all parameters of the server, as the server computes it."""
+        """Returns the server's own hash of all its parameters."""
         found: Any = self.call("POST", "/weights_checker", {"action": "checksum"})
         return str(found["per_engine_checksum"])
 
@@ -139,7 +130,7 @@ class SglangServers:
         servers: connections to the servers.
         device: device of rank 0, which also decides the backend of the broadcasts.
         host: address of this host that the servers can reach.
-        check: True to compare, after each version, the parameters of all servers that have equally many ranks.
+        check: True to compare the parameters of servers with equally many ranks after each version.
     """
 
     def __init__(
@@ -160,7 +151,7 @@ class SglangServers:
         return found
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Opens the collective group through which rank 0 broadcasts weights to all servers, unless it is open already.
+        """Opens the collective group for broadcasts from rank 0 to all servers, unless it is open.
 
         Raises:
             EngineError: a server fails; the message names it.
@@ -175,8 +166,7 @@ class SglangServers:
         on_all(self._servers, SglangServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:
-        """Broadcasts the version into the servers' weights, a bucket of tensors at a time; then the servers generate
-        again.
+        """Broadcasts the version into the servers' weights, bucket by bucket; then the servers generate again.
 
         Raises:
             EngineError: a server fails, and the message names it. Servers with weights of two versions stay paused.
@@ -201,7 +191,7 @@ class SglangServers:
             on_all(self._servers, lambda server: after_failure(server, SglangServer.resume))
 
     def compare(self, number: int) -> None:
-        """Compares the parameters of servers that have equally many ranks, after version ``number``.
+        """Compares the parameters of servers with equally many ranks, after version ``number``.
 
         Raises:
             EngineError: two servers have different parameters; the message names them.

@@ -49,9 +49,7 @@ class VllmServer(InferenceServer):
         self._pause = pause
 
     def absent(self, path: str) -> str:
-        """Returns a remedy, the vLLM version and option to start, for the error that the server lacks the route
-        ``path``.
-        """
+        """Returns a remedy for an error about the missing route ``path``: the vLLM version and option to start."""
         started = "--enable-scale-out" if path.startswith("/inference") else "VLLM_SERVER_DEV_MODE=1"
         return f"start vLLM 0.32 or later with {started}."
 
@@ -63,8 +61,7 @@ class VllmServer(InferenceServer):
     def prepare(self, blocks: WeightBlocks, url: str) -> None:
         """Makes the server's workers read the version of ``blocks`` into host memory, from the training at ``url``.
 
-        The weights with which the server generates do not change. Raises StoreRefusedError or GridError if the server
-        fails.
+        The live weights do not change. Raises StoreRefusedError or GridError if the server fails.
         """
         self.limit(blocks.until - monotonic())
         init = BackendInit(url, blocks.version.run)
@@ -79,24 +76,18 @@ class VllmServer(InferenceServer):
             self.call("POST", "/update_weights", {"update_info": _fields(update)})
 
     def drop(self) -> None:
-        """Drops the version that the workers have read into host memory; the weights with which the server generates
-        remain.
-        """
+        """Drops the version that the workers have read into host memory; the live weights do not change."""
         with suppress(StoreRefusedError):  # there is none, or a refusal has ended it
             self.call("POST", "/update_weights", {"update_info": _fields(BackendUpdate(0, (), 0.0))})
         with suppress(StoreRefusedError):
             self.call("POST", "/finish_weight_update")
 
     def pause(self) -> None:
-        """Pauses generation. Requests that run are finished, aborted or continued, as the constructor's ``pause``
-        names.
-        """
+        """Pauses generation; the constructor's ``pause`` decides about running requests."""
         self.call("POST", f"/pause?mode={self._pause}")
 
     def resume(self) -> None:
-        """Continues generation. Does nothing if the last update has failed and left weights of two versions in the
-        server.
-        """
+        """Continues generation, unless a failed update has left weights of two versions on the server."""
         if self.version.endswith(INCOMPLETE):
             return
         if self._pause == "keep":  # the other modes have emptied the cache
@@ -104,7 +95,7 @@ class VllmServer(InferenceServer):
         self.call("POST", "/resume")
 
     def finish(self, number: int) -> None:
-        """Overwrites the server's weights with the version from ``prepare``, and names this version ``number``.
+        """Overwrites the server's weights with the prepared version, and gives this the name ``number``.
 
         Raises StoreRefusedError or GridError if the server fails.
         """
@@ -128,7 +119,7 @@ class VllmServers:
 
     Args:
         servers: connections to the servers.
-        check: True to compare the servers' parameters with each version after its take-over.
+        check: True to compare the servers' parameters with each new version.
     """
 
     def __init__(self, servers: Sequence[VllmServer], check: bool = False) -> None:
@@ -147,8 +138,7 @@ class VllmServers:
         return self._last
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Makes the workers of all servers read the version of ``blocks`` into host memory; their weights do not
-        change.
+        """Makes the workers of all servers read the version of ``blocks`` into host memory; live weights do not change.
 
         Raises:
             EngineError: a server fails; the message names it.
@@ -161,7 +151,7 @@ class VllmServers:
         on_all(self._servers, VllmServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:
-        """Makes the prepared version the weights of all servers, which then generate again.
+        """Makes the prepared version the weights of all servers; then the servers generate again.
 
         Raises:
             EngineError: a server fails, and the message names it. A server with weights of two versions stays paused.
@@ -172,7 +162,7 @@ class VllmServers:
             self.compare(blocks)
 
     def drop(self) -> None:
-        """Drops the prepared version on all servers, and makes them generate again with the old weights.
+        """Drops the prepared version on all servers, and lets them generate again with the old weights.
 
         A server with weights of two versions stays paused.
         """
@@ -181,13 +171,12 @@ class VllmServers:
                 on_all(self._servers, lambda server, step=step: after_failure(server, step))  # type: ignore[misc]
 
     def compare(self, blocks: WeightBlocks) -> None:
-        """Compares the parameters of all servers with the version that the training has published.
+        """Compares the parameters of all servers with the published version, which is read once more.
 
-        Reads the tensors of the version once more for this. Leaves out parameters that vLLM pads, packs or divides
-        among workers.
+        Skips parameters that vLLM pads, packs or divides among workers.
 
         Raises:
-            EngineError: a server has wrong values; the message names it and the tensors.
+            EngineError: a server has wrong values; the message names server and tensors.
         """
         sums = {server.url: server.checksums() for server in self._servers}
         expected, empty = _digests(blocks), hashlib.sha256().hexdigest()

@@ -18,7 +18,7 @@ _AT_ONCE = 64
 
 
 class VllmSample(NamedTuple):
-    """One completion of a prompt that a vLLM server has sampled: its tokens and their log-probabilities."""
+    """One sampled completion of a prompt: its tokens and their log-probabilities."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float | None]
@@ -40,7 +40,7 @@ class VllmSampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any], number: int, seconds: float
     ) -> list[list[VllmSample]]:
-        """Samples completions, and checks that version ``number`` of the weights has produced every token.
+        """Samples completions of ``prompts``, and checks that version ``number`` of the weights produced every token.
 
         Returns a list of completions for each prompt.
 
