@@ -58,8 +58,8 @@ def is_metered() -> bool:
 
 
 class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch dispatch mode that counts the FLOPs of matrix products, convolutions and attention with torch's formulas.
-    It sets ``draws`` to True if a random operation runs.
+    """Torch dispatch mode that counts the FLOPs of matrix products, convolutions and attention. It sets ``draws`` to
+    True if a random operation runs.
     """
 
     def __init__(self) -> None:

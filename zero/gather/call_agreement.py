@@ -27,17 +27,15 @@ ROUND = "gather round"
 
 
 def round_bytes(buckets: int) -> int:
-    """Returns the size in bytes of the message that one rank sends in a round of agreement on extra gathers
-    (:class:`GatherRounds`): flags, a digest of the rank's module calls, and one bit for each of ``buckets`` buckets.
+    """Returns the bytes that a rank sends in one round of :class:`GatherRounds`: flags, a digest of module calls, and
+    one bit for each of ``buckets`` buckets.
     """
     return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Message of one rank in a round of agreement on extra gathers. It requests the gathers of the buckets with the
-    indices ``wanted``.
-    """
+    """Message in which a rank requests unplanned gathers of the buckets with the indices ``wanted``."""
 
     wanted: frozenset[int] = frozenset()
     everywhere: bool = False
@@ -49,10 +47,10 @@ class Said:
 
 
 class GatherRounds:
-    """Rounds in which data ranks exchange messages about gathers of parameters outside the planned order (ZeRO 3). Each
-    round is one all-gather between the hosts of these ranks, label "gather round".
+    """Rounds in which data ranks agree on unplanned parameter gathers (ZeRO 3). Each round is one all-gather between
+    their hosts, label "gather round".
 
-    ``buckets``: number of buckets, the same on all of these ranks.
+    ``buckets``: number of buckets, the same on all ranks.
     """
 
     def __init__(self, comm: Comm, buckets: int) -> None:
@@ -84,8 +82,8 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class PassCalls:
-    """Record of the module calls in the forwards that one backward differentiates. Each call is recorded as a position:
-    the index of the module's group in the order of parameter gathers.
+    """Record of the module calls in the forwards of one backward. The position of a call is the index of its module's
+    group in the gather order.
     """
 
     def __init__(self) -> None:
@@ -124,8 +122,8 @@ class PassCalls:
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions that the backward, from the last call to the first, reaches more than once or after a lower
-        position. The parameters at these positions may have been freed by then.
+        """Positions that a backward, in reverse order of the calls, reaches again or after a lower position. Their
+        parameters may have been freed.
         """
         again, lowest = set(), None
         for position in reversed(self._positions):

@@ -14,8 +14,8 @@ from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 
 class OutsideCalls:
-    """Gatherer of sharded parameters (ZeRO 3) for module calls that user code makes outside the engine's forwards and
-    backwards. Such calls may be nested.
+    """Context of module calls outside the engine's forwards and backwards, with their gathers of sharded parameters
+    (ZeRO 3). Calls may be nested.
     """
 
     def __init__(self, whole: UnshardedBuckets, comm: Comm) -> None:
@@ -49,8 +49,8 @@ class OutsideCalls:
             self._whole.free((opened | read) - (self._read if self._depth else frozenset()))
 
     def read(self, index: int) -> None:
-        """Gathers the bucket ``index``, because code outside the bucket's modules reads one of its parameters. The
-        bucket stays gathered until the outermost module call ends. Collective over dp.
+        """Gathers the bucket ``index`` for a read outside the bucket's modules. The bucket stays gathered until the
+        outermost module call ends. Collective over dp.
         """
         if index not in self._whole.live:
             self._read |= {index}

@@ -24,8 +24,8 @@ WITHIN = "parameters within nodes"
 
 @dataclass(frozen=True, slots=True)
 class SecondaryLayout:
-    """Layout of secondary shards (ZeRO++ hpZ): the buckets with secondary shards, and the number of neighbouring data
-    ranks on a node that divide such a bucket once more.
+    """Layout of secondary shards (ZeRO++ hpZ): the buckets that have them, and the number of data ranks that share a
+    node.
     """
 
     ranks: int = 1
@@ -42,7 +42,7 @@ NO_SHARDS = SecondaryLayout()
 
 class SecondaryShards:
     """Secondary shards of this rank, by bucket index (ZeRO++ hpZ). After a gather over dp, the data ranks of a node
-    store the full bucket divided among them, so that later gathers stay within the node.
+    store the bucket divided among them; later gathers stay within the node.
 
     Args:
         comm: all-gathers between the data ranks of a node, label "parameters within nodes".
@@ -87,8 +87,8 @@ class SecondaryShards:
         return self._comm.gather_parameters(pairs, WITHIN, self._ranks)
 
     def drop(self, indices: Collection[int] | None = None) -> None:
-        """Marks the secondary shards of the buckets ``indices`` (None: of all buckets) as invalid, because their
-        parameters have changed. The memory stays allocated.
+        """Marks the secondary shards of the buckets ``indices`` (None: all buckets) as invalid, after a parameter
+        change. The memory stays allocated.
         """
         self._valid.difference_update(self._shards if indices is None else indices)
 

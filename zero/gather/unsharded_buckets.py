@@ -34,16 +34,14 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, Seco
 
 
 class ShardArrival:
-    """Handle of copies of this rank's shards from host memory to the device, before a batch of all-gathers sends the
-    shards.
-    """
+    """Handle of copies of this rank's shards from host memory to the device, before they are all-gathered."""
 
     def __init__(self, copied: torch.Event | None) -> None:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """Returns the handle to wait for, given ``gather``, the handle of the all-gathers. With several data ranks it
-        is ``gather`` itself. With one data rank no collective runs, and the returned handle waits for the copies.
+        """Returns the handle to wait for: ``gather``, the handle of the all-gathers, or with one data rank a handle of
+        the copies.
         """
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
@@ -62,11 +60,11 @@ class ShardSource:
         """After the newest copy that the host has not waited for."""
 
     def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
-        """Copies the shards of ``flats`` that are in host memory into the allocated memory of the full parameters on
-        the device. The caller starts the all-gathers inside the context.
+        """Copies the shards of ``flats`` in host memory to the device, into the memory of the full parameters. The
+        caller starts the all-gathers inside the context.
 
-        ``beside``: True to overlap copies and gathers with compute, on a side stream. Quantized shards require False,
-        because they are encoded on the compute stream.
+        ``beside``: True to overlap copies and gathers with compute, on a side stream; must be False for quantized
+        shards.
         """
         hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
         return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
@@ -107,11 +105,11 @@ class BucketState(Enum):
 
 
 class UnshardedBuckets:
-    """Memory for the full parameters of this rank's buckets (ZeRO 3): allocated for a gather, and freed after use. A
+    """Memory for the full parameters of this rank's buckets (ZeRO 3), allocated for a gather and freed after use. A
     bucket is identified by its index.
 
-    ``read(index, name)``: callback when code reads the parameter ``name`` of bucket ``index`` while the bucket is not
-    gathered. ``within``: layout of secondary shards, by default none.
+    ``read(index, name)``: callback for a read of the parameter ``name`` while its bucket ``index`` is not gathered.
+    ``within``: layout of secondary shards, by default none.
     """
 
     def __init__(
@@ -153,9 +151,9 @@ class UnshardedBuckets:
 
     def ask(self, indices: frozenset[int], exact: bool = False) -> None:
         """Allocates memory for the buckets ``indices`` and starts their all-gathers, in one batch for each sharding
-        axis. Skips buckets that are gathered already. ``exact``: True to gather without quantization.
+        axis. Skips gathered buckets.
 
-        If not ``exact``, buckets with a valid secondary shard are gathered in a separate batch, within the node.
+        ``exact``: True to gather over dp without quantization, False to use quantization and valid secondary shards.
         """
         missing = sorted(indices - self.live)
         if self.secondary is not None and not exact:
@@ -215,8 +213,7 @@ class UnshardedBuckets:
         """Gathers the buckets ``indices``, even ones that this rank has gathered already, because another data rank
         needs them. All data ranks must pass the same ``indices``.
 
-        Afterwards, the buckets in ``wanted`` are readable, as are the buckets that were readable before. Other buckets
-        that the call has gathered are freed.
+        Afterwards, the buckets in ``wanted`` and all that were readable before are readable; the others are freed.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -226,11 +223,11 @@ class UnshardedBuckets:
         self.free(indices - live - wanted)
 
     def ask_alike(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Starts all-gathers of the buckets ``indices``, outside the planned order, after a check that all data ranks
-        request the same buckets. Buckets that are gathered already are skipped.
+        """Starts all-gathers of the buckets ``indices``, after a check that all data ranks request the same buckets.
+        Skips gathered buckets.
 
-        The check is one all-gather of 8 bytes per rank, label "gather check"; there is none if no bucket is left to
-        gather. ``exact``: True to gather without quantization.
+        The check is one all-gather of 8 bytes per rank, label "gather check". ``exact``: True to gather without
+        quantization.
 
         Raises:
             EngineError: data ranks request different buckets.
@@ -275,8 +272,8 @@ class UnshardedBuckets:
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
         """Frees the memory of the full parameters of the buckets ``indices``; their parameters are then not readable.
 
-        ``leave``: True to leave memory allocated if other tensors, such as a user's, share it, and not to update
-        secondary shards. False to free memory even if autograd refers to it, because the backward gathers it again.
+        ``leave``: True to leave shared memory allocated, and secondary shards as they are. False to free memory even if
+        autograd refers to it.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()
@@ -299,8 +296,8 @@ class UnshardedBuckets:
             self._hosted.settle()
 
     def drop_secondary(self, indices: Collection[int] | None = None) -> None:
-        """Marks the secondary shards (ZeRO++ hpZ) of the buckets ``indices`` (None: of all buckets) as invalid, because
-        their parameters have changed. Does nothing if there are no secondary shards.
+        """Marks the secondary shards (ZeRO++ hpZ) of the buckets ``indices`` (None: all buckets) as invalid, after a
+        parameter change.
         """
         if self.secondary is not None:
             self.secondary.drop(indices)
@@ -331,8 +328,8 @@ class UnshardedBuckets:
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Makes the shapes of all parameters readable inside the context. Parameters that are not gathered have no
-        memory for values then, so code inside must not read their values.
+        """Makes the shapes of all parameters readable inside the context. Code inside must not read values of
+        parameters that are not gathered.
         """
         states = enumerate(self._states)
         hidden = [index for index, each in states if each is not BucketState.SHOWN and index not in self._resident]

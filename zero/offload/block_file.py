@@ -43,9 +43,7 @@ def whole_sectors(size: int) -> int:
 
 
 def sector_memory(size: int) -> Tensor:
-    """Returns zeroed host memory, uint8 [size], that begins at a disk sector boundary, as direct I/O needs it. It is
-    freed with the last tensor that refers to it.
-    """
+    """Returns zeroed host memory, uint8 [size], that begins at a disk sector boundary, for direct I/O."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
@@ -106,7 +104,7 @@ class BlocksUnderWay:
         self._futures = futures
 
     def joined(self, other: "BlocksUnderWay") -> "BlocksUnderWay":
-        """Returns one handle that stands for the reads and writes of this handle and of ``other``."""
+        """Returns one handle for the reads and writes of this handle and of ``other``."""
         return BlocksUnderWay([*self._futures, *other._futures])
 
     def result(self) -> None:
@@ -145,14 +143,14 @@ class BlockFile:
 
     def start_write(self, data: memoryview, threads: Executor) -> BlocksUnderWay:
         """Starts to write the whole file from ``data`` on ``threads``, and returns a handle. ``data`` must not change
-        before the handle's ``result`` has returned; ``result`` also raises errors of the disk.
+        before the handle's ``result`` returns or raises.
         """
         jobs = self._blocks(data)
         return BlocksUnderWay([threads.submit(self._write_block, number, block) for number, block in jobs])
 
     def start_read(self, into: memoryview, threads: Executor, checked: bool = True) -> BlocksUnderWay:
         """Starts to read the whole file into the memory ``into`` on ``threads``, and returns a handle. ``checked``:
-        True to compare the hash of each block with the hash at its last write. The handle's ``result`` raises errors.
+        True to compare each block's hash with its last write. The handle's ``result`` raises errors.
         """
         jobs = self._blocks(into)
         return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])
@@ -167,9 +165,9 @@ class BlockFile:
             self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
-        """Reads the whole file into the memory ``into``, and waits for it.
+        """Reads the whole file into the memory ``into``.
 
-        ``checked``: True to compare the hash of each block with the hash at its last write.
+        ``checked``: True to compare each block's hash with its last write.
 
         Raises:
             EngineError: the disk fails, or a compared hash differs.
@@ -260,8 +258,8 @@ class PageUse(Protocol):
 
 
 class MomentBuffers:
-    """Pool of ``count`` pages (buffers) of host memory, ``size`` bytes each, through which updates read and write
-    optimizer moments on disk. A page that is being written becomes free when the write ends.
+    """Pool of ``count`` host memory buffers (pages) of ``size`` bytes, through which updates read and write moments on
+    disk.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -286,9 +284,7 @@ class MomentBuffers:
         return self._free.pop()
 
     def give_back(self, page: Tensor, write: PageUse) -> None:
-        """Returns ``page`` to the pool while ``write`` may still read it. ``take`` hands it out again only after
-        ``write`` has ended.
-        """
+        """Returns ``page`` to the pool. The page becomes free when ``write`` has ended."""
         self._busy.append((page, write))
 
     def free_all(self) -> None:

@@ -54,15 +54,15 @@ class DelayedUpdate:
         self._update = self._thread.submit(update)
 
     def join(self) -> None:
-        """Waits until the thread has computed the pending update. It stays pending, because its new weights are in host
-        memory only. Does not raise an error of the update.
+        """Waits until the thread has computed the pending update, without raising its error. The new weights remain in
+        host memory, so the update stays pending.
         """
         if self._update is not None:
             self._update.exception()
 
     def problem(self) -> EngineError | None:
-        """Waits until the thread has computed the pending update, and returns its error: the update has raised, or
-        weights on the device were changed while it ran. None if there is no error or no pending update.
+        """Waits until the thread has computed the pending update, and returns its error, or None. A change of the
+        weights on the device during the update is an error too.
         """
         if self._update is None or self._given is None:
             return None

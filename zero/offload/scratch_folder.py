@@ -83,8 +83,8 @@ def delete_left_behind(parent: Path) -> None:
 class MappedMemory:
     """Allocator of tensors in memory-mapped files in ``folder``, which is created if missing.
 
-    If a cgroup limits the memory, the kernel can write the pages of these tensors to disk instead of killing the
-    process. Each file is unlinked as soon as it is mapped, so that its disk space is freed with its tensor.
+    The kernel can write pages of these tensors to disk when memory is short. The disk space of a file is freed with its
+    tensor.
     """
 
     def __init__(self, folder: str) -> None:

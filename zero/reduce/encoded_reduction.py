@@ -28,9 +28,8 @@ from engine.zero.wire_formats import WireFormats
 class EncodedReduction:
     """Reduce-scatter of one bucket's gradients over the data ranks, with quantized messages (as in ZeRO++).
 
-    It takes one all-to-all over all data ranks, or two if they span several nodes: a hop within each node, then a hop
-    across nodes. Shape suffixes: N data ranks, W of them in a node, A nodes, s elements of a shard, m bytes of an
-    encoded shard.
+    It takes one all-to-all over all data ranks, or two on several nodes: within each node, then across nodes. Shape
+    suffixes: N data ranks, W of them in a node, A nodes, s elements of a shard, m bytes of an encoded shard.
 
     Args:
         comm: sends one all-to-all over dp for each hop, with the hop's label.
@@ -48,11 +47,10 @@ class EncodedReduction:
             self.residuals = tuple(torch.zeros(count, self._size, device=flat.params.device) for count in rows)
 
     def start(self, full: Tensor, out: Tensor) -> Pending:
-        """Starts the sum of ``full`` over the data ranks; returns a handle. After the handle's wait, ``out`` contains
-        this rank's shard of the sum. ``full`` has N*s elements and ``out`` has s, for N data ranks.
+        """Starts the sum of ``full`` [N*s] over the N data ranks into ``out`` [s], this rank's shard; returns a handle.
+        The caller may overwrite ``full`` immediately.
 
-        The caller may overwrite ``full`` immediately. All ranks must wait for the handles of their buckets in the same
-        order, because the wait for the hop within nodes sends the hop across nodes.
+        All ranks must wait for the handles of their buckets in the same order, because a wait may send the second hop.
         """
         messages = self._encode(full.view(self._ranks, -1), 0)
         if len(self._hops) == 1:

@@ -70,7 +70,7 @@ class Style:
 
     @property
     def changes_attributes(self) -> bool:
-        """True if the style also sets integer attributes that the module computes with, such as its number of heads."""
+        """True if the style also changes integer attributes of the module, such as its number of heads."""
         return bool(self.divided or self.values or self.ratios or self.counts)
 
 
@@ -100,7 +100,7 @@ def parse_style(text: str) -> Style:
 
 
 def write_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """Returns the word of a style that sets the rows of each rank, such as "rows:0-4/4-8". ``rows``: the runs [start,
+    """Returns the part of a style that lists each rank's rows, such as "rows:0-4/4-8". ``rows``: intervals [start,
     stop) of each rank.
     """
     return "rows:" + "/".join("+".join(f"{start}-{stop}" for start, stop in runs) for runs in rows)
