@@ -78,8 +78,8 @@ class FlatBucket:
 
     @property
     def rounds_in_gathers(self) -> bool:
-        """True if the quantized all-gather after an update also rounds this rank's ``kept``: the bucket is not sharded
-        and has an fp32 master. The master is not rounded.
+        """True if the quantized all-gather after an update also rounds this rank's parameters (``kept``): the bucket is
+        not sharded and has an fp32 master. The master is not rounded.
         """
         return self.codec is not None and self.wide is not None and not self.sharded
 
@@ -152,8 +152,8 @@ class FlatBucket:
 
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
-    """Gives ``tensor``, a slice of larger memory, a storage object of its own bytes, so that a pickle contains only
-    them. Copies nothing. Does nothing if ``tensor`` is not contiguous or has its own storage.
+    """Gives ``tensor``, a slice of larger memory, a storage object of only its own bytes, so that a pickle has no other
+    data. Copies nothing.
 
     Tensors over the same bytes share one object of ``storages``.
     """
@@ -246,9 +246,9 @@ def reserve(
     layout: FlatLayout, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device
 ) -> tuple[FlatBucket, ...]:
     """Allocates zeroed memory on ``device`` for the buckets of ``layout``. Returns trainable buckets, then frozen
-    buckets. The full parameters of sharded buckets (ZeRO 3) get no memory yet.
+    buckets. :func:`fill` copies the values later.
 
-    ``parameters``: parameters by name; :func:`fill` copies their values later. ``who``: this rank's share.
+    The full parameters of sharded buckets (ZeRO 3) get no memory yet. ``who``: this rank's share.
     """
     trained = [_reserve(bucket, parameters, who, device, trainable=True) for bucket in layout.buckets]
     return (*trained, *(_reserve(bucket, parameters, who, device, trainable=False) for bucket in layout.frozen))

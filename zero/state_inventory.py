@@ -86,8 +86,8 @@ class HoldsCompanions(Protocol):
         """
 
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Allocates the tensors that a checkpoint load fills. Returns them by parameter object of the optimizer, then
-        by kind such as "ema".
+        """Allocates the tensors that a checkpoint load fills. Returns optimizer parameter -> kind, such as "ema", ->
+        tensor.
 
         ``stored``: entries of the checkpoint by "KIND/NAME", with the parameter's name as NAME.
         """

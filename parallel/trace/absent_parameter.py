@@ -36,8 +36,8 @@ class Guard:
 
 
 class AbsentParameter(nn.Parameter):
-    """Parameter without its values on this rank, for example because ZeRO 3 shards them. Code that reads the values
-    first calls a callback, to make them available or to raise an error.
+    """Parameter without its values on this rank, for example because ZeRO 3 shards them. A read of the values first
+    calls a callback.
     """
 
     _guard: Guard
@@ -67,10 +67,8 @@ class GuardedPart(WholeSizes, AbsentParameter):
 
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
-    """Makes every read of the values of ``parameter`` call ``read`` first, by a change of its class. Does nothing if
-    the parameter is concealed already.
-
-    ``where``: location of the values, for error messages.
+    """Makes every read of the values of ``parameter`` call ``read`` first, by a change of its class. ``where``:
+    location of the values, for error messages.
     """
     own = type(parameter)
     if issubclass(own, AbsentParameter):

@@ -113,10 +113,9 @@ class TensorProvenance:
 
     def read(self, tensors: Iterable[Tensor], reader: str, here: OpenCall | None) -> tuple[list[int], set[str]]:
         """Returns (numbers of the traced tensors, names of the parameters) among ``tensors``, the inputs of an
-        operation or call.
+        operation or call. Records a problem for a tensor made inside another call and not returned by it.
 
-        ``reader``: its name, for error messages. ``here``: the module call in progress, or None. Records a problem for
-        a tensor made inside another call and not returned.
+        ``reader``: name of the operation or call, for error messages. ``here``: the module call in progress, or None.
         """
         inputs: dict[int, None] = {}
         parameters = set()
@@ -155,8 +154,6 @@ class TensorProvenance:
     def rewrite(self, sharing: list[Tensor], source: ValueSource) -> None:
         """Registers the tensors ``sharing``, which share one memory, as new traced tensors after an in-place write to
         it. ``source``: origin of the write.
-
-        Several tensors are marked as not sendable to other stages.
         """
         for tensor in sharing:
             inputs, before = source.inputs, self.forget(tensor)

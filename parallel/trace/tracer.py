@@ -43,11 +43,8 @@ def trace_model(
     device: torch.device | None = None,
     material: Material | None = None,
 ) -> ModelTrace:
-    """Runs ``program``, the forward and loss of ``model``, without data, and returns the trace. ``program`` returns a
-    pytree.
-
-    Returned tensors that depend on parameters are the trace's targets, which the last pipeline stage must have. The
-    model, its modes and the random streams do not change.
+    """Runs ``program``, the forward and loss of ``model``, without data, and returns the trace. The model, its modes
+    and the random streams do not change.
 
     Args:
         units: modules to record as one call each; default: the units of ``find_units``, divided further as ``stages``

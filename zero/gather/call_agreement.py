@@ -47,8 +47,8 @@ class Said:
 
 
 class GatherRounds:
-    """Rounds in which data ranks agree on unplanned parameter gathers (ZeRO 3). Each round is one all-gather between
-    their hosts, label "gather round".
+    """Agreement of data ranks on unplanned parameter gathers (ZeRO 3). Each round is one all-gather between their
+    hosts, label "gather round".
 
     ``buckets``: number of buckets, the same on all ranks.
     """

@@ -90,11 +90,10 @@ class NamedShards:
 
 @contextmanager
 def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields parameter name -> tensor, gathered over dp, for the parameters that match ``pattern``. With tensor
-    parallelism, it is this rank's shard. The end of the context stores elements that the user has written.
+    """Yields parameter name -> tensor, gathered over dp, for the parameters that match ``pattern``. Tensor-parallel
+    shards are not gathered. The end of the context stores the user's writes.
 
-    Collective: one all-gather over dp for each bucket, label "full tensors". At the end, ranks compare digests of the
-    written values.
+    Collective: one all-gather over dp for each bucket, label "full tensors".
 
     Raises:
         EngineError: no parameter matches, or ranks have written different values.
@@ -134,8 +133,8 @@ def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dic
 
 @contextmanager
 def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields parameter name -> flat copy of this rank's shard, for the parameters that match ``pattern``. The copy is
-    empty if other data ranks store the parameter. The end of the context stores elements that the user has written.
+    """Yields parameter name -> flat copy of this rank's shard, for the parameters that match ``pattern``. The copy may
+    be empty. The end of the context stores the user's writes.
 
     Collective. At the end, data ranks all-gather the buckets with written master weights.
     """

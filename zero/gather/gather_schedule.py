@@ -28,8 +28,8 @@ EVERYWHERE = Turn(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class GatherOrder:
-    """Order in which the forwards and backwards of one rank use its gather groups, sets of modules with parameters that
-    are gathered together (ZeRO 3). A bucket is identified by its index in ``buckets``.
+    """Order in which one rank's forwards and backwards use gather groups, sets of modules with parameters that are
+    gathered together (ZeRO 3). A bucket is identified by its index in ``buckets``.
     """
 
     buckets: tuple[Bucket, ...]
@@ -64,7 +64,7 @@ class GatherOrder:
 
     def pinned(self, limit: int | None, sizes: Sequence[int]) -> frozenset[int]:
         """Returns the indices of the buckets that stay gathered through a step: in order of first use, each bucket that
-        still fits ``limit`` bytes in all. ``limit`` None: all buckets.
+        still fits ``limit`` bytes (None: all).
 
         ``sizes``: bytes of each bucket's full parameters.
         """

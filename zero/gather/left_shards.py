@@ -40,10 +40,10 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
 
 @torch.no_grad()
 def make_whole(model: nn.Module, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    """Gathers the parameters of ``model`` that a closed engine has left sharded, to full CPU tensors. Does nothing if
-    there are none.
+    """Gathers the parameters of ``model`` that a closed engine has left sharded, to full CPU tensors. Collective over
+    all ranks, if there are any.
 
-    Collective over all ranks of the job. ``gather``: callback that all-gathers a tensor; returns one tensor per rank.
+    ``gather``: callback that all-gathers a tensor; returns one tensor per rank.
     """
     left: dict[int, LeftBucket] = {}
     for parameter in model.parameters():

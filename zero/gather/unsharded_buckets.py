@@ -63,8 +63,7 @@ class ShardSource:
         """Copies the shards of ``flats`` in host memory to the device, into the memory of the full parameters. The
         caller starts the all-gathers inside the context.
 
-        ``beside``: True to overlap copies and gathers with compute, on a side stream; must be False for quantized
-        shards.
+        ``beside``: True to run on a side stream, overlapped with compute; must be False for quantized shards.
         """
         hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
         return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
@@ -105,11 +104,10 @@ class BucketState(Enum):
 
 
 class UnshardedBuckets:
-    """Memory for the full parameters of this rank's buckets (ZeRO 3), allocated for a gather and freed after use. A
-    bucket is identified by its index.
+    """Memory for the full parameters of this rank's buckets (ZeRO 3), allocated for a gather and freed after use.
 
-    ``read(index, name)``: callback for a read of the parameter ``name`` while its bucket ``index`` is not gathered.
-    ``within``: layout of secondary shards, by default none.
+    ``read(index, name)``: callback for a read of the parameter ``name`` while its bucket is not gathered. ``within``:
+    layout of secondary shards, by default none.
     """
 
     def __init__(
@@ -210,8 +208,8 @@ class UnshardedBuckets:
         return frozenset(index for index in indices if self._states[index] is BucketState.SHOWN)
 
     def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
-        """Gathers the buckets ``indices``, even ones that this rank has gathered already, because another data rank
-        needs them. All data ranks must pass the same ``indices``.
+        """Gathers the buckets ``indices`` again, because another data rank needs them. All data ranks must pass the
+        same ``indices``.
 
         Afterwards, the buckets in ``wanted`` and all that were readable before are readable; the others are freed.
         """
@@ -272,8 +270,8 @@ class UnshardedBuckets:
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
         """Frees the memory of the full parameters of the buckets ``indices``; their parameters are then not readable.
 
-        ``leave``: True to leave shared memory allocated, and secondary shards as they are. False to free memory even if
-        autograd refers to it.
+        ``leave``: True to leave allocated any memory that other tensors share; False to free it even if autograd refers
+        to it.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()
@@ -303,8 +301,8 @@ class UnshardedBuckets:
             self.secondary.drop(indices)
 
     def refuse_written(self, indices: frozenset[int]) -> None:
-        """Raises if the model has written to a gathered parameter of the buckets ``indices``. The write would be lost
-        when the bucket is freed.
+        """Raises if the model has written to a gathered parameter of the buckets ``indices``. Freeing would lose the
+        write.
 
         Raises:
             EngineError: a parameter was written since it arrived; the message names the first one.

@@ -119,8 +119,8 @@ class BlocksUnderWay:
 
 
 class BlockFile:
-    """File of ``size`` bytes that is read and written as a whole, in blocks of 1 MiB. A hash of each block is stored in
-    memory to check reads. The disk space is reserved when the object is made.
+    """File of ``size`` bytes that is read and written as a whole. Hashes of its blocks, 1 MiB each, are stored in
+    memory to check reads.
 
     Raises:
         EngineError: the file cannot be made, or the disk is full.
@@ -150,7 +150,7 @@ class BlockFile:
 
     def start_read(self, into: memoryview, threads: Executor, checked: bool = True) -> BlocksUnderWay:
         """Starts to read the whole file into the memory ``into`` on ``threads``, and returns a handle. ``checked``:
-        True to compare each block's hash with its last write. The handle's ``result`` raises errors.
+        True to compare each block's hash with its last write.
         """
         jobs = self._blocks(into)
         return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])

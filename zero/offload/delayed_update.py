@@ -83,8 +83,8 @@ class DelayedUpdate:
         return None
 
     def finish(self) -> bool:
-        """Waits for the pending update and copies its weights to the device, with a gather over dp. Returns True after
-        an update, and False at once if no update is pending. Collective over dp.
+        """Waits for the pending update and copies its weights to the device, with a gather over dp. Returns False if no
+        update is pending. Collective over dp.
 
         Raises:
             EngineError: see ``problem``.

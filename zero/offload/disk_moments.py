@@ -140,8 +140,8 @@ class BucketFiles:
         )
 
     def start_read(self, page: Tensor, threads: Executor) -> BlocksUnderWay:
-        """Starts to read the last committed moments into ``page``, a buffer in host memory; returns a handle. Checks
-        the hash of each block, unless code has changed the file through memory-mapped views.
+        """Starts to read the last committed moments into the host buffer ``page``, and returns a handle. Checks block
+        hashes, unless code has written to memory-mapped views of the file.
         """
         assert self.valid is not None
         checked = self._version == self._mapped[self.valid]._version
@@ -155,7 +155,7 @@ class BucketFiles:
             state[place.weights][place.name] = place.of(page)
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
-        """Copies the moments in ``state`` to ``page``, a host buffer, and starts to write it to the slot that is not
+        """Copies the moments in ``state`` to the host buffer ``page``, and starts to write it to the slot that is not
         valid. Returns a handle. ``state`` then has memory-mapped views of this slot.
         """
         now = [state[place.weights][place.name] for place in self.places]

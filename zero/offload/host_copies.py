@@ -70,9 +70,7 @@ class HostCopies:
 
     def follow(self, flat: FlatBucket, reduction: Pending) -> None:
         """Starts the copy of the reduced gradients of the bucket ``flat`` to the host, on a side stream after
-        ``reduction``. Does nothing for a bucket that the host does not update.
-
-        On a CPU device, ``wait`` makes the copy instead.
+        ``reduction``. On a CPU device, ``wait`` makes the copy instead.
         """
         if flat.host_sums is None or self.late or (is_host(self._device) and reduction.under_way):
             return
@@ -106,9 +104,7 @@ class HostCopies:
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:
         """Copies this rank's master weights of the bucket ``flat`` to its shard of the parameters, cast to their dtype.
-        Communicates nothing.
-
-        The cast may overwrite the host's copy of the gradients.
+        Communicates nothing. May overwrite the host's copy of the gradients.
         """
         assert flat.master is not None
         if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here

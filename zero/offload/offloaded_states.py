@@ -100,8 +100,8 @@ class OffloadedStates:
             torch.autograd.graph.increment_version(held)
 
     def offload(self, kinds: Collection[str], pinned: bool, blocking: bool) -> None:
-        """Copies the state of ``kinds``, such as "optim_states", to host memory, and frees its device memory. Skips
-        kinds that are in host memory. A failed allocation moves nothing.
+        """Copies the state of ``kinds``, such as "optim_states", to host memory, and frees its device memory. A failed
+        allocation moves nothing.
 
         Args:
             pinned: True for page-locked host memory.
@@ -206,8 +206,8 @@ class OffloadedStates:
 
 
 def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
-    """Returns the kinds of state that ``include`` lists, as names such as "optim_states". Items are strings, or members
-    of DeepSpeed's enum ``OffloadStateTypeEnum``. ``include`` None: all kinds.
+    """Returns the kinds of state in ``include``, by names such as "optim_states"; None: all kinds. Items are strings,
+    or members of DeepSpeed's enum ``OffloadStateTypeEnum``.
 
     Raises:
         EngineError: a name is not one of DeepSpeed's.

@@ -28,8 +28,8 @@ PREFIX = "trine-moments-"
 
 
 class ScratchFolder:
-    """Temporary folder in ``parent`` for files of the rank ``rank``, locked until ``close``. Creates ``parent`` if it
-    is missing, and deletes folders in ``parent`` that killed engines have left.
+    """Temporary folder in ``parent`` for files of the rank ``rank``, locked until ``close``. Deletes folders that
+    killed engines have left in ``parent``.
 
     Raises:
         EngineError: the folder cannot be created.
@@ -81,10 +81,8 @@ def delete_left_behind(parent: Path) -> None:
 
 
 class MappedMemory:
-    """Allocator of tensors in memory-mapped files in ``folder``, which is created if missing.
-
-    The kernel can write pages of these tensors to disk when memory is short. The disk space of a file is freed with its
-    tensor.
+    """Allocator of tensors in memory-mapped files in ``folder``. When memory is short, the kernel can write them to
+    disk.
     """
 
     def __init__(self, folder: str) -> None:

@@ -61,8 +61,8 @@ class CompositeOptimizer(FlatOptimizer):
         return self.rounding.moments if rounded and self.rounding is not None else weight.dtype
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the moments of ``weight`` by name, such as "exp_avg", in the shape of ``weight``. Encoded moments are
-        returned as decoded copies on ``device`` (default: of ``weight``).
+        """Returns the moments of ``weight`` by name, such as "exp_avg", in its shape. Encoded moments are decoded to
+        copies on ``device`` (default: of ``weight``).
         """
         return self._part_of(weight).values(weight, device)
 

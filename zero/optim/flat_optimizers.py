@@ -84,8 +84,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         return type(self).__name__.removeprefix("Flat")
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the moments of ``weight`` by name, such as "exp_avg", in the shape of ``weight``; {} before the first
-        step. Encoded moments are returned as decoded copies on ``device`` (default: of ``weight``).
+        """Returns the moments of ``weight`` by name, such as "exp_avg", in its shape; {} before the first step. Encoded
+        moments are decoded to copies on ``device`` (default: of ``weight``).
         """
         own = self.state.get(weight, {})
         return {name: kept for name, kept in own.items() if isinstance(kept, Tensor) and kept.shape == weight.shape}

@@ -22,10 +22,10 @@ class ProductSums(Protocol):
     """
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the memory of the gradient sum of parameter ``name``, to which the caller adds in place, and True if
-        it contains a sum already. Returns None if the backward must return a separate gradient tensor.
+        """Returns the memory of the gradient sum of parameter ``name`` for in-place additions, with a flag that it
+        contains a sum already. Returns None if the backward must return a separate gradient tensor.
 
-        ``node``: the autograd node that accumulates the parameter's gradient; None: the product runs outside autograd.
+        ``node``: the parameter's autograd node; None: the product runs outside autograd.
         """
 
     def added(self, name: str) -> None:
@@ -48,10 +48,10 @@ class BucketGradient:
         """True between the first product of a backward and the parameter's node."""
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the parameter's slice of the bucket, to which the caller adds in place, and True if it contains a sum
+        """Returns the parameter's slice of the bucket for in-place additions, with a flag that it contains a sum
         already. Returns None if the backward must return a separate gradient tensor.
 
-        ``node``: the autograd node that accumulates the parameter's gradient; None: the product runs outside autograd.
+        ``node``: the parameter's autograd node; None: the product runs outside autograd.
         """
         return self._sums.open_sum(self.name, node)
 

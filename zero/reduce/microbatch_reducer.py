@@ -69,8 +69,7 @@ class MicrobatchReducer(SharedReduction):
     rank's gradient shard.
 
     Args:
-        setup: arguments that all reducers share. A bucket's ``grads`` has this rank's shard, or all elements if tensor
-            ranks sum them first.
+        setup: arguments that all reducers share.
         microbatches: usual number of backwards in a step. If a rank runs fewer, as after an error, ``finish`` joins the
             missing collectives.
     """
@@ -132,8 +131,8 @@ class MicrobatchReducer(SharedReduction):
         self._microbatches = backwards
 
     def finish(self) -> None:
-        """Completes the step's gradients: waits for all reductions, sums partial gradients over tensor ranks and
-        gradients of shared parameters over stages, and prepares the next step.
+        """Waits for all reductions, and prepares the next step. Sums partial gradients over tensor ranks, and gradients
+        of shared parameters over stages.
 
         Afterwards ``grads`` of each bucket contains this rank's shard of the sum over microbatches and data ranks.
         """

@@ -141,8 +141,8 @@ class GradientHooks:
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
     def admits(self, name: str, node: Any | None) -> bool:
-        """Returns True if a matrix product may add directly to the gradient sum of parameter ``name``. Returns False if
-        no engine backward is open, or the parameter is frozen or has a hook of the user.
+        """Returns True if a matrix product may add directly to the gradient sum of parameter ``name``: an engine
+        backward is open, and the parameter is neither frozen nor hooked by the user.
 
         ``node``: autograd node of the parameter, or None outside autograd.
         """

@@ -112,7 +112,7 @@ class GradientReducer(SharedReduction):
         """Reduces the remaining buckets, waits for all reductions, and prepares the next step.
 
         Afterwards ``grads`` of each bucket contains the sum over microbatches and data ranks: in this rank's shard at
-        ZeRO 1, in the full bucket at ZeRO 0. Parameters without a gradient in this step have zeros.
+        ZeRO 1, in the full bucket at ZeRO 0.
         """
         self._settle()
         self._end_step()

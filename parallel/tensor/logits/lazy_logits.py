@@ -67,10 +67,8 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Applies ``func`` to lazy (not yet computed) logits by running it on their hidden states ``x``.
-
-    Returns ``NotImplemented`` if ``func`` needs the computed logits. ``args`` and ``kwargs``: the arguments after the
-    logits.
+    """Applies ``func`` to lazy (not yet computed) logits by running it on their hidden states ``x``. Returns
+    ``NotImplemented`` if ``func`` needs the computed logits.
     """
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
@@ -103,12 +101,11 @@ class LazyLogits:
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
-    """Returns a function that computes the lazy logits of ``hidden`` with gradients. ``weight``: parameter of the head
-    in ``hidden.product``.
+    """Returns a function that computes the lazy logits of ``hidden`` with gradients.
 
     Raises:
-        EngineError: raised by the returned function: the head or the hidden states have changed since this call, or
-            ZeRO has freed the weight.
+        EngineError: raised by the returned function, if the head or the hidden states have changed or ZeRO has freed
+            ``weight``.
     """
     product = hidden.product
     assert product is not None

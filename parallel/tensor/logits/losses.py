@@ -64,10 +64,10 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Terms(NamedTuple):
-    """Per-token softmax terms of a loss: tensors [N] in fp32 or fp64, equal on all ranks, with gradients.
+    """Per-token softmax terms of a loss: tensors [N], equal on all ranks, with gradients; None if not needed.
 
-    For logits x of a token, ``log_sum``: log of the sum of exp(x - max x); ``picked``: x - max x at the target;
-    ``weighted``: weighted sum of x - max x. None: not needed by the loss.
+    For logits x, ``log_sum``: log of the sum of exp(x - max x); ``picked``: x - max x at the target; ``weighted``:
+    weighted sum of x - max x.
     """
 
     log_sum: Tensor
@@ -209,9 +209,9 @@ class OverAxis:
 
 def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question) -> LinearTerms:
     """Returns the softmax terms that ``question`` selects for lazy logits, computed from ``hidden`` in chunks of
-    tokens. Never stores the full logits.
+    tokens. Caches the softmax statistics in ``hidden``; never stores the full logits.
 
-    ``product``: head that computes the logits. Caches the softmax statistics in ``hidden``.
+    ``product``: head that computes the logits.
     """
     shared, axis = hidden.softmax, hidden.vocabulary.axis
     known = None if shared.parts is None else Softmax(*shared.parts[:2])
@@ -290,9 +290,8 @@ class _Options:
 
 def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Computes ``functional.cross_entropy`` of logits with a sharded vocabulary, by all-reduces of per-token terms.
-    Takes torch's arguments.
 
-    Returns ``NotImplemented`` for arguments that need the full vocabulary; the caller then gathers the logits.
+    Returns ``NotImplemented`` if torch's arguments need the full vocabulary; the caller then gathers the logits.
     """
     given = _Options(*args, **kwargs)
     if not given.understood:
@@ -318,10 +317,10 @@ def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes ``functional.nll_loss`` of log-probabilities with a sharded vocabulary, by an all-reduce of the picked
-    values. Takes torch's arguments.
+    """Computes ``functional.nll_loss`` of log-probabilities with a sharded vocabulary, by one all-reduce of the picked
+    values.
 
-    Returns ``NotImplemented`` for arguments that need the full vocabulary; the caller then gathers the input.
+    Returns ``NotImplemented`` if torch's arguments need the full vocabulary; the caller then gathers the input.
     """
     given = _Options(*args, **kwargs)
     if not given.understood:
@@ -352,9 +351,8 @@ def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = Fa
 def log_softmax(
     func: Callable[..., Any], input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None, **kwargs: Any
 ) -> Any:
-    """Computes ``log_softmax`` over the sharded vocabulary dim. The result has the same sharding as ``input``.
-
-    Backward sums one scalar for each token over "tp". Returns ``NotImplemented`` if ``dim`` is not the vocabulary.
+    """Computes ``log_softmax`` over the sharded vocabulary dim; the result is sharded like ``input``. Backward sums one
+    scalar for each token over "tp". Returns ``NotImplemented`` if ``dim`` is not the vocabulary.
     """
     if isinstance(_stacklevel, torch.dtype):  # in torch.log_softmax the third argument is the dtype
         dtype = _stacklevel

@@ -91,8 +91,8 @@ class Pieced:
 def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
     """Returns the number of chunks in which to send this rank's ``rows`` rows, with ``size`` bytes in all.
 
-    It is the largest divisor of ``rows`` up to ``MOST_PIECES`` with at least ``axis.overlap.bytes`` per chunk. It is 1
-    without overlap of transfers and compute, in a dry run, and on one rank.
+    It is the largest divisor of ``rows`` up to ``MOST_PIECES`` with at least ``axis.overlap.bytes`` per chunk, and 1 if
+    transfers do not overlap compute.
     """
     devices, least = axis.overlap
     if device not in devices or axis.dry or axis.size == 1:
@@ -260,10 +260,10 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Returns True if a product should communicate in chunks or kernel tiles, instead of all rows at once.
+    """Returns True if a product should communicate in chunks or kernel tiles, instead of all rows at once. Always False
+    if transfers are encoded.
 
-    ``rows``: number of rows of a rank; ``part``: a rank's rows; ``operation``: kind of product. Always False if
-    transfers of activations are encoded.
+    ``rows``: number of rows of a rank; ``part``: a rank's rows; ``operation``: kind of product.
     """
     if axis.wire is not None:
         return False

@@ -49,8 +49,8 @@ def fuses(axis: TensorAxis) -> bool:
 
 
 def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
-    """Returns True if a product of these ``sizes`` runs in a kernel that also communicates, without collectives.
-    Measurements for ``axis`` decide, if there are any. The answer is the same on all ranks.
+    """Returns True if a product of these ``sizes`` runs in a kernel that also communicates. Measurements for ``axis``
+    decide, if there are any. The answer is the same on all ranks.
     """
     row = measured_row(axis, operation, sizes, dtype)
     return fuses(axis) and (axis.measured is None or (row is not None and row.fuses))
@@ -78,7 +78,7 @@ def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: R
     """Gathers ``part``, this rank's rows, and multiplies the rows of all ranks by ``matrix`` in one kernel. Returns
     (product plus bias, gathered rows).
 
-    It is a :class:`GatherProduct`. Falls back to collectives if the kernel does not support the product.
+    Falls back to collectives for products that the kernel does not support.
     """
     buffer, axis = route.axis.symmetric, route.axis
     rows_BLK = part.contiguous().view(-1, *part.shape[-2:])
@@ -113,7 +113,7 @@ def scatter_in_kernel(
     """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` and reduce-scatters the
     product, in communicating kernels. Returns a function that waits for this rank's rows and returns them.
 
-    It is a :class:`ProductScatter`. Falls back to collectives if the kernels do not support the product.
+    Falls back to collectives for products that the kernels do not support.
     """
     buffer, axis = route.axis.symmetric, route.axis
     rows, columns = whole.shape[-2] // axis.size, matrix.shape[-1]
@@ -157,9 +157,9 @@ def fits(
     buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int, row: OverlapChoice | None = None
 ) -> bool:
     """Returns True if the communicating kernels support ``rows_BLK`` times ``matrix`` [K, N], with ``size`` bytes of
-    ``buffer`` for each rank.
+    ``buffer`` for each rank. The answer is the same on all ranks.
 
-    The answer is the same on all ranks. The reason for False is logged once. ``row``: measured choice of tile, or None.
+    ``row``: measured choice of tile, or None.
     """
     reason = _obstacle(buffer, rows_BLK, matrix, size, row)
     if reason:
@@ -183,9 +183,8 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
 
 
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
-    """Returns a check to call after a kernel: on a CPU, that all data of other ranks has arrived; on a GPU, nothing.
-
-    GPUs are checked once a step, by :meth:`Comm.check_kernels`.
+    """Returns a function to call after a kernel. On a CPU it checks that the data of all ranks has arrived; on a GPU it
+    does nothing.
     """
     return buffer.check if is_host(device) else lambda: None
 
@@ -200,10 +199,10 @@ COPIED_BYTES = 4 << 20
 
 @contextmanager
 def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Iterator[None]:
-    """Copies ``part_BLK``, this rank's contiguous rows, to the symmetric memory of all tensor ranks, and signals each
-    ``tile_rows`` rows. Products launched inside the context wait for the signals.
+    """Copies ``part_BLK``, this rank's contiguous rows, to the symmetric memory of all tensor ranks, with a signal for
+    each ``tile_rows`` rows. The end of the context waits for the copies.
 
-    ``epoch``: number of the call on this memory. The end of the context waits for the copies.
+    ``epoch``: number of the call on this memory. Products launched inside the context wait for the signals.
     """
     rank, ranks = buffer.mailbox.rank, buffer.mailbox.ranks
     numbers = signal_numbers(part_BLK, buffer, epoch, tile_rows)
@@ -218,8 +217,7 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
 
 
 def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
-    """Returns the arrival signals for the tiles of one sequence: int32 [tiles], all equal to ``epoch``, the number of
-    the call on ``buffer``.
+    """Returns the arrival signals for the tiles of one sequence, int32 [tiles], all equal to ``epoch``.
 
     The tensor must stay allocated until the copies of :func:`leave_rows` have ended.
     """

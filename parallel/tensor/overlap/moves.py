@@ -48,8 +48,6 @@ class ProductScatter(Protocol):
 def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
     """Gathers ``part``, this rank's rows, in chunks, and multiplies each chunk by ``matrix`` while the next is sent.
     Returns (product plus ``bias``, gathered rows).
-
-    It is a :class:`GatherProduct` that uses all-gathers.
     """
     axis, label = route.axis, route.label
     if route.pieces == 1:
@@ -74,8 +72,6 @@ def product_scatter(
 ) -> Callable[[], Tensor]:
     """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` and reduce-scatters the result,
     in chunks. Returns a function that waits for this rank's rows and returns them in ``dtype``.
-
-    It is a :class:`ProductScatter` that uses reduce-scatters.
     """
     sent: list[tuple[Tensor, Pending]] = []
     for index in range(route.pieces):

@@ -46,8 +46,7 @@ def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tens
     """Sends each row of ``tokens`` [T, K] to the rank of its expert, and multiplies it by the expert's matrix in
     ``weight`` [X, K, N]. Returns the products of the R received rows, [R, N].
 
-    ``tokens`` are sorted by expert, the result by expert, then by source rank. Gradients flow to ``tokens`` and
-    ``weight``.
+    ``tokens`` are sorted by expert; the result is sorted by expert, then by source rank.
 
     Raises:
         EngineError: the rows do not fit the memory or the kernels (on all ranks), or a rank did not make this call.
@@ -62,7 +61,7 @@ def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
     """Multiplies each of ``rows`` [R, K] by its expert's matrix in ``weight`` [X, K, N], and sends the products back.
     Returns the products of this rank's T tokens, [T, N], sorted by expert.
 
-    ``rows`` are sorted by expert, then by source rank. Gradients flow to ``rows`` and ``weight``.
+    ``rows`` are sorted by expert, then by source rank.
 
     Raises:
         EngineError: as for :func:`dispatch_product`.

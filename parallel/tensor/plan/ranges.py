@@ -20,8 +20,8 @@ from engine.parallel.shard_table import Range
 
 @dataclass(frozen=True, slots=True)
 class Divisibility:
-    """Condition on the number of tensor ranks from a size of the model, such as a number of heads. ``count``: the size;
-    ``owner`` and ``noun``: names of its module and of the size in error texts.
+    """Divisibility condition between the number of tensor ranks and a size of the model, such as a number of heads.
+    ``count``: the size; ``owner`` and ``noun``: names of its module and of the size in error texts.
     """
 
     owner: str
@@ -60,11 +60,10 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
 
 
 def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
-    """Returns the ranges into which a dim of ``size`` rows is divided among ``tp`` ranks, each with the ranks that
-    store it.
+    """Returns the ranges into which a dim of ``size`` rows is divided among ``tp`` ranks, each with its ranks.
 
     Each of ``parts`` equal parts (3 for fused q, k and v) is divided evenly, in units of ``unit`` rows, such as heads.
-    With fewer units than ranks, consecutive ranks share a unit. The caller checks divisibility.
+    With fewer units than ranks, consecutive ranks share a unit.
     """
     width = size // parts
     units = width // unit

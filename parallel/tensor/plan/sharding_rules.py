@@ -338,8 +338,8 @@ def _number(name: str, module: nn.Module, attribute: str) -> int:
 
 
 def find_regions(kinds: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns layer name -> name of its parallel region: the innermost module around a column layer that also contains
-    a row layer, and vice versa.
+    """Returns layer name -> name of its parallel region: the innermost module around the layer that contains both
+    column and row layers.
 
     ``kinds``: kind of each sharded layer by name. Layers of other kinds have no region.
 
@@ -396,8 +396,8 @@ def check_embedding(module: nn.Embedding, name: str) -> None:
 def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False) -> TensorPlan:
     """Returns the plan that shards ``model`` over ``tp`` tensor ranks by the configured styles. Communicates nothing.
 
-    ``setting``: ``parallel.tensor_plan``, a mapping {name pattern: style} or the path of its JSON file; ``plan.styles``
-    lists the styles. ``sequence``: True for sequence parallelism.
+    ``setting``: ``parallel.tensor_plan``, a mapping {name pattern: style} or the path of its JSON file. ``sequence``:
+    True for sequence parallelism.
 
     Raises:
         ConfigError: the file contains no mapping of name patterns to styles.

@@ -182,8 +182,8 @@ EXAMPLE = '{"*.query": "column", "*.output": "row"}'
 
 
 def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
-    """Returns (source of the plan for reports, styles by name pattern). ``setting``: the configured mapping of
-    patterns, or the path of the JSON file to read.
+    """Returns (source of the plan for reports, styles by name pattern). ``setting``: mapping of patterns, or path of
+    its JSON file.
 
     Raises:
         ConfigError: the file contains no mapping of name patterns to styles.

@@ -86,8 +86,6 @@ class MatrixUpdates:
     """Updates of sharded matrices, once per step. The shards are sent to each matrix's owner rank, which computes the
     update and sends it back.
 
-    Every rank stores the momenta of its shards; owners store other state of full matrices, such as preconditioners.
-
     Args:
         places: the optimizer's flat tensors, with this rank's shards of the parameters.
         inner: a matrix optimizer, or a composite of several optimizers. Its matrix optimizers then compute only update

@@ -106,11 +106,11 @@ def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]])
 def rounds_of(
     owners: Mapping[str, int], costs: Mapping[str, int], held: Mapping[str, Sequence[int]], order: Sequence[str]
 ) -> list[list[str]]:
-    """Divides the matrices into rounds, so that an owner has about the same work in every round. Returns the names in
-    each round.
+    """Divides the matrices into about 4 rounds, so that an owner has about the same work in every round. Returns the
+    names in each round.
 
-    There are 4 rounds: fewer if no owner has 4 matrices, or if padding would enlarge the messages by more than 25 %;
-    more if an owner would otherwise gather more than 2^24 elements in one round.
+    There are fewer rounds if padding would enlarge the messages by more than 25 %, and more if an owner would gather
+    more than 2^24 elements in one round.
 
     Args:
         owners: owner rank of each matrix.

@@ -15,11 +15,8 @@ ElementState = dict[nn.Parameter, dict[str, Tensor]]
 
 
 def element_state(optimizer: ShardedOptimizer, device: torch.device | None = None) -> ElementState:
-    """Returns the optimizer's moments: flat parameter of the optimizer -> moment name -> tensor in the parameter's
-    shape. Returns {} before the first update.
-
-    Encoded moments, such as in 8 bits, are decoded copies on ``device`` (default: the parameter's device). Other
-    moments are the live tensors.
+    """Returns the optimizer's moments: flat parameter of the optimizer -> moment name -> tensor; {} before the first
+    update. Encoded moments, such as in 8 bits, are decoded to copies on ``device``; others are the live tensors.
     """
     inner = optimizer.inner
     known = [place for place in optimizer.places if place.parameter in inner.state]
