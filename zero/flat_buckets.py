@@ -84,9 +84,7 @@ class FlatBucket:
         return self.codec is not None and self.wide is not None and not self.sharded
 
     def gradient(self, part: slice) -> Tensor:
-        """Returns a view of the gradients of the bucket's elements ``part``. ``part`` must be within ``held``, the
-        elements with gradients on this rank.
-        """
+        """Returns a view of the gradients of the bucket's elements ``part``, which must be within ``held``."""
         return self.grads[part.start - self.held.start : part.stop - self.held.start]
 
     @property
@@ -133,9 +131,7 @@ class FlatBucket:
 
     @property
     def escaped(self) -> bool:
-        """True if a tensor outside the bucket, such as a view that the user has stored, shares the memory of
-        ``params``.
-        """
+        """True if a tensor outside the bucket, such as a user's view, shares the memory of ``params``."""
         storage = self.params.untyped_storage()
         parameters = sum(p.untyped_storage()._cdata == storage._cdata for p in self.parameters)
         own = 2 + len(self.views) + parameters  # ``params`` and ``storage``
@@ -196,9 +192,7 @@ def slot_view(flat: Tensor, slot: Slot) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Description of this rank's share of all buckets: its index among the data ranks, and the ZeRO states that are
-    sharded.
-    """
+    """Share of a rank in all buckets: its index among the data ranks, and the ZeRO states that are sharded."""
 
     index: int
     ranks: int

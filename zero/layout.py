@@ -134,8 +134,8 @@ class Bucket:
         return bool(self.ties) or self.partial
 
     def shard(self, index: int) -> slice:
-        """Returns the elements that the rank with ``index`` along the axis ``spread.sharding`` owns. All ranks along
-        that axis own parts of the same size.
+        """Returns the elements that the rank with ``index`` along the axis ``spread.sharding`` owns. All shards have
+        the same size.
         """
         size = self.elements // self.spread.ranks
         return slice(index * size, (index + 1) * size)
@@ -153,9 +153,7 @@ class Bucket:
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
     def uncounted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the parts of ``within`` that this rank leaves out of the gradient norm, because another rank includes
-        them.
-        """
+        """Returns the parts of ``within`` that another rank includes in the gradient norm."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if not yes)
 
     def _norm_runs(self, within: slice) -> Iterator[tuple[bool, int, int]]:

@@ -27,9 +27,7 @@ from engine.zero.flat_buckets import FlatBucket
 
 
 class UpdatedTensor(Protocol):
-    """Interface of a tensor that an optimizer updates: a range of elements of a flat bucket, which contains several
-    model parameters.
-    """
+    """Interface of a tensor that an optimizer updates: a range of elements of a flat bucket."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -54,7 +52,7 @@ class KeepsWhole(Protocol):
 
     @property
     def on_all_data_ranks(self) -> bool:
-        """True if every data rank stores all of the state, False if the state is divided among the data ranks."""
+        """True if every data rank stores all of the state, False if the data ranks divide it."""
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:

@@ -26,9 +26,7 @@ from engine.parallel.trace.torch_function import Operation, map_leaves, plain_le
 
 
 class NeedsContentError(Exception):
-    """Error of an operation that cannot run on meta tensors: it has no meta kernel, or the shape of its result depends
-    on data.
-    """
+    """Error of an operation that cannot run on meta tensors, for example because its result's shape depends on data."""
 
 
 class MetaTwins:

@@ -146,9 +146,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Record of one call of a unit: a block, or another outermost module with parameters, that the trace treats as one
-    operation.
-    """
+    """Record of one call of a unit: a block, or another outermost module with parameters."""
 
     unit: str
     event: int
@@ -267,9 +265,7 @@ class ModelTrace:
 
     @cached_property
     def graded(self) -> frozenset[int]:
-        """Serial numbers of the traced tensors through which a gradient of the loss flows. Tensors that only a metric
-        reads are left out.
-        """
+        """Serial numbers of the traced tensors through which a gradient of the loss flows."""
         found, pending = set[int](), [number for number in self.targets if self.values[number].grad]
         while pending:
             number = pending.pop()
@@ -280,9 +276,7 @@ class ModelTrace:
 
     @cached_property
     def read_by_glue(self) -> tuple[str, ...]:
-        """Names of parameters that are read by code outside units (blocks and other outermost modules), where no module
-        hook runs before the read.
-        """
+        """Names of parameters that are read by code outside units (blocks and other outermost modules)."""
         read = {name for value in self.values if value.maker == "glue" for name in value.parameters}
         read |= {leaf.parameter for leaf in self.result.leaves if isinstance(leaf, FromParameter)}
         return tuple(name for name in self.parameter_bytes if name in read)
@@ -301,7 +295,7 @@ class ModelTrace:
         return f"the result of {glue.name} at {glue.place}"
 
     def occurrence(self, index: int) -> tuple[str, int]:
-        """Returns (unit name, n) for the call with index ``index``; n is the number of earlier calls of this unit."""
+        """Returns (unit name, n) for the call with index ``index``, the call number n (from 0) of this unit."""
         unit = self.calls[index].unit
         return unit, sum(call.unit == unit for call in self.calls[:index])
 

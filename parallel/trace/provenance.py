@@ -91,15 +91,13 @@ class TensorProvenance:
             twins.notice(buffer)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Returns True if ``tensor`` is a parameter or depends on one. Returns False for a tensor that is computed from
-        the batch alone.
+        """Returns True if ``tensor`` is a parameter or depends on parameters, False if it is computed from the batch
+        alone.
         """
         return id(tensor) in self.number or id(tensor) in self.inside or id(tensor) in self.parameters
 
     def depends_on_calls(self, numbers: Iterable[int]) -> bool:
-        """Returns True if one of the traced tensors with the serial numbers ``numbers`` depends on a module call.
-        Returns False if all depend only on parameters.
-        """
+        """Returns True if any of the traced tensors with the serial numbers ``numbers`` depends on a module call."""
         values = [self.values[number] for number in numbers]
         return any(value.maker == "call" or self.depends_on_calls(value.inputs) for value in values)
 
@@ -171,9 +169,7 @@ class TensorProvenance:
         return number
 
     def hook(self, tensor: Tensor) -> None:
-        """Marks the traced tensor ``tensor`` as one on which the user has registered a gradient hook. Ignores tensors
-        that are not traced.
-        """
+        """Marks the traced tensor ``tensor`` as having a user's gradient hook. Ignores tensors that are not traced."""
         number = self.number.get(id(tensor))
         if number is not None:
             self.values[number] = replace(self.values[number], hooked=True)
@@ -191,8 +187,7 @@ class TensorProvenance:
         return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
 
     def result_leaf(self, leaf: Any) -> Leaf:
-        """Returns the source of one leaf of the program's result: a traced tensor, a parameter, a tensor computed from
-        the batch alone, or a constant.
+        """Returns the source of one leaf of the program's result, such as a traced tensor, a parameter or a constant.
         """
         if not isinstance(leaf, Tensor):
             self.refuse_hidden(leaf, [], "the program returns")
@@ -231,8 +226,8 @@ class TensorProvenance:
 
 
 def position_of(leaf: Any, arguments: list[Any]) -> int | None:
-    """Returns the index of ``leaf`` among ``arguments``, compared by identity. Returns None if it is not among them, or
-    is a plain constant such as a number.
+    """Returns the index of ``leaf`` among ``arguments``, compared by identity. Returns None for plain constants such as
+    numbers.
     """
     if isinstance(leaf, _PLAIN):
         return None

@@ -130,8 +130,8 @@ class WrapperTensor(torch.Tensor):
 
 
 def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
-    """Returns the class of the first :class:`WrapperTensor` in ``args`` and ``kwargs``, also inside lists and dicts.
-    Returns None without one.
+    """Returns the class of the first :class:`WrapperTensor` in ``args`` and ``kwargs``, also inside lists and dicts, or
+    None.
     """
     values = [*args, *(kwargs or {}).values()]
     while values:
@@ -197,9 +197,7 @@ class Operation:
 
     @property
     def reads_values(self) -> bool:
-        """True if the operation reads elements of its tensors. False if it reads only attributes such as the shape, or
-        switches ``requires_grad``.
-        """
+        """True if the operation reads elements of its tensors, and not only attributes such as the shape."""
         return not self.is_metadata and self.name not in _SWITCHES
 
     @property

@@ -57,9 +57,7 @@ class GatherRounds:
         self._comm, self._bytes = comm, _mask_bytes(buckets)
 
     def meet(self, said: Said) -> list[Said]:
-        """All-gathers the message ``said`` of this rank and returns the messages of all ranks, in order of rank.
-        Collective.
-        """
+        """All-gathers the message ``said``, and returns the messages of all ranks, in order of rank. Collective."""
         mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
         flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
         return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, ROUND)]
@@ -110,14 +108,12 @@ class PassCalls:
             self._positions.append(position)
 
     def compare(self, last: Sequence[Said]) -> None:
-        """Sets ``unequal`` to True if two of the messages ``last``, one from each rank, have different digests of
-        module calls.
-        """
+        """Sets ``unequal`` to True if the messages ``last`` of all ranks have different digests of module calls."""
         self.unequal = self.unequal or len({said.calls for said in last}) > 1
 
     @property
     def digest(self) -> bytes:
-        """Digest of the recorded calls, 8 bytes. Two ranks with the same calls in the same order have equal digests."""
+        """Digest of the recorded calls, 8 bytes. Equal calls in equal order have equal digests."""
         return blake2b(repr(self._positions).encode(), digest_size=_DIGEST_BYTES).digest()
 
     @property

@@ -70,9 +70,7 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedShards:
-    """This rank's shards of one kind of tensor (master weights, gradients or a moment) of all trainable parameters, for
-    access by parameter name.
-    """
+    """This rank's shards of one kind of tensor (master weights, gradients or a moment) of all trainable parameters."""
 
     call: str
     """Name of the public method, for error messages."""

@@ -40,8 +40,8 @@ class GatherOrder:
     """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the gather groups that the forward or backward ``walk``, an action of the pipeline schedule, uses.
-        They are indices in ``turns``, in the order of use.
+        """Returns the gather groups that ``walk``, a forward or backward of the schedule, uses, as indices in
+        ``turns``, in order.
         """
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
@@ -56,8 +56,8 @@ class GatherOrder:
         return frozenset.intersection(*self.members)
 
     def at_start(self, walk: Action | None) -> frozenset[int]:
-        """Returns the indices of the buckets that the first gather group of the forward or backward ``walk`` needs.
-        Returns an empty set if ``walk`` is None.
+        """Returns the indices of the buckets that the first gather group of ``walk``, a forward or backward, needs;
+        empty for None.
         """
         positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()

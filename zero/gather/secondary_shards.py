@@ -60,9 +60,7 @@ class SecondaryShards:
 
     @property
     def valid(self) -> frozenset[int]:
-        """Indices of the buckets with secondary shards that contain the current parameters, so that a gather within the
-        node suffices.
-        """
+        """Indices of the buckets with secondary shards that contain the current parameters."""
         return frozenset(self._valid)
 
     @property
@@ -71,8 +69,8 @@ class SecondaryShards:
         return tuple(self._shards.values())
 
     def take(self, index: int) -> None:
-        """Copies this rank's slice of the gathered bucket ``index`` into its secondary shard, before the bucket is
-        freed. Does nothing if the shard is valid already.
+        """Copies this rank's slice of the gathered bucket ``index`` into its secondary shard. Does nothing if the shard
+        is valid.
         """
         shard = self._shards.get(index)
         if shard is not None and index not in self._valid:
@@ -80,8 +78,8 @@ class SecondaryShards:
             self._valid.add(index)
 
     def gather(self, indices: Sequence[int]) -> Pending:
-        """Starts the all-gather of the buckets ``indices`` within the node, in one batch. The memory of their full
-        parameters must be allocated, and their secondary shards valid.
+        """Starts the all-gather of the buckets ``indices`` within the node, in one batch. Their secondary shards must
+        be valid.
         """
         pairs = [(self._buckets[index].params, self._shards[index]) for index in indices]
         return self._comm.gather_parameters(pairs, WITHIN, self._ranks)

@@ -137,9 +137,7 @@ class UnshardedBuckets:
 
     @property
     def live(self) -> frozenset[int]:
-        """Indices of the buckets with allocated memory for full parameters, also during their all-gather. Includes
-        buckets that are not sharded.
-        """
+        """Indices of the buckets with allocated memory for full parameters, including buckets that are not sharded."""
         return self._resident.union(self._gathers)
 
     @property
@@ -318,9 +316,7 @@ class UnshardedBuckets:
                     )
 
     def bucket_of(self, tensor: Tensor) -> int | None:
-        """Returns the index of the bucket that shares the memory of its full parameters with ``tensor``; None if no
-        bucket does.
-        """
+        """Returns the index of the bucket that shares the memory of its full parameters with ``tensor``, or None."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._index_of.get(_memory(tensor)) if _has_memory(tensor) else None
 

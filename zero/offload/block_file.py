@@ -50,8 +50,7 @@ def sector_memory(size: int) -> Tensor:
 
 
 def begins_on_sector(block: memoryview) -> bool:
-    """Returns True if direct I/O can use the memory ``block``: its address and its size are multiples of 4,096 bytes, a
-    disk sector.
+    """Returns True if direct I/O can use ``block``: its address and size are multiples of 4,096 bytes, a disk sector.
     """
     address: int = numpy.frombuffer(block, numpy.uint8).__array_interface__["data"][0]
     return address % SECTOR == 0 and len(block) % SECTOR == 0
@@ -274,9 +273,7 @@ class MomentBuffers:
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:
-        """Returns a free page, uint8 [size]. If none is free, waits for the oldest write; raises this write's error if
-        it has failed.
-        """
+        """Returns a free page, uint8 [size]. If none is free, waits for the oldest write, and raises its error."""
         if not self._free:
             page, write = self._busy.popleft()
             write.result()

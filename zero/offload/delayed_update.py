@@ -98,7 +98,7 @@ class DelayedUpdate:
         return True
 
     def close(self) -> None:
-        """Waits until the thread has computed a pending update, and ends the thread. The new weights are not copied to
+        """Waits until the thread has computed a pending update, and ends the thread. Does not copy the new weights to
         the device.
         """
         self._thread.shutdown(wait=True)

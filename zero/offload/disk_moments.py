@@ -124,9 +124,7 @@ class BucketFiles:
         self._version = 0
 
     def fits(self, found: Sequence[FoundMoment]) -> bool:
-        """Returns True if the slots (files) have space for exactly the moments ``found``: the same optimizer tensors,
-        moment names and dtypes.
-        """
+        """Returns True if the slots (files) have space for exactly the moments ``found``."""
         kinds = [(id(weights), name, moment.dtype) for weights, name, moment in found]
         return [(id(place.weights), place.name, place.dtype) for place in self.places] == kinds
 
@@ -148,8 +146,8 @@ class BucketFiles:
         return self.slots[self.valid].start_read(page.numpy().data[: self.size], threads, checked)
 
     def lend(self, page: Tensor, state: MomentState) -> None:
-        """Replaces the moments in the optimizer's ``state`` by views of ``page``, a buffer in host memory that contains
-        a copy of a slot (file).
+        """Replaces the moments in the optimizer's ``state`` by views of ``page``, a host buffer with a copy of a slot
+        (file).
         """
         for place in self.places:
             state[place.weights][place.name] = place.of(page)
@@ -317,9 +315,7 @@ class DiskMoments:
         return self._agreed[0]
 
     def put_back(self) -> None:
-        """Undoes the update on this rank: restores the moments, and the weights in host memory, to their values before
-        the update. Communicates nothing.
-        """
+        """Undoes the update on this rank: restores moments and weights in host memory. Communicates nothing."""
         for number in self._touched:
             replaced, files = self._replaced.pop(number, None), self._files.get(number)
             if files is not None and (replaced is not None or files.valid is None):

@@ -81,8 +81,7 @@ class HostCopies:
 
     @torch.no_grad()
     def wait(self, flat: FlatBucket) -> None:
-        """Waits until the host has the current reduced gradients of the bucket ``flat``. Starts the copy first if
-        ``follow`` has not started it, or the copy is outdated.
+        """Waits until the host has the current reduced gradients of the bucket ``flat``. Starts the copy if necessary.
         """
         if flat.host_sums is None:
             return
@@ -94,8 +93,8 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the device's current stream wait for the gradient reductions that precede the copies of ``follow``. The
-        host does not wait.
+        """Makes the device's current stream wait for the gradient reductions before the copies of ``follow``. The host
+        does not wait.
         """
         if self._reduced is not None:
             self._reduced.wait()

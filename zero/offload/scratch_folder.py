@@ -62,8 +62,8 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 
 def delete_left_behind(parent: Path) -> None:
-    """Deletes the temporary folders in ``parent`` that killed engines have left. Folders of running engines are locked,
-    and are not deleted.
+    """Deletes the temporary folders in ``parent`` that killed engines have left. Locked folders of running engines
+    remain.
     """
     for folder in sorted(parent.glob(f"{PREFIX}*")):
         try:

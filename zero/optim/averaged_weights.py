@@ -60,9 +60,7 @@ class WeightAverage:
         self._values.clear()
 
     def tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Returns the averages as optimizer parameter -> {"ema": average}, the form in which checkpoints store them.
-        Returns {} before the first update.
-        """
+        """Returns the averages as optimizer parameter -> {"ema": average}, or {} before the first update."""
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:

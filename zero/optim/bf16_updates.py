@@ -88,7 +88,7 @@ class RoundedUpdates:
 
     def add(self, weights: Tensor, flat: FlatBucket, part: slice) -> None:
         """Registers ``weights``, a flat tensor that the optimizer updates, as the elements ``part`` of the bucket
-        ``flat``. Elements of padding are not registered.
+        ``flat``.
         """
         found = self._slots[weights] = []
         for slot in flat.bucket.slots:

@@ -71,15 +71,13 @@ class CompositeOptimizer(FlatOptimizer):
         return self._part_of(weight).encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Replaces the moments of ``weight`` by ``values`` (moment name -> tensor). They are encoded if the optimizer
-        that updates ``weight`` stores its moments encoded.
+        """Replaces the moments of ``weight`` by ``values`` (moment name -> tensor), encoded if the optimizer stores
+        them encoded.
         """
         self._part_of(weight).keep(weight, values)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of the parameter group ``group``, by a call of the optimizer that updates this
-        group.
-        """
+        """Increments the step count of the parameter group ``group`` in the optimizer that updates it."""
         self.parts[group[ENTRY]].count(group)
 
     def _part_of(self, weight: Tensor) -> FlatOptimizer:

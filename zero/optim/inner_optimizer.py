@@ -48,8 +48,8 @@ def make_inner(
 
 
 def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
-    """Returns ``inner`` if it is a built-in optimizer. ``key``: configuration key that needs this; ``ability``: end of
-    the error message "only the built-in optimizers ...".
+    """Returns ``inner`` if it is a built-in optimizer. ``key`` and ``ability``: configuration key and end of the
+    sentence, for the error message.
 
     Raises:
         ConfigError: ``inner`` is the user's own optimizer.

@@ -92,13 +92,12 @@ def _take_written(kept: Tensor, master: Tensor, among: Tensor | None = None) -> 
 def full_weights(
     buckets: Sequence[FlatBucket], comm: Comm, average: Callable[[FlatBucket], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, full values) of each parameter, bucket by bucket, gathered over dp, from the fp32 masters if there
-    are any. A tensor may be a view of the live parameters.
+    """Yields (name, full values) of each parameter, gathered over dp, from the fp32 masters if there are any. A tensor
+    may be a view of the live parameters.
 
     ``average``: function that returns values to use in place of this rank's weights in a bucket, as a flat tensor.
 
-    Collective: one all-gather over dp for each bucket with sharded masters or parameters, label "full state". Every
-    rank must consume all items.
+    Collective: one all-gather over dp for each sharded bucket, label "full state". Every rank must consume all items.
     """
     for flat in buckets:
         sync_masters(flat)

@@ -13,8 +13,8 @@ from engine.zero.optim.flat_optimizers import UpdatePiece
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
-    """Tensor that the inner (torch) optimizer updates, with the tensor's gradient. The tensor contains the elements
-    ``part`` of the flat bucket ``flat``.
+    """Tensor that the inner (torch) optimizer updates: the elements ``part`` of the flat bucket ``flat``, with their
+    gradient.
     """
 
     parameter: nn.Parameter
@@ -32,9 +32,7 @@ class OptimizerTensor:
         return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
 
     def slots(self) -> Iterator[tuple[Slot, slice]]:
-        """Yields (slot, slice) for each parameter with elements in this tensor: the parameter's range in the bucket,
-        and the slice of this tensor that contains its elements.
-        """
+        """Yields (range in the bucket, slice of this tensor) for each parameter with elements in this tensor."""
         for slot in self.flat.bucket.slots:
             start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
             if start < stop:
@@ -110,7 +108,7 @@ def families_of(whole: Iterable[WholeUpdates]) -> frozenset[str]:
 
 class LateBuckets:
     """Tracker of the buckets with parameters that are updated after the optimizer's step. A bucket can be gathered once
-    all of them are updated.
+    all these parameters are updated.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], whole: Sequence[WholeUpdates]) -> None:

@@ -146,8 +146,8 @@ class ShardedOptimizer:
         self._rounding = inner.rounding = rounding
 
     def use_disk_moments(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
-        """Stores the moments of the buckets that the host updates in files in ``folder``. ``buffers``: host memory for
-        reads and writes. ``device``: device of the collectives about disk failures.
+        """Stores the moments of the buckets that the host updates in files in ``folder``, by way of ``buffers`` in host
+        memory. ``device``: device of the collectives about disk failures.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -238,9 +238,7 @@ class ShardedOptimizer:
             self.inner.fused = None
 
     def forget(self) -> None:
-        """Resets all optimizer state to the state before the first step: moments, step counts and numbers of missed
-        updates. Weights do not change.
-        """
+        """Resets all optimizer state to the state before the first step. Weights do not change."""
         self.inner.state.clear()
         self.unused = frozenset()
         self.missed.clear()
@@ -259,8 +257,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """Multiplies the reduced gradients by ``scale`` and updates the weights that this rank owns. At ZeRO 1 and 2,
-        all-gathers every bucket over dp afterwards.
+        """Multiplies the reduced gradients by ``scale`` and updates this rank's weights. At ZeRO 1 and 2, then
+        all-gathers every bucket over dp.
         """
         if self._rounding is not None:
             self._rounding.scale = scale
@@ -291,8 +289,8 @@ class ShardedOptimizer:
                 self.copies.changed(flat)
 
     def settle(self) -> None:
-        """Ends an update: adds 1 to the number of missed updates of each parameter without a gradient, and tells
-        autograd that all parameters have changed in place.
+        """Ends an update: counts a missed update for each parameter without a gradient, and marks all parameters as
+        changed in place.
         """
         for name in self.unused:
             self.missed[name] = self.missed.get(name, 0) + 1

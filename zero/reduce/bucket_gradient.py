@@ -66,9 +66,7 @@ class BucketGradient:
             self._waits = True
 
     def forget(self) -> None:
-        """Stops waiting for the parameter's autograd node, because the backward has ended or has delivered a separate
-        gradient tensor.
-        """
+        """Stops waiting for the parameter's autograd node."""
         self._waits = False
 
     def all_done(self) -> None:

@@ -81,9 +81,7 @@ class EncodedReduction:
 def encoded_reductions(
     buckets: Sequence[FlatBucket], formats: WireFormats, comm: Comm, kernels: Kernels
 ) -> dict[int, EncodedReduction]:
-    """Returns a dict from bucket index to :class:`EncodedReduction`, for each of ``buckets`` with gradients that
-    ``formats`` quantizes. Other buckets are absent from the dict.
-    """
+    """Returns bucket index -> :class:`EncodedReduction`, for each bucket with gradients that ``formats`` quantizes."""
     found: dict[int, EncodedReduction] = {}
     for flat in buckets:
         wire = formats.of_gradients(flat.bucket)
@@ -93,8 +91,8 @@ def encoded_reductions(
 
 
 def connect_hops(formats: WireFormats, comm: Comm) -> None:
-    """Creates the process groups for all hops (all-to-alls within nodes and across nodes) of quantized gradient
-    reductions. Every rank of the world must call it.
+    """Creates the process groups for all hops (all-to-alls) of quantized gradient reductions. Every rank of the world
+    must call it.
     """
     ranks = comm.grid.size(comm.grid.shard_line)
     if formats.gradients is None or (len(formats.hops) == 1 and formats.ranks == ranks):

@@ -38,8 +38,8 @@ Enter = Callable[[], AbstractContextManager[None] | None]
 
 
 class UserBackward:
-    """Detector of a ``loss.backward()`` that the user calls directly. At the first gradient it enters the engine's
-    backward context, and exits it when autograd ends.
+    """Detector of a ``loss.backward()`` that the user calls directly. It enters the engine's backward context until
+    autograd ends.
     """
 
     def __init__(self) -> None:
@@ -162,8 +162,7 @@ class GradientGuard:
         self._drop = weakref.WeakMethod(drop)
 
     def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:
-        """Patches ``model.zero_grad``, so that it discards the engine's gradients in addition to ``param.grad``.
-        Returns a function that removes the patch.
+        """Patches ``model.zero_grad`` to discard the engine's gradients too. Returns a function that removes the patch.
         """
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:

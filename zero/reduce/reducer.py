@@ -240,7 +240,7 @@ class Reducer(Protocol):
 
     def keep(self) -> None:
         """Saves the reduced gradients after :meth:`finish`, for further backwards of the same step. The next ``finish``
-        reduces only the new gradients, and adds the saved ones.
+        adds them.
         """
 
     @property
@@ -384,8 +384,8 @@ class SharedReduction:
         raise NotImplementedError
 
     def added(self, name: str) -> None:
-        """Records that a matrix product has added to the gradient sum of parameter ``name``. If :meth:`watch` is on, it
-        also checks that the sum is finite.
+        """Records that a matrix product has added to the gradient sum of parameter ``name``. Checks that it is finite,
+        if :meth:`watch` is on.
         """
         self._seen.add(name)
         self._note_sum(name)

@@ -74,8 +74,7 @@ class ReplicaCheck:
 
 
 def overlap(slot: Slot, shard: slice) -> slice:
-    """Returns the elements of a bucket that are both in the parameter's range ``slot`` and in the range ``shard``; an
-    empty slice if there are none.
+    """Returns the elements of a bucket in both the parameter's range ``slot`` and the range ``shard``, possibly none.
     """
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))
@@ -86,7 +85,7 @@ NON_FINITE = "non-finite"
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteSource:
-    """Result of the search for the origin of a NaN or infinity in a step; all ranks get the same result."""
+    """Result of the search for the origin of a NaN or infinity in a step, the same on all ranks."""
 
     name: str
     """Name: "the loss", "the weight", "the gradient norm", or the first parameter with a non-finite gradient."""
@@ -101,9 +100,7 @@ class NonFiniteSource:
 
 
 class NonFinite:
-    """Search for the origin of a NaN or infinity: the loss, or the first parameter (in the order of ``table``) with a
-    non-finite gradient.
-    """
+    """Search for the origin of a NaN or infinity: the loss, or the first parameter with a non-finite gradient."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
         self._names = [row.name for row in table]

@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class WeightCopies:
-    """Check that the copies of a weight on several ranks are bitwise equal. It covers the weights in ``buckets``."""
+    """Check that the copies of each weight in ``buckets`` on several ranks are bitwise equal."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._told = comm, False

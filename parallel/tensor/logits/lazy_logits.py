@@ -88,8 +88,8 @@ class LogitsSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyLogits:
-    """Logits that are not computed yet: their hidden states, with the callback ``compute`` that computes this rank's
-    shard of the logits.
+    """Logits that are not computed yet: their hidden states, and the callback ``compute`` for this rank's shard of the
+    logits.
     """
 
     part: LogitShard

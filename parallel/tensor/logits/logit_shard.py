@@ -127,8 +127,7 @@ class LogitShard:
         return self.dim == self.local.dim() - 1
 
     def rows(self) -> Tensor:
-        """Returns ``local`` as a matrix with one row for each token: [N, W] with W columns of the vocabulary, or [N, H]
-        hidden states for lazy logits.
+        """Returns ``local`` as a matrix with one row per token: [N, W] logits, or [N, H] hidden states for lazy logits.
         """
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
@@ -148,7 +147,7 @@ class LogitShard:
         return LogitShard(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 
     def aligned(self, other: "LogitShard") -> bool:
-        """Returns True if this shard and ``other`` have the same vocabulary columns, in the same dim counted from the
+        """Returns True if this shard and ``other`` have the same vocabulary columns in the same dim, counted from the
         back.
         """
         mine, its = self.vocabulary, other.vocabulary
@@ -169,9 +168,8 @@ def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
 
 
 def cut_operand(x: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
-    """Returns this rank's vocabulary columns of ``x``, a full tensor with the vocabulary in dim ``dim``.
-
-    Backward gathers the gradient of ``x`` over "tp".
+    """Returns this rank's columns of ``x``, a full tensor with the vocabulary in dim ``dim``. Backward gathers the
+    gradient over "tp".
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x.narrow(dim, vocabulary.start, vocabulary.width)

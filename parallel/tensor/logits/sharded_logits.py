@@ -61,8 +61,8 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def late(hidden: LogitShard, compute: Callable[[], LogitShard]) -> "ShardedLogits":
-        """Returns lazy logits, which are not computed yet, of the ``hidden`` states. ``compute``: callback that returns
-        this rank's shard of the computed logits.
+        """Returns lazy (not yet computed) logits of the ``hidden`` states. ``compute``: callback that returns this
+        rank's shard.
         """
         arrivals = list[Callable[[Tensor], None]]()
 

@@ -237,9 +237,7 @@ class SharedInPieces(Shared):
 
     @property
     def copy(self) -> Tensor:  # type: ignore[override]
-        """Rows of the input, gathered from all ranks: [.., S, I]. The first read gathers them, if no product has done
-        so.
-        """
+        """Rows of the input, gathered from all ranks: [.., S, I]. The first read gathers them."""
         if self._whole is None:
             self._whole = gather_to(self._part, self._axis, self._part.ndim - 2, COLUMN_INPUTS)
         return self._whole

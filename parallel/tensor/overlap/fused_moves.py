@@ -146,9 +146,7 @@ def scatter_in_kernel(
 
 
 def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns ``result`` reshaped to ``shape``, sharing its memory. Autograd does not treat it as a view, so in-place
-    writes are allowed.
-    """
+    """Returns ``result`` reshaped to ``shape``, sharing its memory. In-place writes are allowed."""
     found: Tensor = torch.ops.aten._unsafe_view(result, shape)
     return found
 

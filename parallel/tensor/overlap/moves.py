@@ -34,9 +34,7 @@ class GatherProduct(Protocol):
 
 
 class ProductScatter(Protocol):
-    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence, so that
-    each rank gets its rows of the sum.
-    """
+    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence."""
 
     def __call__(
         self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route

@@ -77,7 +77,7 @@ def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range,
 
 def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
     """Returns contiguous ranges of ``size`` rows, one for each of ``tp`` ranks. The first ``size % tp`` ranks get one
-    row more than the rest.
+    row more.
     """
     small, more = divmod(size, tp)
     starts = [rank * small + min(rank, more) for rank in range(tp + 1)]
@@ -85,8 +85,7 @@ def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
 
 
 def held(ranges: tuple[Range, ...], index: int) -> int:
-    """Returns the number of rows that tensor rank ``index`` stores. ``ranges``: all ranges of rows, each with the ranks
-    that store it.
+    """Returns the number of rows that tensor rank ``index`` stores. ``ranges``: all ranges of rows, with their ranks.
     """
     return sum(part.stop - part.start for part in ranges if index in part.holders)
 
@@ -129,7 +128,7 @@ def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
 
 
 def rows_of_rank(ranges: Sequence[Range], index: int) -> list[int]:
-    """Returns the indices of all rows that rank ``index`` stores, ascending. ``ranges``: all ranges of rows, each with
-    the ranks that store it.
+    """Returns the indices of all rows that rank ``index`` stores, ascending. ``ranges``: all ranges of rows, with their
+    ranks.
     """
     return [row for part in ranges if index in part.holders for row in range(part.start, part.stop)]

@@ -75,8 +75,7 @@ class Style:
 
 
 def parse_style(text: str) -> Style:
-    """Parses ``text``, one style of a tensor plan such as "column head:64", which says how a module or parameter is
-    sharded.
+    """Parses ``text``, the style by which a module or parameter is sharded, such as "column head:64".
 
     Raises:
         PlanError: ``text`` is no valid style.

@@ -61,7 +61,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
 
 
 class FlatMuon(FlatMatrixOptimizer):
-    """Muon. It stores one momentum per weight; a matrix's update is computed from the momenta of all its weights."""
+    """Muon. It stores one momentum per weight. The update of a matrix needs the momenta of all its weights."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:

@@ -38,8 +38,7 @@ def declares_whole(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnWholeRule:
-    """Update rule of a whole parameter: it runs one step of the user's own optimizer on the parameter, with the options
-    of the parameter's group.
+    """Update rule that runs one step of the user's own optimizer on a whole parameter, with the options of its group.
     """
 
     make: OptimizerFactory

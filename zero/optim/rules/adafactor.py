@@ -65,8 +65,8 @@ class FactorRoutes(SumRoutes):
         return sum(mean_elements(row.shape) + 1 for row in self.rows)
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Returns the traffic of a step: two all-reduces for each axis. The first sums row and column statistics, and
-        the second sums squared updates.
+        """Returns the traffic of a step: two all-reduces for each axis, first of row and column statistics, then of
+        squared updates.
         """
         sizes = [count * self.dtype.itemsize for count in (self.elements, len(self.rows))]
         return tuple(

@@ -33,8 +33,8 @@ def element_state(optimizer: ShardedOptimizer, device: torch.device | None = Non
 
 
 def kept_encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
-    """Returns True if the optimizer stores the moments of ``parameter`` encoded, such as in 8 bits. Then
-    ``element_state`` returns copies of them, not live tensors.
+    """Returns True if the optimizer stores the moments of ``parameter`` encoded, so that ``element_state`` returns
+    copies.
     """
     return isinstance(optimizer.inner, FlatOptimizer) and optimizer.inner.encoded(parameter)
 

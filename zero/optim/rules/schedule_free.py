@@ -80,8 +80,8 @@ class ScheduleFreeAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages x of the elements of the bucket ``flat`` that this rank updates, as a flat tensor in the
-        dtype of the weights.
+        """Returns the averages x of the elements of the bucket ``flat`` that this rank updates, flat, in the dtype of
+        the weights.
         """
         betas = {id(weight): group["betas"] for group in self._groups for weight in group["params"]}
         found = flat.weights.clone()
