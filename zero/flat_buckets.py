@@ -89,8 +89,7 @@ class FlatBucket:
 
     @property
     def weights(self) -> Tensor:
-        """Flat tensor of the weights that the optimizer updates on this rank: the master, or ``kept`` without a master.
-        """
+        """Flat tensor of the weights that the optimizer updates on this rank: the master, or else ``kept``."""
         return self.kept if self.master is None else self.master
 
     @property
@@ -138,8 +137,7 @@ class FlatBucket:
         return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
-        """Moves ``params`` and the parameters in it to new uninitialized memory. Other tensors retain the old memory.
-        """
+        """Moves ``params`` and its parameters to new uninitialized memory. Other tensors retain the old memory."""
         fresh = torch.empty_like(self.params)
         for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
             with torch._C.DisableTorchFunctionSubclass():

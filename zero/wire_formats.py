@@ -59,8 +59,7 @@ class WireFormats:
 
     @property
     def alignment(self) -> int:
-        """Alignment of parameters in a bucket, in elements: each parameter starts at the start of a quantization block.
-        """
+        """Alignment of parameters in a bucket, in elements: each parameter starts a new quantization block."""
         return max([ALIGNMENT, *(wire.block for wire in (self.weights, self.gradients) if wire is not None)])
 
     def of_weights(self, bucket: Bucket) -> BlockFormat | None:

@@ -83,8 +83,7 @@ other tensors.
 
 @dataclass
 class Material:
-    """Arguments of traced calls, and bytes saved for backward between the calls, for measurements of time and memory.
-    """
+    """Arguments of traced calls, and bytes saved for backward between the calls, to measure time and memory."""
 
     arguments: list[Arguments] = field(default_factory=list)
     """Arguments of each call, by call index."""

@@ -187,8 +187,7 @@ class TensorProvenance:
         return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
 
     def result_leaf(self, leaf: Any) -> Leaf:
-        """Returns the source of one leaf of the program's result, such as a traced tensor, a parameter or a constant.
-        """
+        """Returns the source of one leaf of the program's result, such as a traced tensor or a parameter."""
         if not isinstance(leaf, Tensor):
             self.refuse_hidden(leaf, [], "the program returns")
             return Constant(leaf)

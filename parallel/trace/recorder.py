@@ -132,8 +132,7 @@ class Recorder(TorchFunctionMode):
         return recipe
 
     def used_by_glue(self, module: nn.Module) -> bool:
-        """Returns True if code outside units (blocks and other outermost modules) has read a parameter of ``module``.
-        """
+        """Returns True if code outside units (blocks and other outermost modules) reads a parameter of ``module``."""
         return any(self.provenance.parameters[id(parameter)] in self._read_by_glue for parameter in module.parameters())
 
     # ---- operations

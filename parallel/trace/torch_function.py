@@ -49,8 +49,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def plain_leaves(tree: Any) -> list[Any]:
-    """Returns the leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``, but every tensor is one leaf.
-    """
+    """Returns the leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``. Every tensor is one leaf."""
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):
         return [tree]
@@ -202,8 +201,7 @@ class Operation:
 
     @property
     def asks_for_the_object(self) -> bool:
-        """True if the result depends on the tensor object or its memory, such as ``data_ptr``, and not on its elements.
-        """
+        """True if the result depends on the tensor object or its memory, such as ``data_ptr``, not on elements."""
         return self.name in _OF_THE_OBJECT
 
     @property

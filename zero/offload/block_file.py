@@ -50,8 +50,7 @@ def sector_memory(size: int) -> Tensor:
 
 
 def begins_on_sector(block: memoryview) -> bool:
-    """Returns True if direct I/O can use ``block``: its address and size are multiples of 4,096 bytes, a disk sector.
-    """
+    """Returns True if direct I/O can use ``block``: address and size are multiples of 4,096 bytes, a disk sector."""
     address: int = numpy.frombuffer(block, numpy.uint8).__array_interface__["data"][0]
     return address % SECTOR == 0 and len(block) % SECTOR == 0
 

@@ -22,8 +22,7 @@ from engine.zero.layout import FlatLayout
 
 
 def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
-    """Returns the indices of the first buckets, just enough for the share ``ratio`` (0 to 1) of all trainable elements.
-    """
+    """Returns the indices of the first buckets, just enough for the share ``ratio`` (0 to 1) of trainable elements."""
     chosen: list[int] = []
     elements = 0
     for bucket in layout.buckets:
@@ -81,8 +80,7 @@ class HostCopies:
 
     @torch.no_grad()
     def wait(self, flat: FlatBucket) -> None:
-        """Waits until the host has the current reduced gradients of the bucket ``flat``. Starts the copy if necessary.
-        """
+        """Waits until the host has the current reduced gradients of the bucket ``flat``. Starts the copy if needed."""
         if flat.host_sums is None:
             return
         if flat.bucket.index not in self._brought:

@@ -53,8 +53,7 @@ class UserBackward:
         self._enter = weakref.WeakMethod(enter)
 
     def start(self) -> None:
-        """Enters the engine's backward context until the end of autograd. Does nothing if the context is already open.
-        """
+        """Enters the engine's backward context until the end of autograd. Does nothing if the context is open."""
         enter = self._enter() if self._enter is not None else None
         if enter is None or self._context is not None:
             return
@@ -147,8 +146,7 @@ class GradientGuard:
         self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def set(self) -> None:
-        """Guards every trainable parameter, also of other pipeline stages, except parameters of user-defined classes.
-        """
+        """Guards every trainable parameter, also of other pipeline stages. Skips parameters of user-defined classes."""
         if not self._guarded:
             trained = (p for p in self._parameters if p.requires_grad or id(p) in self._absent)
             self._guarded = [p for p in trained if type(p) in _TAKEN]
@@ -162,8 +160,7 @@ class GradientGuard:
         self._drop = weakref.WeakMethod(drop)
 
     def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:
-        """Patches ``model.zero_grad`` to discard the engine's gradients too. Returns a function that removes the patch.
-        """
+        """Patches ``model.zero_grad`` to discard the engine's gradients too. Returns a function that undoes it."""
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
             drop = self._drop() if self._drop is not None else None

@@ -74,8 +74,7 @@ class ReplicaCheck:
 
 
 def overlap(slot: Slot, shard: slice) -> slice:
-    """Returns the elements of a bucket in both the parameter's range ``slot`` and the range ``shard``, possibly none.
-    """
+    """Returns the elements of a bucket in both the parameter's range ``slot`` and the range ``shard``, if any."""
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))
 

@@ -127,7 +127,7 @@ class LogitShard:
         return self.dim == self.local.dim() - 1
 
     def rows(self) -> Tensor:
-        """Returns ``local`` as a matrix with one row per token: [N, W] logits, or [N, H] hidden states for lazy logits.
+        """Returns ``local`` as a matrix with one row per token: [N, W] logits, or [N, H] hidden states for lazy ones.
         """
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 

@@ -33,8 +33,7 @@ AllToAll = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRoute:
-    """Routing of token rows to expert ranks: the destination of each row, and the symmetric memory for the transfers.
-    """
+    """Routing of token rows to expert ranks: the destination of each row, and symmetric memory for the transfers."""
 
     rows: ExpertRows
     buffer: SymmetricBuffer

@@ -85,8 +85,7 @@ def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
 
 
 def held(ranges: tuple[Range, ...], index: int) -> int:
-    """Returns the number of rows that tensor rank ``index`` stores. ``ranges``: all ranges of rows, with their ranks.
-    """
+    """Returns the number of rows that tensor rank ``index`` stores. ``ranges``: all ranges of rows with their ranks."""
     return sum(part.stop - part.start for part in ranges if index in part.holders)
 
 

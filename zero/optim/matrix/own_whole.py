@@ -38,8 +38,7 @@ def declares_whole(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnWholeRule:
-    """Update rule that runs one step of the user's own optimizer on a whole parameter, with the options of its group.
-    """
+    """Update rule that runs one step of the user's own optimizer on a whole parameter with its group's options."""
 
     make: OptimizerFactory
     options: Mapping[str, Any] = field(default_factory=dict)
