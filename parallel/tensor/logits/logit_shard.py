@@ -127,8 +127,7 @@ class LogitShard:
         return self.dim == self.local.dim() - 1
 
     def rows(self) -> Tensor:
-        """Returns ``local`` as a matrix with one row per token: [N, W] logits, or [N, H] hidden states for lazy ones.
-        """
+        """Returns ``local`` as a matrix with one row per token: [N, W] logits, or [N, H] hidden states if lazy."""
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":

@@ -66,8 +66,7 @@ def measured_row(
 
 
 def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
-    """Returns the tile (block size) of the communicating kernel: the fastest in ``row``, or the default of ``dtype``.
-    """
+    """Returns the tile (block size) of the communicating kernel: the fastest in ``row``, or ``dtype``'s default."""
     from engine.kernels.gpu.launch_shapes import Tile
     from engine.kernels.gpu.overlap.launches import tile_of
 
