@@ -57,7 +57,7 @@ class BucketGradient:
 
     def end(self, node: Any | None) -> None:
         """Records that one matrix product has added to the slice. The sum is complete once ``node`` has run, or at once
-        if it is None.
+        without a node.
         """
         self._sums.added(self.name)
         if node is None:

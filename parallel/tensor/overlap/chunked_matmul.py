@@ -237,7 +237,7 @@ class SharedInPieces(Shared):
 
     @property
     def copy(self) -> Tensor:  # type: ignore[override]
-        """Rows of the input, gathered from all ranks: [.., S, I]. The first read gathers them."""
+        """Rows of the input, gathered from all ranks at the first use: [.., S, I]."""
         if self._whole is None:
             self._whole = gather_to(self._part, self._axis, self._part.ndim - 2, COLUMN_INPUTS)
         return self._whole

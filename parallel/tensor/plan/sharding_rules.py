@@ -294,8 +294,8 @@ def _passes_on(owner: str, layers: Iterable[str]) -> bool:
 
 
 def head_width(module: nn.Module | None) -> int | None:
-    """Returns the width of one attention head of ``module``, from its attribute ``head_dim`` or ``head_width``; None
-    without both.
+    """Returns the width of one attention head of ``module``, from its attribute ``head_dim`` or ``head_width``, or
+    None.
     """
     widths = (getattr(module, attribute, None) for attribute in ("head_dim", "head_width"))
     return next((width for width in widths if isinstance(width, int) and width > 0), None)
