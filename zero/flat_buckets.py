@@ -78,36 +78,30 @@ class FlatBucket:
 
     @property
     def rounds_in_gathers(self) -> bool:
-        """True if the all-gather after an update is quantized and the bucket has an fp32 master. The gather then
-        overwrites this rank's ``kept`` with the dequantized values that other ranks get; the master is not rounded.
+        """True if the quantized all-gather after an update also rounds this rank's parameters (``kept``): the bucket is
+        not sharded and has an fp32 master. The master is not rounded.
         """
         return self.codec is not None and self.wide is not None and not self.sharded
 
     def gradient(self, part: slice) -> Tensor:
-        """Returns a view of the gradients of the bucket's elements ``part``. ``part`` must be within ``held``, the
-        elements with gradients on this rank.
-        """
+        """Returns a view of the gradients of the bucket's elements ``part``, which must be within ``held``."""
         return self.grads[part.start - self.held.start : part.stop - self.held.start]
 
     @property
     def weights(self) -> Tensor:
-        """Weights that the optimizer updates, as a flat tensor of the elements that this rank owns: the master, or
-        without a master the parameters themselves (``kept``).
-        """
+        """Flat tensor of the weights that the optimizer updates on this rank: the master, or else ``kept``."""
         return self.kept if self.master is None else self.master
 
     @property
     def wide(self) -> Tensor | None:
-        """Master weights of this rank's owned elements, if their dtype differs from that of the parameters in ``kept``;
-        otherwise None. A master of the same dtype, a host copy of the parameters, is neither saved nor gathered.
+        """Master weights of this rank's elements, if their dtype differs from the parameters in ``kept``; otherwise
+        None.
         """
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
-        """Copies ``given``, the full values of one parameter, to its range ``slot`` in the bucket.
-
-        The elements that this rank owns are written to ``kept`` and to the master. All elements are written to
-        ``params``, unless the bucket is sharded (ZeRO 3).
+        """Copies ``given``, the full values of one parameter, to its range ``slot`` in the bucket: this rank's elements
+        to ``kept`` and the master, and all elements to ``params`` unless the bucket is sharded (ZeRO 3).
         """
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
@@ -127,8 +121,8 @@ class FlatBucket:
         """Frees the memory of ``params`` of a sharded bucket. Views of ``params`` are valid again after :meth:`reserve`
         and a gather.
 
-        Memory that cannot be resized (shared with NumPy or another process), or that state-dict entries share, stays
-        allocated for its other users; ``params`` then moves to new memory.
+        Memory shared with NumPy, another process or state-dict entries stays allocated; ``params`` then moves to new
+        memory.
         """
         if self.apart or not self.params.untyped_storage().resizable():
             self.move()
@@ -136,18 +130,14 @@ class FlatBucket:
 
     @property
     def escaped(self) -> bool:
-        """True if a tensor outside the bucket, such as a view that the user has stored, shares the memory of
-        ``params``.
-        """
+        """True if a tensor outside the bucket, such as a user's view, shares the memory of ``params``."""
         storage = self.params.untyped_storage()
         parameters = sum(p.untyped_storage()._cdata == storage._cdata for p in self.parameters)
         own = 2 + len(self.views) + parameters  # ``params`` and ``storage``
         return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
-        """Moves ``params``, and the parameters that are views of it, to new uninitialized memory. Other tensors over
-        the old memory retain it.
-        """
+        """Moves ``params`` and its parameters to new uninitialized memory. Other tensors retain the old memory."""
         fresh = torch.empty_like(self.params)
         for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
             with torch._C.DisableTorchFunctionSubclass():
@@ -156,10 +146,10 @@ class FlatBucket:
 
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
-    """Gives ``tensor``, a slice of larger memory, a storage object that covers only its own bytes. A pickle of it then
-    contains no other data. Does nothing if ``tensor`` is not contiguous, or has its own storage already.
+    """Gives ``tensor``, a slice of larger memory, a storage object of only its own bytes, so that a pickle has no other
+    data. Copies nothing.
 
-    No data are copied. Tensors over the same bytes share one storage object of ``storages``; a new one is added to it.
+    Tensors over the same bytes share one object of ``storages``.
     """
     whole, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
@@ -174,8 +164,8 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Returns the storage objects that the bucket of ``parameter`` has created for single parameters, by (address,
-    bytes), as argument of :func:`lay_apart`. Returns None if the parameter is in no bucket.
+    """Returns the storage objects of single parameters in the bucket of ``parameter``, by (address, bytes). Returns
+    None if the parameter is in no bucket.
     """
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
@@ -194,17 +184,13 @@ def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
-    """Returns the view of one parameter, in the parameter's shape, in ``flat``, a 1-dim tensor with all elements of a
-    bucket. ``slot``: the parameter's range in the bucket.
-    """
+    """Returns the range ``slot`` of ``flat``, the elements of a bucket, as a view in the parameter's shape."""
     return flat[slot.start : slot.stop].view(slot.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Description of this rank's share of all buckets: its index among the data ranks, and the ZeRO states that are
-    sharded.
-    """
+    """Share of a rank in all buckets: its index among the data ranks, and the ZeRO states that are sharded."""
 
     index: int
     ranks: int
@@ -242,8 +228,8 @@ class Ownership:
         return self.index if self.grid is None else self.grid.index(spread.sharding)
 
     def counts(self, spread: Spread) -> bool:
-        """Returns True if this rank counts its shard in the gradient norm, for a bucket with equal shards along the
-        axis ``spread.shard_copies``. Only the first rank along that axis counts it.
+        """Returns True if this rank includes its shard in the gradient norm: only the first of the ranks with equal
+        shards does.
         """
         return self.grid is None or self.grid.is_first(spread.shard_copies)
 
@@ -251,21 +237,18 @@ class Ownership:
 def reserve(
     layout: FlatLayout, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device
 ) -> tuple[FlatBucket, ...]:
-    """Allocates zeroed memory for the buckets of ``layout`` on ``device``; returns the buckets of trainable parameters,
-    then the buckets of frozen ones. The full parameters of a sharded bucket (ZeRO 3) get no memory yet.
+    """Allocates zeroed memory on ``device`` for the buckets of ``layout``. Returns trainable buckets, then frozen
+    buckets. :func:`fill` copies the values later.
 
-    ``parameters``: parameters by name; :func:`fill` copies their values later. ``who``: this rank's share of the
-    buckets.
+    The full parameters of sharded buckets (ZeRO 3) get no memory yet. ``who``: this rank's share.
     """
     trained = [_reserve(bucket, parameters, who, device, trainable=True) for bucket in layout.buckets]
     return (*trained, *(_reserve(bucket, parameters, who, device, trainable=False) for bucket in layout.frozen))
 
 
 def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
-    """Copies the parameters of a bucket into its flat memory, and makes the parameters views of it. Parameters with
-    names in ``placed`` are skipped.
-
-    A pickle of one parameter still contains only its own bytes, not the whole bucket.
+    """Copies the parameters of a bucket into its flat memory, and makes the parameters views of it. Skips parameters
+    with names in ``placed``.
     """
     for slot, parameter, view in zip(flat.bucket.slots, flat.parameters, flat.views, strict=True):
         if slot.name not in placed:
@@ -276,8 +259,8 @@ def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
 
 
 def leave(flat: FlatBucket) -> None:
-    """Gives each parameter of an unsharded bucket a storage object that covers only its own bytes of the bucket, when
-    the engine closes. The data are not copied. Does nothing for a sharded bucket (ZeRO 3).
+    """Gives each parameter of an unsharded bucket a storage object of only its own bytes, when the engine closes.
+    Copies nothing. Does nothing for a sharded bucket (ZeRO 3).
     """
     for parameter in flat.parameters if not flat.sharded else ():
         vars(parameter).pop("__reduce_ex__", None)
@@ -359,10 +342,10 @@ def _on_host(owned: slice, who: Ownership, device: torch.device, dtype: torch.dt
 
 
 def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: Callable[[FlatBucket], float]) -> Tensor:
-    """Returns the sum of squared gradient elements of each parameter in ``names``, an fp64 tensor [len(names)]. It
-    includes only the elements that this rank counts; the sum over all ranks counts each element once.
+    """Returns the sum of squared gradients of each parameter in ``names``, fp64 [len(names)], over this rank's
+    elements. The sum over all ranks counts each element once.
 
-    ``factor``: callback that returns, for a bucket, the factor by which its gradients are multiplied first.
+    ``factor``: callback that returns the factor of a bucket's gradients.
     """
     found: dict[str, Tensor] = {}
     for flat in buckets:
@@ -377,11 +360,9 @@ def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: C
 
 
 def norm_parts(buckets: Sequence[FlatBucket]) -> list[tuple[Tensor, bool]]:
-    """Returns pairs (gradient slice, counted) over this rank's shards of all buckets, as inputs of the gradient norm.
-    Padding is 0.
+    """Returns pairs (gradient slice, counted) for the gradient norm, over this rank's shards of all buckets.
 
-    ``counted`` is False if another rank counts the same elements. Such a slice must not change a finite norm, but makes
-    the norm NaN if it contains a non-finite value.
+    ``counted`` is False if another rank counts the slice. The slice then affects the norm only if it is not finite.
     """
     return [
         (flat.gradient(part), counts and flat.counts)
@@ -427,13 +408,11 @@ class Attachment:
         self._members = self._count()
 
     def check(self) -> None:
-        """Checks that no parameter of the model was added, replaced or moved since the engine was built, and that the
-        engine can train each parameter that requires a gradient.
-
-        Parameters that the engine can train may be frozen and unfrozen; a frozen parameter has no gradient.
+        """Checks that no parameter was added, replaced or moved since the engine was built, and that the engine can
+        train each parameter that requires a gradient.
 
         Raises:
-            EngineError: a parameter breaks this rule; the message names the first one.
+            EngineError: a check fails; the message names the parameter.
         """
         if self._count() != self._members:
             self._refuse_added()

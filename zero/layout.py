@@ -40,8 +40,8 @@ ALIGNMENT = 64
 
 
 class Turn(NamedTuple):
-    """Key of a gather group (modules with parameters that ZeRO 3 gathers together): its pipeline stage, and its number
-    in the stage. Keys sort in the order in which a forward through all stages uses the groups.
+    """Key of a gather group (modules with parameters that ZeRO 3 gathers together): its stage and its number in the
+    stage. Keys sort in the order of a forward.
     """
 
     stage: int
@@ -97,9 +97,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start:stop`` of a bucket that belong to one parameter group of the optimizer, within the slice of one
-    data rank.
-    """
+    """Elements ``start:stop`` of a bucket, all of one parameter group of the optimizer and of one data rank."""
 
     group: int
     start: int
@@ -130,34 +128,32 @@ class Bucket:
 
     @property
     def late(self) -> bool:
-        """True if the bucket is reduced only after all gradients of the step have arrived: pipeline stages share its
-        parameters, or its gradients must also be summed over tensor ranks.
+        """True if the bucket is reduced only at the end of a step: stages share its parameters, or tensor ranks sum its
+        gradients.
         """
         return bool(self.ties) or self.partial
 
     def shard(self, index: int) -> slice:
-        """Returns the elements that the rank with ``index`` along the axis ``spread.sharding`` owns. All ranks along
-        that axis own parts of the same size.
+        """Returns the elements that the rank with ``index`` along the axis ``spread.sharding`` owns. All shards have
+        the same size.
         """
         size = self.elements // self.spread.ranks
         return slice(index * size, (index + 1) * size)
 
     def segments(self, within: slice) -> tuple[Segment, ...]:
-        """Divides the slice ``within`` of the bucket into consecutive segments, one for each run of parameters of the
-        same optimizer group. Padding belongs to the segment before it.
+        """Divides the slice ``within`` of the bucket into segments, one for each run of parameters of the same
+        optimizer group. Padding belongs to the segment before it.
         """
         return tuple(Segment(group, start, stop) for group, start, stop in self._runs(within, lambda slot: slot.group))
 
     def counted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the parts of ``within`` that this rank includes in the gradient norm; they may contain padding, which
-        is 0. Elements that several ranks store are included by only one of them.
+        """Returns the parts of ``within`` that this rank includes in the gradient norm. Only one of the ranks that
+        store an element includes it.
         """
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
     def uncounted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the parts of ``within`` that this rank leaves out of the gradient norm, because another rank includes
-        them.
-        """
+        """Returns the parts of ``within`` that another rank includes in the gradient norm."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if not yes)
 
     def _norm_runs(self, within: slice) -> Iterator[tuple[bool, int, int]]:
@@ -186,8 +182,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Buckets for the parameters that one pipeline stage and tensor rank stores. ``ranks``: number of data ranks over
-    which each bucket is sharded, unless the bucket names its own axes.
+    """Buckets for the parameters of one pipeline stage and tensor rank. ``ranks``: default number of data ranks that
+    shard a bucket.
     """
 
     ranks: int
@@ -207,10 +203,9 @@ def build_layout(
 ) -> FlatLayout:
     """Distributes the parameters ``items``, in model order, to buckets for ``ranks`` data ranks. Returns the layout.
 
-    A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a parameter larger than
-    that gets a bucket of its own. At ZeRO 3 the parameters of a gather group form one bucket of any size. Within a
-    bucket, parameters are sorted by optimizer group. Within a group, parameters that several tensor ranks store come
-    last, except in buckets that are reduced late (see :attr:`Bucket.late`).
+    A bucket has at most ``bucket_elements`` elements, or one larger parameter. At ZeRO 3 the parameters of a gather
+    group form one bucket of any size. Buckets are sorted by optimizer group, with parameters on several tensor ranks
+    last in a group (except in :attr:`Bucket.late` buckets).
 
     Args:
         alignment: number of elements, a multiple of ALIGNMENT; each parameter starts at a multiple of it.

@@ -27,9 +27,7 @@ from engine.zero.flat_buckets import FlatBucket
 
 
 class UpdatedTensor(Protocol):
-    """Interface of a tensor that an optimizer updates: a range of elements of a flat bucket, which contains several
-    model parameters.
-    """
+    """Interface of a tensor that an optimizer updates: a range of elements of a flat bucket."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -48,13 +46,13 @@ class UpdatedTensor(Protocol):
 
 
 class KeepsWhole(Protocol):
-    """Interface of an update rule, such as Muon or Adafactor, with state for each whole parameter. The state's shapes
-    may differ from the parameter's shape.
+    """Interface of an update rule with state for whole parameters, such as Muon or Adafactor. State and parameter may
+    differ in shape.
     """
 
     @property
     def on_all_data_ranks(self) -> bool:
-        """True if every data rank stores all of the state, False if the state is divided among the data ranks."""
+        """True if every data rank stores all of the state, False if the data ranks divide it."""
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -78,9 +76,7 @@ class HoldsMoments(Protocol):
 
 
 class HoldsCompanions(Protocol):
-    """Interface of a feature that stores a tensor next to each updated tensor, such as a moving average of the
-    weights.
-    """
+    """Interface of a feature that stores a tensor for each updated tensor, such as a moving average of weights."""
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
         """Returns the tensors that the feature stores, by parameter object of the optimizer, then by kind such as
@@ -88,16 +84,14 @@ class HoldsCompanions(Protocol):
         """
 
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Allocates the tensors that a checkpoint load fills. Returns them by parameter object of the optimizer, then
-        by kind such as "ema".
+        """Allocates the tensors that a checkpoint load fills. Returns optimizer parameter -> kind, such as "ema", ->
+        tensor.
 
         ``stored``: entries of the checkpoint by "KIND/NAME", with the parameter's name as NAME.
         """
 
     def forget(self) -> None:
-        """Discards the feature's tensors, or sets them anew from the weights. Called after the user has replaced the
-        weights.
-        """
+        """Discards or resets the feature's tensors, after the user has replaced the weights."""
 
 
 class HoldsResiduals(Protocol):
@@ -109,8 +103,8 @@ class HoldsResiduals(Protocol):
 
 
 class HoldsSecondary(Protocol):
-    """Interface of a parameter gatherer with secondary shards (ZeRO++ hpZ): additional copies of the parameters,
-    sharded over the ranks of one node, for gathers within the node.
+    """Interface of a parameter gatherer with secondary shards (ZeRO++ hpZ): copies of the parameters, sharded within
+    one node.
     """
 
     @property
@@ -132,9 +126,7 @@ class Home(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """One tensor of training state that this rank stores between steps, with the names or the bucket of the parameters
-    that it belongs to.
-    """
+    """Tensor of training state on this rank, with the name or the bucket of its parameters."""
 
     kind: str
     """Kind of state: "weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or an
@@ -165,15 +157,13 @@ class StateTensor:
         return self._slot(element)[0]
 
     def place(self, element: int) -> int:
-        """Returns the position of ``element``, an index into this tensor, relative to the first element of the same
-        parameter in this tensor.
+        """Returns the offset of ``element``, an index into this tensor, from the first element of its parameter in this
+        tensor.
         """
         return element - self._slot(element)[1]
 
     def within(self, part: slice) -> "StateTensor":
-        """Returns a copy of this entry for only a part of its elements. ``part``: range of the bucket's elements,
-        within the range of this entry.
-        """
+        """Returns a copy of this entry for ``part``, a range of bucket elements within the range of this entry."""
         start = self.part.start
         return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
 
@@ -191,10 +181,8 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateInventory:
-    """Lists of all state tensors of a rank between two steps: weights, masters, optimizer state, gradients. Each call
-    collects them anew.
-
-    All data ranks list their tensors in the same order.
+    """Inventory of a rank's state tensors between two steps: weights, masters, optimizer state, gradients. All data
+    ranks list their tensors in the same order.
     """
 
     model: nn.Module
@@ -273,9 +261,7 @@ class StateInventory:
         })  # fmt: skip
 
     def element_state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
-        """Yields an entry for each tensor in ``tensors``, a mapping from the optimizer's parameter objects to state
-        tensors by kind. ``tensors`` may be the present state, or state to be loaded.
-        """
+        """Yields an entry for each state tensor in ``tensors``: optimizer parameter -> kind -> tensor."""
         for place in self.optimizer.places:
             flat, shape = place.flat, place.parameter.shape
             for kind, value in tensors.get(place.parameter, {}).items():
@@ -296,15 +282,15 @@ class StateInventory:
                 )
 
     def companion_state(self) -> Iterator[StateTensor]:
-        """Yields the tensors that features store next to each updated tensor: weight averages, the outer loop's anchors
+        """Yields the tensors that features store for each updated tensor: weight averages, anchors of the outer loop
         (weights of the last synchronization) and encoding errors.
         """
         for companion in self.companions:
             yield from self.element_state(companion.tensors())
 
     def gradients(self) -> Iterator[StateTensor]:
-        """Yields the accumulated gradients, their host copies, and the encoding errors of quantized gradients and of
-        quantized messages between pipeline stages.
+        """Yields accumulated gradients, their host copies, and encoding errors of quantized gradients and pipeline
+        messages.
         """
         for flat in self.trained:
             yield StateTensor(kind="gradient", tensor=flat.grads, flat=flat, part=flat.held)

@@ -59,9 +59,7 @@ class WireFormats:
 
     @property
     def alignment(self) -> int:
-        """Number of elements; every parameter in a bucket starts at a multiple of it, and so at the start of a
-        quantization block.
-        """
+        """Alignment of parameters in a bucket, in elements: each parameter starts a new quantization block."""
         return max([ALIGNMENT, *(wire.block for wire in (self.weights, self.gradients) if wire is not None)])
 
     def of_weights(self, bucket: Bucket) -> BlockFormat | None:
@@ -77,8 +75,7 @@ class WireFormats:
     def over(self, spread: Spread) -> "WireFormats":
         """Returns the formats for buckets that are sharded over the axis ``spread.sharding``.
 
-        If that axis differs from this object's ``axis``, as for experts, the result has ``spread.ranks`` ranks and
-        reduces in one all-to-all. Otherwise the result is this object.
+        For an axis other than this object's ``axis``, they reduce in one all-to-all over ``spread.ranks`` ranks.
         """
         if spread.sharding == self.axis or not self.axis:
             return self
@@ -96,8 +93,8 @@ class WireFormats:
         return inside, ReductionHop("gradients across nodes", nodes, 1)
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
-        """Returns the ranks that join the rank ``index`` in all-to-all number ``hop`` of a reduction, including
-        ``index`` itself, in the order in which messages are summed. Ranks are indices along ``axis``.
+        """Returns the ranks that join the rank ``index`` in all-to-all number ``hop`` of a reduction, in the order of
+        summation. Ranks are indices along ``axis``.
         """
         first = index - index % self.ranks
         if len(self.hops) == 1:
@@ -108,8 +105,8 @@ class WireFormats:
         return tuple(range(first + place, first + self.ranks, self.within))
 
     def gathered_bytes(self, bucket: Bucket, itemsize: int) -> int:
-        """Returns the total number of bytes in all ranks' messages of one all-gather of ``bucket``. ``itemsize``: bytes
-        of an element that is not quantized.
+        """Returns the bytes of all ranks' messages in one all-gather of ``bucket``. ``itemsize``: bytes of an
+        unquantized element.
         """
         wire = self.of_weights(bucket)
         if wire is None:
@@ -118,9 +115,8 @@ class WireFormats:
         return ranks * wire.message_bytes(bucket.elements // ranks)
 
     def reduction(self, bucket: Bucket, itemsize: int) -> Iterator[Traffic]:
-        """Yields the bytes that this rank sends in one gradient reduction of ``bucket``, one entry for each all-to-all.
-        Yields one entry for a reduce-scatter if the gradients are not quantized. ``itemsize``: bytes of an element that
-        is not quantized.
+        """Yields the traffic that this rank sends in one gradient reduction of ``bucket``: one entry for each
+        all-to-all, or for the reduce-scatter of unquantized gradients. ``itemsize``: bytes of an unquantized element.
         """
         wire, formats = self.of_gradients(bucket), self.over(bucket.spread)
         if wire is None:
@@ -133,8 +129,8 @@ class WireFormats:
             yield Traffic(formats.axis, hop.label, 1, sent)
 
     def residual_elements(self, bucket: Bucket) -> int:
-        """Returns the number of fp32 values that a rank stores for the encoding errors of gradients of ``bucket``, over
-        all hops. It is 0 without error feedback, or if the gradients are not quantized.
+        """Returns the number of fp32 values that a rank stores for encoding errors of the bucket's gradients. It is 0
+        without error feedback or quantization.
         """
         if not self.feedback or self.of_gradients(bucket) is None:
             return 0

@@ -25,8 +25,8 @@ Read = Callable[[], None]
 
 @dataclass(slots=True)
 class Guard:
-    """State attached to a parameter without values on this rank: its original class, the callback to call before a
-    read, and the location of its data.
+    """State of a parameter without values on this rank: its original class, and the callback that runs before each
+    read.
     """
 
     own_class: type[nn.Parameter]
@@ -36,10 +36,8 @@ class Guard:
 
 
 class AbsentParameter(nn.Parameter):
-    """Parameter without its values on this rank, for example because ZeRO 3 shards them or another pipeline stage
-    stores them.
-
-    Code that reads the values first calls a callback, which makes the values available or raises an error.
+    """Parameter without its values on this rank, for example because ZeRO 3 shards them. A read of the values first
+    calls a callback.
     """
 
     _guard: Guard
@@ -63,16 +61,14 @@ class GuardedShape(AbsentParameter, FakeTensor):
 
 
 class GuardedPart(WholeSizes, AbsentParameter):
-    """Absent parameter (without its values on this rank) that is sharded over tensor ranks. It shows the sizes of the
-    full parameter to code outside the engine.
+    """Absent parameter (without its values on this rank) that is sharded over tensor ranks. User code sees the sizes of
+    the full parameter.
     """
 
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
-    """Changes the class of ``parameter`` so that code that reads its values first calls the callback ``read``. A
-    parameter that is already concealed does not change.
-
-    ``where``: location of the values, for error messages.
+    """Makes every read of the values of ``parameter`` call ``read`` first, by a change of its class. ``where``:
+    location of the values, for error messages.
     """
     own = type(parameter)
     if issubclass(own, AbsentParameter):

@@ -26,16 +26,12 @@ from engine.parallel.trace.torch_function import Operation, map_leaves, plain_le
 
 
 class NeedsContentError(Exception):
-    """Error of an operation that cannot run on meta tensors: it has no meta kernel, or the shape of its result depends
-    on data.
-    """
+    """Error of an operation that cannot run on meta tensors, for example because its result's shape depends on data."""
 
 
 class MetaTwins:
-    """Map from each tensor of a trace to its twin: a meta tensor of the same shape, dtype and gradient flag, on which
-    operations run without data.
-
-    It also records which tensors share memory, and keeps all tensors alive.
+    """Map from each tensor of a trace to its twin: a meta tensor of the same shape, dtype and gradient flag, without
+    data. It also records which tensors share memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,8 +44,8 @@ class MetaTwins:
         self._kept: dict[int, Any] = {}
 
     def stand_in(self, twin: Tensor) -> Tensor:
-        """Returns a tensor that user code gets in place of the meta tensor ``twin``. It has the shape of ``twin``, is
-        on the run's device, and needs only one element of memory.
+        """Returns a placeholder that user code gets for the meta tensor ``twin``: same shape, on the run's device, with
+        one element of memory.
         """
         sparse = twin.layout != torch.strided
         tensor = without_elements(twin, self.device) if sparse else self._placeholders.give(twin.shape, twin.dtype)
@@ -73,10 +69,7 @@ class MetaTwins:
         return self._twin[id(tensor)]
 
     def notice(self, tensor: Tensor) -> None:
-        """Registers ``tensor``, which does not depend on parameters, so that :meth:`sharing` finds it.
-
-        A later in-place operation may write a tensor that depends on parameters into its memory.
-        """
+        """Registers ``tensor``, which does not depend on parameters, so that :meth:`sharing` finds it."""
         if id(tensor) not in self._kept and tensor.layout == torch.strided:
             self._keep(tensor, tensor.untyped_storage()._cdata)
 
@@ -122,10 +115,7 @@ class MetaTwins:
         return out
 
     def on_zeros(self, operation: Operation) -> Any:
-        """Runs ``operation`` on real tensors and returns the result. Zeros stand for every tensor without data.
-
-        The zeros share one element of memory if torch's kernel accepts this.
-        """
+        """Runs ``operation`` with zeros in place of tensors without data, and returns the result."""
         if operation.is_of_torch and not operation.written:
             try:
                 return self._on_zeros(operation, expanded=True)
@@ -147,8 +137,8 @@ class MetaTwins:
             return operation.run_with(tree_map(zeros, operation.args), tree_map(zeros, dict(operation.kwargs)))
 
     def lift(self, out: Any, operation: Operation) -> Any:
-        """Returns the meta twins of ``out``, the result of ``operation`` on zeros. Autograd edges connect them to the
-        inputs of the operation.
+        """Converts ``out``, the result of ``operation`` on zeros, to meta twins with autograd edges to the operation's
+        inputs.
         """
         inputs = [self.of(tensor) for tensor in operation.tensors]
 
@@ -159,9 +149,7 @@ class MetaTwins:
 
     def write(self, operation: Operation) -> Tensor:
         """Returns the meta twin of the tensor that ``operation`` writes in place, with autograd edges to all inputs of
-        the operation.
-
-        It serves operations that do not run on meta tensors.
+        the operation. For operations that do not run on meta tensors.
         """
         twin = self.of(operation.written[0])
         inputs = [self.of(tensor) for tensor in operation.tensors]
@@ -204,9 +192,7 @@ _SHAPE_RULES: Mapping[str, Callable[..., Tensor | None]] = MappingProxyType(
 
 
 def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], arguments: Any) -> Any:
-    """Returns ``run(arguments)`` for ``arguments`` with meta tensors. The results have the dtypes that autocast on
-    ``device`` would give them.
-    """
+    """Returns ``run(arguments)`` for meta tensors. The results have the dtypes of autocast on ``device``."""
     mode = FakeTensorMode()
 
     def fake(leaf: Any) -> Any:
@@ -256,9 +242,7 @@ def is_trained_leaf(tensor: Tensor) -> bool:
 
 
 def depending(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Returns ``made`` with autograd edges to the ``inputs`` that require a gradient, so that ``made`` requires one
-    too.
-    """
+    """Returns ``made`` with autograd edges to the ``inputs`` that require a gradient."""
     graded = [tensor for tensor in inputs if tensor.requires_grad]
     if not (graded and torch.is_grad_enabled() and (made.is_floating_point() or made.is_complex())):
         return made

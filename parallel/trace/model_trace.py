@@ -48,7 +48,7 @@ class FromParameter(NamedTuple):
 
 
 class FreeTensor(NamedTuple):
-    """Source of an output leaf: a tensor that is computed from the batch alone and does not depend on parameters."""
+    """Source of an output leaf: a tensor that is computed from the batch alone, without parameters."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,9 +64,7 @@ Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
 class Sample(NamedTuple):
-    """Description that stands in place of a tensor among the recorded arguments of a call. The tensor depends on a
-    parameter, or is one.
-    """
+    """Description of a parameter, or of a tensor that depends on parameters, among the recorded arguments of a call."""
 
     source: int | str
     """Number of the traced value, or name of the parameter."""
@@ -85,9 +83,7 @@ other tensors.
 
 @dataclass
 class Material:
-    """Arguments of traced calls, and the bytes that operations between the calls save for backward, recorded for
-    measurements of time and memory.
-    """
+    """Arguments of traced calls, and bytes saved for backward between the calls, to measure time and memory."""
 
     arguments: list[Arguments] = field(default_factory=list)
     """Arguments of each call, by call index."""
@@ -102,8 +98,8 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Output of a traced call, operation or forward: its pytree structure, and the source of each leaf, such as a
-    traced tensor, an argument or a parameter. A rank that does not run the call rebuilds the output from these sources.
+    """Output of a traced call: its pytree structure, and the source of each leaf. A rank that skips the call rebuilds
+    the output from these sources.
     """
 
     spec: TreeSpec
@@ -149,9 +145,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Record of one call of a unit: a block, or another outermost module with parameters, that the trace treats as one
-    operation.
-    """
+    """Record of one call of a unit: a block, or another outermost module with parameters."""
 
     unit: str
     event: int
@@ -169,8 +163,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """Record of one call of a torch function between units ("glue"). It reads a parameter, or a tensor that depends on
-    a parameter. Units are blocks and other outermost modules.
+    """Record of one torch function call outside units (blocks and other outermost modules). It reads a parameter, or a
+    tensor that depends on parameters.
     """
 
     name: str
@@ -199,8 +193,8 @@ class Glue:
 
 
 class OnZeros(NamedTuple):
-    """Record of a traced operation that ran on zeros, because it does not run on meta tensors. With real data its
-    result may have another shape or select another branch.
+    """Record of a traced operation that ran on zeros, because it does not run on meta tensors. Real data may lead to
+    other shapes or branches.
     """
 
     operation: str
@@ -240,9 +234,7 @@ class ModelTrace:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the report at the start of a run: a note if operations ran on zeros, because real data may lead to
-        other shapes or branches.
-        """
+        """Lines for the start report: a warning if operations ran on zeros instead of data."""
         if not self.on_zeros:
             return ()
         first: dict[str, OnZeros] = {}
@@ -257,8 +249,8 @@ class ModelTrace:
 
     @cached_property
     def asks_arguments(self) -> tuple[bool, ...]:
-        """One flag for each call: True if the call writes or returns one of its arguments, so that pipeline stages that
-        skip the call need its arguments too.
+        """One flag for each call: True if the call writes or returns one of its arguments. Stages that skip the call
+        then need its arguments.
         """
         return tuple(
             bool(call.writes) or any(isinstance(leaf, FromArgument) for leaf in call.output.leaves)
@@ -272,9 +264,7 @@ class ModelTrace:
 
     @cached_property
     def graded(self) -> frozenset[int]:
-        """Serial numbers of the traced tensors through which a gradient of the loss flows. Tensors that only a metric
-        reads are left out.
-        """
+        """Serial numbers of the traced tensors through which a gradient of the loss flows."""
         found, pending = set[int](), [number for number in self.targets if self.values[number].grad]
         while pending:
             number = pending.pop()
@@ -285,9 +275,7 @@ class ModelTrace:
 
     @cached_property
     def read_by_glue(self) -> tuple[str, ...]:
-        """Names of parameters that are read by code outside units (blocks and other outermost modules), where no module
-        hook runs before the read.
-        """
+        """Names of parameters that are read by code outside units (blocks and other outermost modules)."""
         read = {name for value in self.values if value.maker == "glue" for name in value.parameters}
         read |= {leaf.parameter for leaf in self.result.leaves if isinstance(leaf, FromParameter)}
         return tuple(name for name in self.parameter_bytes if name in read)
@@ -306,7 +294,7 @@ class ModelTrace:
         return f"the result of {glue.name} at {glue.place}"
 
     def occurrence(self, index: int) -> tuple[str, int]:
-        """Returns (unit name, n) for the call with index ``index``; n is the number of earlier calls of this unit."""
+        """Returns (unit name, n) for the call with index ``index``, the call number n (from 0) of this unit."""
         unit = self.calls[index].unit
         return unit, sum(call.unit == unit for call in self.calls[:index])
 
@@ -315,11 +303,10 @@ Event = Call | Glue
 
 
 def trace_difference(before: ModelTrace, now: ModelTrace) -> str | None:
-    """Returns a text about the first event in which the trace ``now`` differs from the trace ``before``. Returns None
-    if the traces are equal.
+    """Returns a phrase about the first difference of the trace ``now`` from ``before``; None if they are equal. Line
+    numbers are ignored.
 
-    The text completes a sentence that begins with "the forward". Events differ in their operation, in the traced
-    tensors that they read, or in shape, dtype and gradient of the tensors that they make. Line numbers are ignored.
+    The phrase completes a sentence that begins with "the forward".
     """
     for old, new in zip_longest(_events(before), _events(now)):
         if old is None:

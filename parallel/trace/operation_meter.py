@@ -51,15 +51,13 @@ class _NoFormError(Exception):
 
 
 def is_metered() -> bool:
-    """Returns True while an :class:`OperationMeter` is active: a forward is then traced on meta tensors, which have no
-    data.
-    """
+    """Returns True while an :class:`OperationMeter` is active, so that a forward runs on meta tensors."""
     return any(isinstance(mode, OperationMeter) for mode in _get_current_dispatch_mode_stack())
 
 
 class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch dispatch mode that counts the FLOPs of matrix products, convolutions and attention with torch's formulas.
-    It sets ``draws`` to True if a random operation runs.
+    """Torch dispatch mode that counts the FLOPs of matrix products, convolutions and attention. It sets ``draws`` to
+    True if a random operation runs.
     """
 
     def __init__(self) -> None:

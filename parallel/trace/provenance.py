@@ -30,9 +30,7 @@ _PLAIN = int | float | complex | bool | str | bytes | None | torch.dtype | torch
 
 @dataclass
 class OpenCall:
-    """Module call in progress, with the traced tensors (by serial number) and the parameters (by name) that it has read
-    so far.
-    """
+    """Module call in progress, with the traced tensors (serial numbers) and parameters (names) read so far."""
 
     index: int
     unit: str
@@ -44,8 +42,8 @@ class OpenCall:
 
 @dataclass(frozen=True)
 class ValueSource:
-    """Origin of a traced tensor: the index of the module call or operation that made it, and the serial numbers of the
-    traced tensors from which it was computed.
+    """Origin of a traced tensor: index of the module call or operation that made it, and serial numbers of the traced
+    tensors that it read.
     """
 
     maker: Literal["call", "glue"]
@@ -55,9 +53,7 @@ class ValueSource:
 
 
 class UncutPath(NamedTuple):
-    """Problem of a model: code between its blocks that works if one pipeline stage runs the model, but that cannot be
-    divided over several stages.
-    """
+    """Code between a model's blocks that runs on one pipeline stage, but cannot be divided over several stages."""
 
     sentence: str
     """Reason and remedy, a whole sentence."""
@@ -77,9 +73,7 @@ class UncutPathError(PlanError):
 
 
 class TensorProvenance:
-    """Record of the origin of every tensor in one traced forward, and of the reasons why the model cannot be divided
-    into pipeline stages.
-    """
+    """Record of the origin of every tensor in one traced forward, and of obstacles to pipeline stages."""
 
     def __init__(self, model: nn.Module, twins: MetaTwins) -> None:
         self.values: list[Value] = []
@@ -97,15 +91,13 @@ class TensorProvenance:
             twins.notice(buffer)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Returns True if ``tensor`` is a parameter or depends on one. Returns False for a tensor that is computed from
-        the batch alone.
+        """Returns True if ``tensor`` is a parameter or depends on parameters, False if it is computed from the batch
+        alone.
         """
         return id(tensor) in self.number or id(tensor) in self.inside or id(tensor) in self.parameters
 
     def depends_on_calls(self, numbers: Iterable[int]) -> bool:
-        """Returns True if one of the traced tensors with the serial numbers ``numbers`` depends on a module call.
-        Returns False if all depend only on parameters.
-        """
+        """Returns True if any of the traced tensors with the serial numbers ``numbers`` depends on a module call."""
         values = [self.values[number] for number in numbers]
         return any(value.maker == "call" or self.depends_on_calls(value.inputs) for value in values)
 
@@ -118,11 +110,10 @@ class TensorProvenance:
         return frozenset(self._buffers[id(tensor)] for tensor in tensors if id(tensor) in self._buffers)
 
     def read(self, tensors: Iterable[Tensor], reader: str, here: OpenCall | None) -> tuple[list[int], set[str]]:
-        """Returns (numbers of the traced tensors, names of the parameters) among ``tensors``, the tensors that an
-        operation or call reads.
+        """Returns (numbers of the traced tensors, names of the parameters) among ``tensors``, the inputs of an
+        operation or call. Records a problem for a tensor made inside another call and not returned by it.
 
-        ``reader``: name of the operation or call, for error messages. ``here``: the module call in progress, or None. A
-        tensor made inside another call that has not returned it is recorded as a problem.
+        ``reader``: name of the operation or call, for error messages. ``here``: the module call in progress, or None.
         """
         inputs: dict[int, None] = {}
         parameters = set()
@@ -136,7 +127,7 @@ class TensorProvenance:
         return list(inputs), parameters
 
     def new_value(self, tensor: Tensor, source: ValueSource, movable: bool = True) -> int:
-        """Registers ``tensor`` as a new traced tensor, even if it has a number already, and returns its new number.
+        """Registers ``tensor`` as a new traced tensor and returns its new number.
 
         ``movable``: True if a pipeline stage can send the tensor to another stage.
         """
@@ -159,10 +150,8 @@ class TensorProvenance:
         return number
 
     def rewrite(self, sharing: list[Tensor], source: ValueSource) -> None:
-        """Registers each of the tensors ``sharing``, which share one memory, as a new traced tensor after an in-place
-        write to this memory. ``source``: origin of the write.
-
-        If there are several, they are marked as tensors that a pipeline stage cannot send.
+        """Registers the tensors ``sharing``, which share one memory, as new traced tensors after an in-place write to
+        it. ``source``: origin of the write.
         """
         for tensor in sharing:
             inputs, before = source.inputs, self.forget(tensor)
@@ -171,8 +160,8 @@ class TensorProvenance:
             self.new_value(tensor, replace(source, inputs=inputs), movable=len(sharing) == 1)
 
     def forget(self, tensor: Tensor) -> int | None:
-        """Marks the traced tensor ``tensor`` as overwritten in place and removes its number. Returns this number, or
-        None if it had none.
+        """Marks the traced tensor ``tensor`` as overwritten in place, and removes its number. Returns the number, or
+        None if ``tensor`` had none.
         """
         number = self.number.pop(id(tensor), None)
         if number is not None:
@@ -180,16 +169,13 @@ class TensorProvenance:
         return number
 
     def hook(self, tensor: Tensor) -> None:
-        """Marks the traced tensor ``tensor`` as one on which the user has registered a gradient hook. Ignores tensors
-        that are not traced.
-        """
+        """Marks the traced tensor ``tensor`` as having a user's gradient hook. Ignores tensors that are not traced."""
         number = self.number.get(id(tensor))
         if number is not None:
             self.values[number] = replace(self.values[number], hooked=True)
 
     def output_leaf(self, leaf: Any, arguments: list[Any]) -> Leaf:
-        """Returns the source of ``leaf``, one output leaf of a call or operation. From the sources, a pipeline stage
-        that skips the call rebuilds its output.
+        """Returns the source of ``leaf``, one output leaf of a call or operation.
 
         ``arguments``: the leaves of the call's arguments.
         """
@@ -201,9 +187,7 @@ class TensorProvenance:
         return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
 
     def result_leaf(self, leaf: Any) -> Leaf:
-        """Returns the source of one leaf of the program's result: a traced tensor, a parameter, a tensor computed from
-        the batch alone, or a constant.
-        """
+        """Returns the source of one leaf of the program's result, such as a traced tensor or a parameter."""
         if not isinstance(leaf, Tensor):
             self.refuse_hidden(leaf, [], "the program returns")
             return Constant(leaf)
@@ -216,10 +200,10 @@ class TensorProvenance:
         return FreeTensor(tuple(leaf.shape), leaf.dtype)
 
     def refuse_hidden(self, leaf: Any, arguments: list[Any], who: str) -> None:
-        """Records a problem if ``leaf``, an output of a call, is an object of unknown class with tensors of the model
-        inside: a pipeline stage cannot send such an object.
+        """Records a problem if ``leaf``, an output of a call, is an object of unknown class that contains tensors of
+        the model.
 
-        ``who``: beginning of the error sentence; ``arguments``: leaves of the call's arguments, which are accepted as
+        ``who``: beginning of the error sentence; ``arguments``: leaves of the call's arguments, always accepted as
         outputs.
         """
         if isinstance(leaf, Tensor | _PLAIN) or position_of(leaf, arguments) is not None:
@@ -241,8 +225,8 @@ class TensorProvenance:
 
 
 def position_of(leaf: Any, arguments: list[Any]) -> int | None:
-    """Returns the index of ``leaf`` among ``arguments``, compared by identity. Returns None if it is not among them, or
-    is a plain constant such as a number.
+    """Returns the index of ``leaf`` among ``arguments``, compared by identity. Returns None for plain constants such as
+    numbers.
     """
     if isinstance(leaf, _PLAIN):
         return None

@@ -41,11 +41,10 @@ _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia
 
 
 class Recorder(TorchFunctionMode):
-    """Torch function mode that records one forward: each call of a unit (a block or another outermost module), and each
-    operation in code between units.
+    """Torch function mode that records one forward: calls of units (blocks and other outermost modules), and operations
+    between units.
 
-    ``calls`` and ``glue`` are the lists of these records. ``provenance`` has the origin of every tensor, and the code
-    that no pipeline stage can run alone.
+    ``calls`` and ``glue`` list these records. ``provenance`` has the origin of every tensor.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def on_zeros(self) -> tuple[OnZeros, ...]:
-        """Operations that ran on zeros because they do not run on meta tensors; each line of code is listed once."""
+        """Operations that ran on zeros because they do not run on meta tensors, once per line of code."""
         return tuple(OnZeros(name, where, why) for (name, where), why in self._on_zeros.items())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,8 +84,7 @@ class Recorder(TorchFunctionMode):
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one torch function, with its arguments, and runs it on shapes. Returns the result that the user's
-        code gets.
+        """Records one torch function with its arguments and runs it without data. Returns the result for user code.
 
         Inside a unit or another recorded function, it only runs the function.
         """
@@ -102,8 +100,8 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one call of the unit (block or other outermost module) with the name ``unit``, runs its ``forward``
-        and returns its output. A unit that another unit calls is not recorded.
+        """Records one call of the unit (block or other outermost module) ``unit``, runs its ``forward`` and returns its
+        output. Does not record units inside another unit.
         """
         if self._call is not None:  # a unit inside a unit
             return call_user_code(forward, args, kwargs)
@@ -134,9 +132,7 @@ class Recorder(TorchFunctionMode):
         return recipe
 
     def used_by_glue(self, module: nn.Module) -> bool:
-        """Returns True if an operation outside units (blocks and other outermost modules) has read a parameter of
-        ``module``.
-        """
+        """Returns True if code outside units (blocks and other outermost modules) reads a parameter of ``module``."""
         return any(self.provenance.parameters[id(parameter)] in self._read_by_glue for parameter in module.parameters())
 
     # ---- operations

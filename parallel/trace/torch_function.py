@@ -31,10 +31,8 @@ _LEAVES = frozenset((int, float, bool, str, type(None)))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns ``tree`` with ``function`` applied to every leaf, as ``torch.utils._pytree.tree_map``.
-
-    Every tensor is one leaf. Torch's registry would also take apart some tensor subclasses, such as a global tensor
-    (DTensor-like).
+    """Returns ``tree`` with ``function`` applied to every leaf, as ``torch.utils._pytree.tree_map``, but every tensor
+    is one leaf.
     """
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):
@@ -51,9 +49,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def plain_leaves(tree: Any) -> list[Any]:
-    """Returns the leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``. Every tensor is one leaf,
-    also a subclass that torch's registry would take apart.
-    """
+    """Returns the leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``. Every tensor is one leaf."""
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):
         return [tree]
@@ -72,9 +68,7 @@ Function = Callable[..., Any]
 
 
 def getter(name: str) -> Function:
-    """Returns the function that reads the attribute ``name`` of a tensor. Torch function modes get this function as
-    ``func`` when code reads the attribute.
-    """
+    """Returns the function that torch function modes get as ``func`` when code reads the tensor attribute ``name``."""
     return getattr(Tensor, name).__get__  # type: ignore[no-any-return]
 
 
@@ -126,10 +120,7 @@ _DIFFERENTIATES = frozenset(("backward", "grad"))
 
 
 class WrapperTensor(torch.Tensor):
-    """Base of tensor subclasses that store a local shard and run torch functions on it by rules.
-
-    A torch function mode that records calls sees the functions that a rule runs on shards, not the original call.
-    """
+    """Base of tensor subclasses that store a local shard and run torch functions on it by rules."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,8 +129,8 @@ class WrapperTensor(torch.Tensor):
 
 
 def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
-    """Returns the class of the first :class:`WrapperTensor` in ``args`` and ``kwargs``, also inside lists and dicts.
-    Returns None without one.
+    """Returns the class of the first :class:`WrapperTensor` in ``args`` and ``kwargs``, also inside lists and dicts, or
+    None.
     """
     values = [*args, *(kwargs or {}).values()]
     while values:
@@ -161,9 +152,7 @@ def inside_transform() -> bool:
 
 
 def function_name(function: Function) -> str:
-    """Returns the name of a torch function; ``get x`` and ``set x`` for the functions that read and write the tensor
-    attribute ``x``.
-    """
+    """Returns the name of a torch function. For reads and writes of a tensor attribute x it is "get x" and "set x"."""
     name: str = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
         return f"{name.strip('_')} {getattr(getattr(function, '__self__', None), '__name__', name)}"
@@ -207,16 +196,12 @@ class Operation:
 
     @property
     def reads_values(self) -> bool:
-        """True if the operation reads elements of its tensors. False if it reads only attributes such as the shape, or
-        switches ``requires_grad``.
-        """
+        """True if the operation reads elements of its tensors, and not only attributes such as the shape."""
         return not self.is_metadata and self.name not in _SWITCHES
 
     @property
     def asks_for_the_object(self) -> bool:
-        """True if the result is a property of the Python tensor object or its memory, such as ``data_ptr``, and not of
-        its elements.
-        """
+        """True if the result depends on the tensor object or its memory, such as ``data_ptr``, not on elements."""
         return self.name in _OF_THE_OBJECT
 
     @property
@@ -233,9 +218,7 @@ class Operation:
 
     @property
     def is_random(self) -> bool:
-        """True if the operation may draw random numbers and also reads or writes a tensor argument, such as dropout or
-        ``normal_``.
-        """
+        """True if the operation may draw random numbers and has a tensor argument, such as dropout or ``normal_``."""
         dropout_p = self.args[4:5] if self.name == "scaled_dot_product_attention" else ()
         share = max(self.kwargs.get("dropout_p", 0.0), *dropout_p, 0.0)
         return self.name in _RANDOM or "dropout" in self.name or share > 0.0
@@ -256,9 +239,7 @@ class Operation:
 
     @property
     def differentiates(self) -> bool:
-        """True if the operation runs a backward, such as ``Tensor.backward``, which would need the autograd graphs of
-        all pipeline stages.
-        """
+        """True if the operation runs a backward, such as ``Tensor.backward``."""
         return self.name in _DIFFERENTIATES
 
     @cached_property
@@ -308,9 +289,8 @@ def user_place() -> str:
 
 @contextmanager
 def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Replaces every ``autograd.Function.apply`` by the callback ``show(function, args, kwargs)`` inside the context.
-
-    A torch function mode does not see calls of ``apply``, so a trace would miss the Function's backward.
+    """Passes every ``autograd.Function.apply``, which torch function modes do not see, to the callback ``show(function,
+    args, kwargs)`` inside the context.
     """
     original = torch.autograd.Function.__dict__["apply"]
     # modules that torch imports meanwhile keep this ``apply``, which afterwards must show nothing and keep nothing

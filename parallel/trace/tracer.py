@@ -43,17 +43,14 @@ def trace_model(
     device: torch.device | None = None,
     material: Material | None = None,
 ) -> ModelTrace:
-    """Runs ``program`` (forward and loss of ``model``) on shapes, without data, and returns the trace. ``program``
-    returns a pytree.
-
-    The trace lists every returned tensor that depends on a parameter as a target, which the last pipeline stage must
-    have. The model, its train and eval modes and the random streams are unchanged afterwards.
+    """Runs ``program``, the forward and loss of ``model``, without data, and returns the trace. The model, its modes
+    and the random streams do not change.
 
     Args:
         units: modules to record as one call each; default: the units of ``find_units``, divided further as ``stages``
             require.
-        stages: number of pipeline stages; if the outer chains of equal modules have fewer blocks than that, chains
-            inside the blocks count as well, then every Sequential.
+        stages: number of pipeline stages; with fewer blocks than stages, chains inside the blocks count as well, then
+            every Sequential.
         device: device of the tensors that the model's code sees; default: the parameters' device, or the CPU instead of
             meta.
         material: object that receives arguments and memory of the calls, for measurements.

@@ -27,17 +27,15 @@ ROUND = "gather round"
 
 
 def round_bytes(buckets: int) -> int:
-    """Returns the size in bytes of the message that one rank sends in a round of agreement on extra gathers
-    (:class:`GatherRounds`): flags, a digest of the rank's module calls, and one bit for each of ``buckets`` buckets.
+    """Returns the bytes that a rank sends in one round of :class:`GatherRounds`: flags, a digest of module calls, and
+    one bit for each of ``buckets`` buckets.
     """
     return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Message of one rank in a round of agreement on extra gathers. It requests the gathers of the buckets with the
-    indices ``wanted``.
-    """
+    """Message in which a rank requests unplanned gathers of the buckets with the indices ``wanted``."""
 
     wanted: frozenset[int] = frozenset()
     everywhere: bool = False
@@ -49,19 +47,17 @@ class Said:
 
 
 class GatherRounds:
-    """Rounds in which data ranks exchange messages about gathers of parameters outside the planned order (ZeRO 3). Each
-    round is one all-gather between the hosts of these ranks, label "gather round".
+    """Agreement of data ranks on unplanned parameter gathers (ZeRO 3). Each round is one all-gather between their
+    hosts, label "gather round".
 
-    ``buckets``: number of buckets, the same on all of these ranks.
+    ``buckets``: number of buckets, the same on all ranks.
     """
 
     def __init__(self, comm: Comm, buckets: int) -> None:
         self._comm, self._bytes = comm, _mask_bytes(buckets)
 
     def meet(self, said: Said) -> list[Said]:
-        """All-gathers the message ``said`` of this rank and returns the messages of all ranks, in order of rank.
-        Collective.
-        """
+        """All-gathers the message ``said``, and returns the messages of all ranks, in order of rank. Collective."""
         mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
         flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
         return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, ROUND)]
@@ -84,8 +80,8 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class PassCalls:
-    """Record of the module calls in the forwards that one backward differentiates. Each call is recorded as a position:
-    the index of the module's group in the order of parameter gathers.
+    """Record of the module calls in the forwards of one backward. The position of a call is the index of its module's
+    group in the gather order.
     """
 
     def __init__(self) -> None:
@@ -112,20 +108,18 @@ class PassCalls:
             self._positions.append(position)
 
     def compare(self, last: Sequence[Said]) -> None:
-        """Sets ``unequal`` to True if two of the messages ``last``, one from each rank, have different digests of
-        module calls.
-        """
+        """Sets ``unequal`` to True if the messages ``last`` of all ranks have different digests of module calls."""
         self.unequal = self.unequal or len({said.calls for said in last}) > 1
 
     @property
     def digest(self) -> bytes:
-        """Digest of the recorded calls, 8 bytes. Two ranks with the same calls in the same order have equal digests."""
+        """Digest of the recorded calls, 8 bytes. Equal calls in equal order have equal digests."""
         return blake2b(repr(self._positions).encode(), digest_size=_DIGEST_BYTES).digest()
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions that the backward, from the last call to the first, reaches more than once or after a lower
-        position. The parameters at these positions may have been freed by then.
+        """Positions that a backward, in reverse order of the calls, reaches again or after a lower position. Their
+        parameters may have been freed.
         """
         again, lowest = set(), None
         for position in reversed(self._positions):

@@ -40,16 +40,16 @@ class EncodedGather:
 
 
 def encoded_gather(flat: FlatBucket, codec: BlockCodec, weights: Tensor, ranks: int) -> EncodedGather:
-    """Encodes ``weights``, this rank's flat shard of the bucket ``flat``, with ``codec``. Allocates the buffer for the
-    codes of all ``ranks`` ranks. The caller starts the all-gather between the two buffers of the result.
+    """Encodes ``weights``, this rank's shard of the bucket ``flat``, and allocates the buffer for the codes of
+    ``ranks`` ranks. The caller starts the all-gather.
     """
     own = codec.message(weights)
     return EncodedGather(flat, codec, own, own.new_empty(ranks * own.numel()))
 
 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
-    """Starts the quantized all-gather of the fp32 masters of the bucket ``flat`` into the bucket's parameters. The
-    bucket must have ``rounds_in_gathers``: a codec for its weights, and masters. ``label``: label of the traffic.
+    """Starts the quantized all-gather of the bucket's fp32 masters into its parameters. ``flat.rounds_in_gathers`` must
+    be True. ``label``: label of the traffic.
     """
     assert flat.master is not None and flat.codec is not None
     axis = flat.bucket.spread.sharding
@@ -58,8 +58,8 @@ def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
 
 
 def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """Quantizes and decodes the initial parameters, so that a new run computes with the same weights as a resumed one.
-    All-gathers each bucket that has masters and a quantized all-gather of its weights (``rounds_in_gathers``).
+    """Rounds the initial parameters by a quantized all-gather, so that a new run has the same weights as a resumed one.
+    All-gathers each bucket with ``rounds_in_gathers``.
     """
     for flat in buckets:
         if flat.rounds_in_gathers:
@@ -67,8 +67,6 @@ def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 
 def with_codecs(buckets: Sequence[FlatBucket], formats: WireFormats, kernels: Kernels) -> tuple[FlatBucket, ...]:
-    """Returns the buckets. Each bucket that ``formats`` gathers quantized is replaced by a copy with the codec for its
-    weights; other buckets are returned as they are.
-    """
+    """Returns the buckets, with a weight codec added to each bucket that ``formats`` gathers quantized."""
     found = [(flat, formats.of_weights(flat.bucket)) for flat in buckets]
     return tuple(flat if wire is None else replace(flat, codec=BlockCodec(wire, kernels)) for flat, wire in found)

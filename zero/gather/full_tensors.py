@@ -33,8 +33,8 @@ LABEL = "full tensors"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """Elements ``part`` of a bucket in this rank's memory, ``values``. Users see these elements as ``values * factor``,
-    for example as the averaged gradient where ``values`` is a sum.
+    """Elements of a bucket in this rank's memory. Users see ``values * factor``, for example an averaged gradient for a
+    sum.
     """
 
     flat: FlatBucket
@@ -49,9 +49,8 @@ class HeldPart:
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Compares ``written`` with the elements as users see them (``values`` times ``factor``). Stores each element
-        that differs, divided by ``factor``, in ``values``. Returns True if any element differs. Synchronizes the
-        device.
+        """Stores the elements of ``written`` that differ from :meth:`given`, divided by ``factor``. Returns True if any
+        differs. Synchronizes the device.
         """
         written = written.to(self.values.device)
         changed = written != self.given()
@@ -61,9 +60,7 @@ class HeldPart:
         return True
 
     def of(self, slot: Slot) -> "HeldPart | None":
-        """Returns the elements of this part that belong to the parameter with the range ``slot`` in the bucket; None if
-        there are none.
-        """
+        """Returns this part's elements of the parameter with the range ``slot``; None if there are none."""
         start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
         if start >= stop:
             return None
@@ -73,9 +70,7 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedShards:
-    """This rank's shards of one kind of tensor (master weights, gradients or a moment) of all trainable parameters, for
-    access by parameter name.
-    """
+    """This rank's shards of one kind of tensor (master weights, gradients or a moment) of all trainable parameters."""
 
     call: str
     """Name of the public method, for error messages."""
@@ -93,12 +88,10 @@ class NamedShards:
 
 @contextmanager
 def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields parameter name -> tensor for the parameters that match ``pattern``, gathered over dp. With tensor
-    parallelism, a tensor has the shape of this rank's shard. At the end of the context, elements that the user has
-    written are stored.
+    """Yields parameter name -> tensor, gathered over dp, for the parameters that match ``pattern``. Tensor-parallel
+    shards are not gathered. The end of the context stores the user's writes.
 
-    Collective: one all-gather over dp for each bucket, label "full tensors". At the end, data ranks, and ranks with
-    copies of a parameter, compare digests of the written values.
+    Collective: one all-gather over dp for each bucket, label "full tensors".
 
     Raises:
         EngineError: no parameter matches, or ranks have written different values.
@@ -138,12 +131,10 @@ def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dic
 
 @contextmanager
 def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields parameter name -> flat copy of this rank's shard, for the parameters that match ``pattern``. The copy has
-    0 elements if only other data ranks store the parameter. At the end of the context, elements that the user has
-    written are stored.
+    """Yields parameter name -> flat copy of this rank's shard, for the parameters that match ``pattern``. The copy may
+    be empty. The end of the context stores the user's writes.
 
-    If the tensors are master weights, data ranks then agree on the buckets with written elements, and all-gather only
-    these buckets. Collective.
+    Collective. At the end, data ranks all-gather the buckets with written master weights.
     """
     chosen = _matching(shards, pattern)
     parts: dict[str, tuple[HeldPart, Tensor]] = {}
@@ -204,8 +195,7 @@ def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
 
 
 def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], call: str, comm: Comm) -> None:
-    """Raises if data ranks have written different values into a gathered bucket. All must write the same values,
-    because each rank stores only its own shard of them. Collective over dp.
+    """Raises if data ranks have written different values into a gathered bucket. Collective over dp.
 
     Args:
         written: first parameter name of each gathered bucket -> digest of the values in it.
@@ -230,9 +220,8 @@ def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], ca
 def check_holders(
     written: Mapping[str, Tensor], rows: Sequence[ShardRow], call: str, comm: Comm, device: torch.device
 ) -> None:
-    """Raises if ranks that store copies of a parameter of ``rows`` have written different values into the copies. Such
-    ranks are the stages of a tied parameter, and the tensor ranks of a parameter without tensor-parallel shards.
-    Collective.
+    """Raises if ranks with copies of a parameter of ``rows`` have written different values: stages of a tied parameter,
+    or tensor ranks of an unsharded parameter. Collective.
 
     ``written``: parameter name -> digest of its values on this rank. ``call``: name of the public method, for the
     message.
@@ -269,8 +258,8 @@ class ShardedModel:
 
 @contextmanager
 def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, nn.Parameter]]:
-    """Implements :meth:`engine.Engine.full_parameters`: yields name -> full parameter; the caller may write to the
-    parameters. At the end of the context, each rank stores its own shards of the written parameters.
+    """Implements :meth:`engine.Engine.full_parameters`: yields name -> full parameter. The caller may write to the
+    parameters; the end of the context stores the written shards.
 
     Raises:
         EngineError: a forward or backward runs, no parameter matches ``pattern``, or ranks have written different

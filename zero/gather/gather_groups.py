@@ -38,8 +38,8 @@ class GatherGroups:
 
 
 def find_gather_groups(model: nn.Module, calls: Sequence[str] = (), closed: Collection[str] = ()) -> GatherGroups:
-    """Divides the modules of ``model`` into gather groups: one group for each block, and groups for the modules before
-    the first block and after the last one. All parameters of a group are gathered together.
+    """Divides the modules of ``model`` into gather groups, each gathered as a whole: one for each block, and groups for
+    modules before the first block and after the last.
 
     Args:
         calls: names of modules in the order in which a forward calls them.
@@ -82,10 +82,9 @@ def _grouped(units: Sequence[str], blocks: set[str]) -> list[list[str]]:
 
 
 class GatheredModules:
-    """Patches on the ``forward`` of the modules of one rank's stages. A patch gathers a module's sharded parameters
-    before each call; they are freed later.
+    """Patches that gather the sharded parameters of this rank's modules before each call of their ``forward``.
 
-    The patches are outside activation checkpointing, so that recomputation in backward gathers a block once.
+    They enclose activation checkpointing, so that recomputation in backward gathers a block once.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ EVERYWHERE = Turn(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class GatherOrder:
-    """Order in which the forwards and backwards of one rank use its gather groups (ZeRO 3). A gather group is a set of
-    modules; its sharded parameters are gathered together. A bucket is identified by its index in ``buckets``.
+    """Order in which one rank's forwards and backwards use gather groups, sets of modules with parameters that are
+    gathered together (ZeRO 3). A bucket is identified by its index in ``buckets``.
     """
 
     buckets: tuple[Bucket, ...]
@@ -40,8 +40,8 @@ class GatherOrder:
     """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the gather groups that the forward or backward ``walk``, an action of the pipeline schedule, uses.
-        They are indices in ``turns``, in the order of use.
+        """Returns the gather groups that ``walk``, a forward or backward of the schedule, uses, as indices in
+        ``turns``, in order.
         """
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
@@ -56,15 +56,15 @@ class GatherOrder:
         return frozenset.intersection(*self.members)
 
     def at_start(self, walk: Action | None) -> frozenset[int]:
-        """Returns the indices of the buckets that the first gather group of the forward or backward ``walk`` needs.
-        Returns an empty set if ``walk`` is None.
+        """Returns the indices of the buckets that the first gather group of ``walk``, a forward or backward, needs;
+        empty for None.
         """
         positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()
 
     def pinned(self, limit: int | None, sizes: Sequence[int]) -> frozenset[int]:
-        """Returns the indices of the buckets that stay gathered over all microbatches of a step. Buckets are chosen in
-        the order of first use, each if it still fits into the rest of ``limit`` bytes. ``limit`` None: all buckets.
+        """Returns the indices of the buckets that stay gathered through a step: in order of first use, each bucket that
+        still fits ``limit`` bytes (None: all).
 
         ``sizes``: bytes of each bucket's full parameters.
         """
@@ -94,11 +94,10 @@ class Gathers:
 
 
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
-    """Returns the order in which a rank with the pipeline stages ``stages`` uses its gather groups, sets of modules
-    with parameters that are gathered together.
+    """Returns the order in which a rank with the pipeline stages ``stages`` uses its gather groups.
 
-    ``fed``: stages with inputs that depend on trainable parameters, so that their backward goes through all groups. The
-    backward of any other stage ends at the first group with a trainable parameter.
+    ``fed``: stages with inputs that depend on trainable parameters, so that their backward visits all groups. Any other
+    backward ends at the first group with a trainable parameter.
     """
     buckets = (*layout.buckets, *layout.frozen)
     called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}
@@ -123,10 +122,8 @@ def _is_whole(bucket: Bucket, turn: Turn) -> bool:
 
 
 def stays_for_loss(layout: FlatLayout, stage: int, parameter: str) -> bool:
-    """Returns True if code such as the loss can read ``parameter`` between the forward of ``stage`` and its backward.
-
-    That is so if the parameter's bucket is not sharded, or is needed by the last gather group, which stays gathered
-    because the backward begins with it.
+    """Returns True if the loss can read ``parameter`` between the forward of ``stage`` and its backward: its bucket is
+    not sharded, or the last gather group needs it.
     """
     buckets = (*layout.buckets, *layout.frozen)
     turns = {turn for bucket in buckets for turn in bucket.gathers if turn.stage == stage}
@@ -141,13 +138,12 @@ def count_gathers(
     secondary: Collection[int] = (),
     counted: Axis | None = None,
 ) -> Gathers:
-    """Counts the gathers of a step with the forwards and backwards ``passes``, in this order. It assumes that modules
-    run in the order of the gather groups.
+    """Counts the gathers of a step with the forwards and backwards ``passes``, for modules that run in gather order.
 
     Args:
         pinned: indices of the buckets that stay gathered through the step.
-        secondary: indices of the buckets with secondary shards (ZeRO++ hpZ), shards within a node. Only their first
-            gather is over dp; later ones are within the node.
+        secondary: indices of the buckets with secondary shards (ZeRO++ hpZ): only their first gather is over dp, later
+            ones are within the node.
         counted: sharding axis of the buckets to count; None: all buckets.
     """
     own = frozenset(index for index, each in enumerate(order.buckets) if counted in (None, each.spread.sharding))

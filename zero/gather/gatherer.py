@@ -70,11 +70,10 @@ class ParameterGatherer:
     Args:
         buckets: trainable buckets, then frozen ones, with the indices in ``order``.
         order: order in which buckets are needed.
-        pinned: buckets that stay gathered over all passes (forwards and backwards) of a step. None: all of them,
-            gathered when the first pass begins; passes then gather nothing, and their number may differ between data
-            ranks.
+        pinned: buckets that stay gathered over all passes (forwards and backwards) of a step. None: all buckets,
+            gathered before the first pass; the number of passes may then differ between data ranks.
         comm: all-gathers over dp, label "parameters", one batch for each group of modules in each pass.
-        start: callback for a gradient that arrives outside a pass; it begins the backward of this gradient.
+        start: callback that begins a backward, for a gradient that arrives outside a pass.
         within: buckets with secondary shards (ZeRO++ hpZ), gathered once over dp, then within nodes.
     """
 
@@ -110,10 +109,10 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the passes of a step
 
     def start(self, passes: Sequence[Action]) -> None:
-        """Sets the forwards and backwards ``passes`` of a step, so that buckets that the next pass needs first stay
-        gathered between passes.
+        """Sets the forwards and backwards ``passes`` of a step. Buckets that the next pass needs first stay gathered
+        between passes.
 
-        Secondary shards from earlier forwards are dropped, so that the step sends the planned traffic.
+        Secondary shards from earlier forwards are dropped.
         """
         self._refuse_opened()
         self._whole.drop_secondary()
@@ -131,7 +130,7 @@ class ParameterGatherer:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Gathers all buckets once, for the forwards inside the context, which then communicate no parameters.
+        """Gathers all buckets once. Forwards inside the context communicate no parameters.
 
         No backward may run inside. Every data rank enters and leaves the context.
         """
@@ -239,7 +238,7 @@ class ParameterGatherer:
         self.refuse_opened("a step")
 
     def refuse_opened(self, what: str) -> None:
-        """Raises EngineError, which names the refused call ``what``, while a block of ``full_parameters`` is open."""
+        """Raises EngineError, which names the call ``what``, if a ``full_parameters`` block is open."""
         if self._openings:
             raise EngineError(
                 f"{what} cannot run inside full_parameters, which keeps parameters gathered; leave its `with` block "
@@ -258,11 +257,11 @@ class ParameterGatherer:
                 (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
     def around(self, group: int | None) -> AbstractContextManager[bool]:
-        """Returns the context of one module call. ``group``: the module's gather group; None for a module that contains
-        groups. Yields True for the outermost call of code outside a pass.
+        """Returns the context of one module call; it yields True for the outermost call outside a pass. ``group``: the
+        module's gather group; None for a module that contains groups.
 
-        Outside a pass, the context gathers the module's buckets, and frees them at its end. But a call inside a
-        backward that autograd runs, such as recomputation, starts a pass.
+        Outside a pass, the context gathers the module's buckets, and frees them at its end. A call inside autograd's
+        backward, such as recomputation, starts a pass instead.
         """
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()
@@ -274,7 +273,7 @@ class ParameterGatherer:
         return self._outside.call(used)
 
     def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
-        """Hooks ``outputs`` of a module that has run: the first gradient of an output starts the module's backward."""
+        """Makes the first gradient of a module's ``outputs`` start the module's backward."""
         position = self._position(group)
         if position is not None and (self._pass is None or self._pass.is_forward):
             self._calls += 1
@@ -419,7 +418,7 @@ class ParameterGatherer:
             self._need_everywhere(found)
 
     def own(self, output: Tensor) -> Tensor:
-        """Returns ``output``, for use after a pass: a clone if it shares the memory of a bucket, otherwise itself."""
+        """Returns ``output``, for use after a pass: a clone if it shares memory with a bucket."""
         index = self._whole.bucket_of(output)
         if index is None:
             return output

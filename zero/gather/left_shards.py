@@ -27,10 +27,9 @@ class LeftBucket:
 
 
 def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
-    """Attaches to each parameter of ``buckets`` the ranks that store its shards, so that :func:`make_whole` can gather
-    it after the engine is closed.
+    """Attaches to each parameter of ``buckets`` the ranks that store its shards, for a later :func:`make_whole`.
 
-    With several tensor or pipeline ranks it does nothing, so such models stay sharded.
+    Does nothing with several tensor or pipeline ranks; such models stay sharded.
     """
     if grid.size("replica") > 1:
         return
@@ -41,11 +40,10 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
 
 @torch.no_grad()
 def make_whole(model: nn.Module, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    """Gathers the parameters of ``model`` that a closed engine has left sharded, and makes them full CPU tensors. Does
-    nothing if there are none.
+    """Gathers the parameters of ``model`` that a closed engine has left sharded, to full CPU tensors. Collective over
+    all ranks of the job; does nothing if no parameter is sharded.
 
-    Collective over all ranks of the job. ``gather``: callback that all-gathers a tensor, and returns the tensors of all
-    ranks in order of rank.
+    ``gather``: callback that all-gathers a tensor; returns one tensor per rank.
     """
     left: dict[int, LeftBucket] = {}
     for parameter in model.parameters():

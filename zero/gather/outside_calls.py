@@ -14,9 +14,7 @@ from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 
 class OutsideCalls:
-    """Gatherer of sharded parameters (ZeRO 3) for module calls that user code makes outside the engine's forwards and
-    backwards. Such calls may be nested.
-    """
+    """Parameter gathers (ZeRO 3) for module calls outside the engine's forwards and backwards. Calls may be nested."""
 
     def __init__(self, whole: UnshardedBuckets, comm: Comm) -> None:
         self._whole, self._comm = whole, comm
@@ -30,8 +28,8 @@ class OutsideCalls:
 
     @contextmanager
     def call(self, indices: frozenset[int]) -> Iterator[bool]:
-        """Gathers the buckets ``indices`` for one module call, which runs inside the context. At its end, frees the
-        buckets that were not gathered before. Yields True in the outermost call. Collective over dp.
+        """Gathers the buckets ``indices`` for a module call inside the context, and then frees the newly gathered
+        buckets. Yields True in the outermost call. Collective over dp.
         """
         if not self._depth:
             self._comm.join("a call of the model outside the engine")
@@ -49,8 +47,8 @@ class OutsideCalls:
             self._whole.free((opened | read) - (self._read if self._depth else frozenset()))
 
     def read(self, index: int) -> None:
-        """Gathers the bucket ``index``, because code outside the bucket's modules reads one of its parameters. The
-        bucket stays gathered until the outermost module call ends. Collective over dp.
+        """Gathers the bucket ``index`` for a read outside the bucket's modules. The bucket stays gathered until the
+        outermost module call ends. Collective over dp.
         """
         if index not in self._whole.live:
             self._read |= {index}

@@ -24,8 +24,8 @@ WITHIN = "parameters within nodes"
 
 @dataclass(frozen=True, slots=True)
 class SecondaryLayout:
-    """Layout of secondary shards (ZeRO++ hpZ): the buckets with secondary shards, and the number of neighbouring data
-    ranks on a node that divide such a bucket once more.
+    """Layout of secondary shards (ZeRO++ hpZ): the buckets that have them, and the number of data ranks that share a
+    node.
     """
 
     ranks: int = 1
@@ -41,8 +41,8 @@ NO_SHARDS = SecondaryLayout()
 
 
 class SecondaryShards:
-    """Secondary shards of this rank, by bucket index (ZeRO++ hpZ). After a gather over dp, the data ranks of a node
-    store the full bucket divided among them, so that later gathers stay within the node.
+    """Secondary shards of this rank, by bucket index (ZeRO++ hpZ). The data ranks of a node store each bucket divided
+    among them, so that later gathers stay within the node.
 
     Args:
         comm: all-gathers between the data ranks of a node, label "parameters within nodes".
@@ -60,9 +60,7 @@ class SecondaryShards:
 
     @property
     def valid(self) -> frozenset[int]:
-        """Indices of the buckets with secondary shards that contain the current parameters, so that a gather within the
-        node suffices.
-        """
+        """Indices of the buckets with secondary shards that contain the current parameters."""
         return frozenset(self._valid)
 
     @property
@@ -71,8 +69,8 @@ class SecondaryShards:
         return tuple(self._shards.values())
 
     def take(self, index: int) -> None:
-        """Copies this rank's slice of the gathered bucket ``index`` into its secondary shard, before the bucket is
-        freed. Does nothing if the shard is valid already.
+        """Copies this rank's slice of the gathered bucket ``index`` into its secondary shard. Does nothing if the shard
+        is valid.
         """
         shard = self._shards.get(index)
         if shard is not None and index not in self._valid:
@@ -80,15 +78,15 @@ class SecondaryShards:
             self._valid.add(index)
 
     def gather(self, indices: Sequence[int]) -> Pending:
-        """Starts the all-gather of the buckets ``indices`` within the node, in one batch. The memory of their full
-        parameters must be allocated, and their secondary shards valid.
+        """Starts the all-gather of the buckets ``indices`` within the node, in one batch. Their secondary shards must
+        be valid.
         """
         pairs = [(self._buckets[index].params, self._shards[index]) for index in indices]
         return self._comm.gather_parameters(pairs, WITHIN, self._ranks)
 
     def drop(self, indices: Collection[int] | None = None) -> None:
-        """Marks the secondary shards of the buckets ``indices`` (None: of all buckets) as invalid, because their
-        parameters have changed. The memory stays allocated.
+        """Marks the secondary shards of the buckets ``indices`` (None: all buckets) as invalid, after a parameter
+        change. The memory stays allocated.
         """
         self._valid.difference_update(self._shards if indices is None else indices)
 

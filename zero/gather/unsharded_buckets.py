@@ -34,16 +34,14 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, Seco
 
 
 class ShardArrival:
-    """Handle of copies of this rank's shards from host memory to the device, before a batch of all-gathers sends the
-    shards.
-    """
+    """Handle of copies of this rank's shards from host memory to the device, before they are all-gathered."""
 
     def __init__(self, copied: torch.Event | None) -> None:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """Returns the handle to wait for, given ``gather``, the handle of the all-gathers. With several data ranks it
-        is ``gather`` itself. With one data rank no collective runs, and the returned handle waits for the copies.
+        """Returns the handle to wait for: ``gather``, the handle of the all-gathers, or with one data rank a handle of
+        the copies.
         """
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
@@ -62,11 +60,10 @@ class ShardSource:
         """After the newest copy that the host has not waited for."""
 
     def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
-        """Copies the shards of ``flats`` that are in host memory into the allocated memory of the full parameters on
-        the device. The caller starts the all-gathers inside the context.
+        """Copies the shards of ``flats`` in host memory to the device, into the memory of the full parameters. The
+        caller starts the all-gathers inside the context.
 
-        ``beside``: True to overlap copies and gathers with compute, on a side stream. Quantized shards require False,
-        because they are encoded on the compute stream.
+        ``beside``: True to run on a side stream, overlapped with compute; must be False for quantized shards.
         """
         hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
         return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
@@ -107,11 +104,10 @@ class BucketState(Enum):
 
 
 class UnshardedBuckets:
-    """Memory for the full parameters of this rank's buckets (ZeRO 3): allocated for a gather, and freed after use. A
-    bucket is identified by its index.
+    """Memory for the full parameters of this rank's buckets (ZeRO 3), allocated for a gather and freed after use.
 
-    ``read(index, name)``: callback when code reads the parameter ``name`` of bucket ``index`` while the bucket is not
-    gathered. ``within``: layout of secondary shards, by default none.
+    ``read(index, name)``: callback for a read of the parameter ``name`` while its bucket is not gathered. ``within``:
+    layout of secondary shards, by default none.
     """
 
     def __init__(
@@ -141,9 +137,7 @@ class UnshardedBuckets:
 
     @property
     def live(self) -> frozenset[int]:
-        """Indices of the buckets with allocated memory for full parameters, also during their all-gather. Includes
-        buckets that are not sharded.
-        """
+        """Indices of the buckets with allocated memory for full parameters, including buckets that are not sharded."""
         return self._resident.union(self._gathers)
 
     @property
@@ -153,9 +147,9 @@ class UnshardedBuckets:
 
     def ask(self, indices: frozenset[int], exact: bool = False) -> None:
         """Allocates memory for the buckets ``indices`` and starts their all-gathers, in one batch for each sharding
-        axis. Skips buckets that are gathered already. ``exact``: True to gather without quantization.
+        axis. Skips gathered buckets.
 
-        If not ``exact``, buckets with a valid secondary shard are gathered in a separate batch, within the node.
+        ``exact``: True to gather over dp without quantization, False to use quantization and valid secondary shards.
         """
         missing = sorted(indices - self.live)
         if self.secondary is not None and not exact:
@@ -212,11 +206,10 @@ class UnshardedBuckets:
         return frozenset(index for index in indices if self._states[index] is BucketState.SHOWN)
 
     def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
-        """Gathers the buckets ``indices``, even ones that this rank has gathered already, because another data rank
-        needs them. All data ranks must pass the same ``indices``.
+        """Gathers the buckets ``indices`` again, because another data rank needs them. All data ranks must pass the
+        same ``indices``.
 
-        Afterwards, the buckets in ``wanted`` are readable, as are the buckets that were readable before. Other buckets
-        that the call has gathered are freed.
+        Afterwards, the buckets in ``wanted`` and all that were readable before are readable; the others are freed.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -226,11 +219,11 @@ class UnshardedBuckets:
         self.free(indices - live - wanted)
 
     def ask_alike(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Starts all-gathers of the buckets ``indices``, outside the planned order, after a check that all data ranks
-        request the same buckets. Buckets that are gathered already are skipped.
+        """Starts all-gathers of the buckets ``indices``, after a check that all data ranks request the same buckets.
+        Skips gathered buckets.
 
-        The check is one all-gather of 8 bytes per rank, label "gather check"; there is none if no bucket is left to
-        gather. ``exact``: True to gather without quantization.
+        The check is one all-gather of 8 bytes per rank, label "gather check". ``exact``: True to gather without
+        quantization.
 
         Raises:
             EngineError: data ranks request different buckets.
@@ -275,8 +268,8 @@ class UnshardedBuckets:
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
         """Frees the memory of the full parameters of the buckets ``indices``; their parameters are then not readable.
 
-        ``leave``: True to leave memory allocated if other tensors, such as a user's, share it, and not to update
-        secondary shards. False to free memory even if autograd refers to it, because the backward gathers it again.
+        ``leave``: True to leave allocated any memory that other tensors share; False to free it even if autograd refers
+        to it.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()
@@ -299,15 +292,15 @@ class UnshardedBuckets:
             self._hosted.settle()
 
     def drop_secondary(self, indices: Collection[int] | None = None) -> None:
-        """Marks the secondary shards (ZeRO++ hpZ) of the buckets ``indices`` (None: of all buckets) as invalid, because
-        their parameters have changed. Does nothing if there are no secondary shards.
+        """Marks the secondary shards (ZeRO++ hpZ) of the buckets ``indices`` (None: all buckets) as invalid, after a
+        parameter change.
         """
         if self.secondary is not None:
             self.secondary.drop(indices)
 
     def refuse_written(self, indices: frozenset[int]) -> None:
-        """Raises if the model has written to a gathered parameter of the buckets ``indices``. The write would be lost
-        when the bucket is freed.
+        """Raises if the model has written to a gathered parameter of the buckets ``indices``. Freeing would lose the
+        write.
 
         Raises:
             EngineError: a parameter was written since it arrived; the message names the first one.
@@ -323,16 +316,14 @@ class UnshardedBuckets:
                     )
 
     def bucket_of(self, tensor: Tensor) -> int | None:
-        """Returns the index of the bucket that shares the memory of its full parameters with ``tensor``; None if no
-        bucket does.
-        """
+        """Returns the index of the bucket that shares the memory of its full parameters with ``tensor``, or None."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._index_of.get(_memory(tensor)) if _has_memory(tensor) else None
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Makes the shapes of all parameters readable inside the context. Parameters that are not gathered have no
-        memory for values then, so code inside must not read their values.
+        """Makes the shapes of all parameters readable inside the context. Code inside must not read values of
+        parameters that are not gathered.
         """
         states = enumerate(self._states)
         hidden = [index for index, each in states if each is not BucketState.SHOWN and index not in self._resident]

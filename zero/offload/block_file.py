@@ -43,18 +43,14 @@ def whole_sectors(size: int) -> int:
 
 
 def sector_memory(size: int) -> Tensor:
-    """Returns zeroed host memory, uint8 [size], that begins at a disk sector boundary, as direct I/O needs it. It is
-    freed with the last tensor that refers to it.
-    """
+    """Returns zeroed host memory, uint8 [size], that begins at a disk sector boundary, for direct I/O."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def begins_on_sector(block: memoryview) -> bool:
-    """Returns True if direct I/O can use the memory ``block``: its address and its size are multiples of 4,096 bytes, a
-    disk sector.
-    """
+    """Returns True if direct I/O can use ``block``: address and size are multiples of 4,096 bytes, a disk sector."""
     address: int = numpy.frombuffer(block, numpy.uint8).__array_interface__["data"][0]
     return address % SECTOR == 0 and len(block) % SECTOR == 0
 
@@ -106,7 +102,7 @@ class BlocksUnderWay:
         self._futures = futures
 
     def joined(self, other: "BlocksUnderWay") -> "BlocksUnderWay":
-        """Returns one handle that stands for the reads and writes of this handle and of ``other``."""
+        """Returns one handle for the reads and writes of this handle and of ``other``."""
         return BlocksUnderWay([*self._futures, *other._futures])
 
     def result(self) -> None:
@@ -121,8 +117,8 @@ class BlocksUnderWay:
 
 
 class BlockFile:
-    """File of ``size`` bytes that is read and written as a whole, in blocks of 1 MiB. A hash of each block is stored in
-    memory to check reads. The disk space is reserved when the object is made.
+    """File of ``size`` bytes that is read and written as a whole. Hashes of its blocks, 1 MiB each, are stored in
+    memory to check reads.
 
     Raises:
         EngineError: the file cannot be made, or the disk is full.
@@ -145,14 +141,14 @@ class BlockFile:
 
     def start_write(self, data: memoryview, threads: Executor) -> BlocksUnderWay:
         """Starts to write the whole file from ``data`` on ``threads``, and returns a handle. ``data`` must not change
-        before the handle's ``result`` has returned; ``result`` also raises errors of the disk.
+        before the handle's ``result`` returns or raises.
         """
         jobs = self._blocks(data)
         return BlocksUnderWay([threads.submit(self._write_block, number, block) for number, block in jobs])
 
     def start_read(self, into: memoryview, threads: Executor, checked: bool = True) -> BlocksUnderWay:
         """Starts to read the whole file into the memory ``into`` on ``threads``, and returns a handle. ``checked``:
-        True to compare the hash of each block with the hash at its last write. The handle's ``result`` raises errors.
+        True to compare each block's hash with its last write.
         """
         jobs = self._blocks(into)
         return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])
@@ -167,9 +163,9 @@ class BlockFile:
             self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
-        """Reads the whole file into the memory ``into``, and waits for it.
+        """Reads the whole file into the memory ``into``.
 
-        ``checked``: True to compare the hash of each block with the hash at its last write.
+        ``checked``: True to compare each block's hash with its last write.
 
         Raises:
             EngineError: the disk fails, or a compared hash differs.
@@ -260,8 +256,8 @@ class PageUse(Protocol):
 
 
 class MomentBuffers:
-    """Pool of ``count`` pages (buffers) of host memory, ``size`` bytes each, through which updates read and write
-    optimizer moments on disk. A page that is being written becomes free when the write ends.
+    """Pool of ``count`` host memory buffers (pages) of ``size`` bytes, through which updates read and write moments on
+    disk.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -276,9 +272,7 @@ class MomentBuffers:
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:
-        """Returns a free page, uint8 [size]. If none is free, waits for the oldest write; raises this write's error if
-        it has failed.
-        """
+        """Returns a free page, uint8 [size]. If none is free, waits for the oldest write, and raises its error."""
         if not self._free:
             page, write = self._busy.popleft()
             write.result()
@@ -286,9 +280,7 @@ class MomentBuffers:
         return self._free.pop()
 
     def give_back(self, page: Tensor, write: PageUse) -> None:
-        """Returns ``page`` to the pool while ``write`` may still read it. ``take`` hands it out again only after
-        ``write`` has ended.
-        """
+        """Returns ``page`` to the pool. The page becomes free when ``write`` has ended."""
         self._busy.append((page, write))
 
     def free_all(self) -> None:

@@ -54,15 +54,15 @@ class DelayedUpdate:
         self._update = self._thread.submit(update)
 
     def join(self) -> None:
-        """Waits until the thread has computed the pending update. It stays pending, because its new weights are in host
-        memory only. Does not raise an error of the update.
+        """Waits until the thread has computed the pending update, without raising its error. The new weights remain in
+        host memory, so the update stays pending.
         """
         if self._update is not None:
             self._update.exception()
 
     def problem(self) -> EngineError | None:
-        """Waits until the thread has computed the pending update, and returns its error: the update has raised, or
-        weights on the device were changed while it ran. None if there is no error or no pending update.
+        """Waits until the thread has computed the pending update, and returns its error, or None. A change of the
+        weights on the device during the update is an error too.
         """
         if self._update is None or self._given is None:
             return None
@@ -83,8 +83,8 @@ class DelayedUpdate:
         return None
 
     def finish(self) -> bool:
-        """Waits for the pending update and copies its weights to the device, with a gather over dp. Returns True after
-        an update, and False at once if no update is pending. Collective over dp.
+        """Waits for the pending update and copies its weights to the device, with a gather over dp. Returns False if no
+        update is pending. Collective over dp.
 
         Raises:
             EngineError: see ``problem``.
@@ -98,7 +98,7 @@ class DelayedUpdate:
         return True
 
     def close(self) -> None:
-        """Waits until the thread has computed a pending update, and ends the thread. The new weights are not copied to
+        """Waits until the thread has computed a pending update, and ends the thread. Does not copy the new weights to
         the device.
         """
         self._thread.shutdown(wait=True)

@@ -36,9 +36,7 @@ LABEL = "disk"
 
 
 class DiskAgreement:
-    """Collectives through which each rank learns that the disk of another rank has failed. Every call is collective
-    over the world, label "disk".
-    """
+    """Agreement of all ranks on disk failures. Every call is collective over the world, label "disk"."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
@@ -50,8 +48,8 @@ class DiskAgreement:
         return first_rank(own, self._comm, self._device, LABEL)
 
     def sentence(self, rank: int, own: str) -> str:
-        """Returns the error message of the rank ``rank`` on all ranks. ``own``: the message of the calling rank; it is
-        used on ``rank`` only. Two all-reduces: of the message's length, then of its bytes.
+        """Returns on all ranks the error message ``own`` of the rank ``rank``. Two all-reduces: of the message's
+        length, then of its bytes.
         """
         if self._comm.grid.world_size == 1:
             return own
@@ -73,8 +71,8 @@ FoundMoment = tuple[Tensor, str, Tensor]
 
 
 class MomentPlace(NamedTuple):
-    """Place of one moment in a slot, a file with all moments of one bucket: byte position and dtype. The moment is
-    ``name`` of the optimizer tensor ``weights``.
+    """Byte position and dtype of one moment, ``name`` of the optimizer tensor ``weights``, in the file of a bucket's
+    moments.
     """
 
     weights: Tensor
@@ -83,8 +81,8 @@ class MomentPlace(NamedTuple):
     start: int
 
     def of(self, memory: Tensor) -> Tensor:
-        """Returns the moment as a view of ``memory``, uint8 [bytes], which contains a copy of the slot (file). The view
-        has the shape of ``weights``.
+        """Returns the moment as a view of ``memory``, uint8 [bytes], which has a copy of the file. The view has the
+        shape of ``weights``.
         """
         size = self.weights.numel() * self.dtype.itemsize
         return memory[self.start : self.start + size].view(self.dtype).view(self.weights.shape)
@@ -92,7 +90,7 @@ class MomentPlace(NamedTuple):
 
 class BucketFiles:
     """Two files, called slots, for one bucket's moments. The valid slot has the moments of the last committed update;
-    the next update writes the other slot, so that a failure leaves the valid one intact.
+    the next update writes the other slot.
 
     Args:
         found: the moments that must fit into each slot.
@@ -126,15 +124,13 @@ class BucketFiles:
         self._version = 0
 
     def fits(self, found: Sequence[FoundMoment]) -> bool:
-        """Returns True if the slots (files) have space for exactly the moments ``found``: the same optimizer tensors,
-        moment names and dtypes.
-        """
+        """Returns True if the slots (files) have space for exactly the moments ``found``."""
         kinds = [(id(weights), name, moment.dtype) for weights, name, moment in found]
         return [(id(place.weights), place.name, place.dtype) for place in self.places] == kinds
 
     def shown(self, state: MomentState) -> bool:
-        """Returns True if the moments in the optimizer's ``state`` are memory-mapped views of the file with the last
-        committed moments. False if code has replaced one of them.
+        """Returns True if the moments in the optimizer's ``state`` are memory-mapped views of the last committed file.
+        False if code has replaced any of them.
         """
         return self.valid is not None and all(
             state.get(place.weights, {}).get(place.name) is view
@@ -142,24 +138,23 @@ class BucketFiles:
         )
 
     def start_read(self, page: Tensor, threads: Executor) -> BlocksUnderWay:
-        """Starts to read the file with the moments of the last committed update into ``page``, a buffer in host memory;
-        returns a handle. The read compares each block's hash with its hash at the last write, unless code has changed
-        the file through memory-mapped views since.
+        """Starts to read the last committed moments into the host buffer ``page``, and returns a handle. Checks block
+        hashes, unless code has written to memory-mapped views of the file.
         """
         assert self.valid is not None
         checked = self._version == self._mapped[self.valid]._version
         return self.slots[self.valid].start_read(page.numpy().data[: self.size], threads, checked)
 
     def lend(self, page: Tensor, state: MomentState) -> None:
-        """Replaces the moments in the optimizer's ``state`` by views of ``page``, a buffer in host memory that contains
-        a copy of a slot (file).
+        """Replaces the moments in the optimizer's ``state`` by views of ``page``, a host buffer with a copy of a slot
+        (file).
         """
         for place in self.places:
             state[place.weights][place.name] = place.of(page)
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
-        """Copies the moments in ``state`` to ``page``, a host buffer, and starts to write it on ``threads`` to the file
-        without the last committed moments. Returns a handle. ``state`` then has memory-mapped views of this file.
+        """Copies the moments in ``state`` to the host buffer ``page``, and starts to write it to the slot that is not
+        valid. Returns a handle. ``state`` then has memory-mapped views of this slot.
         """
         now = [state[place.weights][place.name] for place in self.places]
         there = [place.of(page) for place in self.places]
@@ -198,13 +193,13 @@ class DiskMoments:
     """Store of optimizer moments on disk. An update loads the moments of one bucket after the other into host memory,
     and writes the updated ones back.
 
-    Buckets are visited in the order of an :class:`UpdateOrder`. A set is the optimizer tensors of one bucket.
+    A set is the list of one bucket's optimizer tensors. Sets are visited in the order of an :class:`UpdateOrder`.
 
     Args:
         sets: the optimizer tensors of each bucket; empty for a bucket that is not on disk.
         state: the optimizer's moments by tensor and name.
         buffers: host memory for moments that are read, updated or written.
-        agreement: collectives by which all ranks agree on disk failures; each rank has an object of this class.
+        agreement: collectives by which all ranks agree on disk failures.
     """
 
     def __init__(
@@ -267,16 +262,14 @@ class DiskMoments:
                 self._refuse(failed, lost)
 
     def allows(self, number: int) -> bool:
-        """Returns True if the set ``number`` may be updated, because no disk failure is known.
-
-        For a set after the last set on disk, a collective first finds out if a disk of any rank has failed.
+        """Returns True if the set ``number`` may be updated, because no disk failure is known. After the last set on
+        disk, a collective first finds failures of other ranks.
         """
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
-        """Loads the moments of the set ``number`` (optimizer tensors of one bucket) into host memory for its update,
-        and starts to read the moments of the next set. Returns False if a disk failure is known, or the moments differ
-        from the last write; the set must then not be updated.
+        """Loads the moments of the set ``number`` into host memory for its update, and starts to read the next set.
+        Returns False if the set must not be updated: a disk has failed, or the moments differ from the last write.
         """
         if not self._sets[number] or not self._buffers.size:
             return True
@@ -307,8 +300,8 @@ class DiskMoments:
             self._failure = error
 
     def agree(self) -> int | None:
-        """Waits for all reads and writes of this update. Returns the lowest rank with a failed disk; None if no disk
-        has failed. The first call in an update is a collective over the world; later calls return its result.
+        """Waits for all reads and writes of this update. Returns the lowest rank with a failed disk, or None. The first
+        call in an update is a collective over the world.
         """
         if self._agreed is None:
             reads = [read for _, read in self._reads.values()]
@@ -322,9 +315,7 @@ class DiskMoments:
         return self._agreed[0]
 
     def put_back(self) -> None:
-        """Undoes the update on this rank: restores the moments, and the weights in host memory, to their values before
-        the update. Communicates nothing.
-        """
+        """Undoes the update on this rank: restores moments and weights in host memory. Communicates nothing."""
         for number in self._touched:
             replaced, files = self._replaced.pop(number, None), self._files.get(number)
             if files is not None and (replaced is not None or files.valid is None):
@@ -337,8 +328,8 @@ class DiskMoments:
         self._end_update()
 
     def refuse_failed(self) -> None:
-        """Raises if a disk failure in an earlier update has lost optimizer state, so that the run can neither continue
-        nor save. All ranks raise then.
+        """Raises on all ranks if a disk failure in an earlier update has lost optimizer state. The run can then neither
+        continue nor save.
 
         Raises:
             EngineError: a disk has failed during an earlier update.

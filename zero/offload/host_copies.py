@@ -22,12 +22,7 @@ from engine.zero.layout import FlatLayout
 
 
 def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
-    """Returns the indices of the first buckets, just enough to contain the share ``ratio`` (0 to 1) of all trainable
-    elements.
-
-    Gradients of the first buckets are reduced first, so that their copies to the host overlap with most of the
-    backward.
-    """
+    """Returns the indices of the first buckets, just enough for the share ``ratio`` (0 to 1) of trainable elements."""
     chosen: list[int] = []
     elements = 0
     for bucket in layout.buckets:
@@ -39,8 +34,8 @@ def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
 
 
 class HostCopies:
-    """Copies between device and host for the buckets that the host updates: reduced gradients to the host, and updated
-    weights to the device.
+    """Copies of reduced gradients to the host, and of updated weights to the device, for the buckets that the host
+    updates.
 
     Code that changes reduced gradients on the device must call ``changed``; ``wait`` then copies them again.
     """
@@ -61,22 +56,20 @@ class HostCopies:
         """Buckets with copied sums, or with sums on their way until the event."""
 
     def changed(self, flat: FlatBucket) -> None:
-        """Marks the host's copy of the gradients of the bucket ``flat`` as outdated, so that the next ``wait`` copies
-        them from the device again.
+        """Marks the host's copy of the gradients of the bucket ``flat`` as outdated. The next ``wait`` copies them
+        again.
         """
         self._brought.pop(flat.bucket.index, None)
 
     def forget(self) -> None:
-        """Marks the host's copies of the gradients of all buckets as outdated, so that the next ``wait`` for each
-        copies them again.
+        """Marks the host's copies of the gradients of all buckets as outdated. The next ``wait`` for each copies them
+        again.
         """
         self._brought.clear()
 
     def follow(self, flat: FlatBucket, reduction: Pending) -> None:
-        """Starts the copy of the reduced gradients of the bucket ``flat`` to the host. The copy runs on a side stream,
-        after the reduction with the handle ``reduction``. Does nothing for a bucket that the host does not update.
-
-        On a CPU device, ``wait`` makes the copy instead, so that the backward is not delayed.
+        """Starts the copy of the reduced gradients of the bucket ``flat`` to the host, on a side stream after
+        ``reduction``. On a CPU device, ``wait`` makes the copy instead.
         """
         if flat.host_sums is None or self.late or (is_host(self._device) and reduction.under_way):
             return
@@ -87,9 +80,7 @@ class HostCopies:
 
     @torch.no_grad()
     def wait(self, flat: FlatBucket) -> None:
-        """Waits until the host has the current reduced gradients of the bucket ``flat``. Starts the copy first if
-        ``follow`` has not started it, or the copy is outdated.
-        """
+        """Waits until the host has the current reduced gradients of the bucket ``flat``. Starts the copy if needed."""
         if flat.host_sums is None:
             return
         if flat.bucket.index not in self._brought:
@@ -100,8 +91,8 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the device's current stream wait for the gradient reductions that precede the copies of ``follow``. The
-        host does not wait.
+        """Makes the device's current stream wait for the gradient reductions before the copies of ``follow``. The host
+        does not wait.
         """
         if self._reduced is not None:
             self._reduced.wait()
@@ -109,10 +100,8 @@ class HostCopies:
 
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:
-        """Copies this rank's master weights of the bucket ``flat`` to this rank's shard of the parameters, cast to the
-        dtype of the parameters. Communicates nothing.
-
-        A cast on the host overwrites the memory of the host's gradients, which the update has already read.
+        """Copies this rank's master weights of the bucket ``flat`` to its shard of the parameters, cast to their dtype.
+        Communicates nothing. May overwrite the host's copy of the gradients.
         """
         assert flat.master is not None
         if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here

@@ -72,9 +72,7 @@ class OffloadedStates:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Marks the state as in use inside the context, because the caller reads or writes it. An offload is forbidden
-        then: :meth:`refuse_held` raises.
-        """
+        """Marks the state as in use inside the context. An offload is forbidden then: :meth:`refuse_held` raises."""
         self._blocks += 1
         try:
             yield
@@ -82,8 +80,7 @@ class OffloadedStates:
             self._blocks -= 1
 
     def refuse_held(self) -> None:
-        """Raises if a context of :meth:`held` is open, in which code reads or writes the state, so that it must not be
-        offloaded. ``offload_states`` calls it first.
+        """Raises if a context of :meth:`held` is open, because ``offload_states`` must not move state in use.
 
         Raises:
             EngineError: a context is open.
@@ -95,16 +92,15 @@ class OffloadedStates:
             )
 
     def expire(self, kinds: Collection[str]) -> None:
-        """Invalidates autograd graphs that have saved parameters, if ``kinds`` contains the parameters ("lp_params"): a
-        later backward through such a graph raises. Call it before :meth:`offload`.
+        """Makes a later backward through a graph with saved parameters raise, if ``kinds`` contains "lp_params". Call
+        it before :meth:`offload`.
         """
         if PARAMETERS in kinds and PARAMETERS not in self._moved:
             held = [each for each in self._inventory.model.parameters() if not isinstance(each, AbsentParameter)]
             torch.autograd.graph.increment_version(held)
 
     def offload(self, kinds: Collection[str], pinned: bool, blocking: bool) -> None:
-        """Copies the state of the kinds ``kinds``, such as "optim_states", to host memory, and frees its device memory.
-        Kinds that are in host memory already are skipped. All host memory is allocated first, so that a failed
+        """Copies the state of ``kinds``, such as "optim_states", to host memory, and frees its device memory. A failed
         allocation moves nothing.
 
         Args:
@@ -140,8 +136,8 @@ class OffloadedStates:
             finish(self._device)
 
     def reload(self, kinds: Collection[str] = KINDS, blocking: bool = True) -> None:
-        """Copies the state of the kinds ``kinds`` (default: all), such as "optim_states", back to the device. Kinds
-        that are not in host memory are skipped. ``blocking``: True to wait for the copies.
+        """Copies the state of ``kinds`` (default: all), such as "optim_states", back to the device. Skips kinds that
+        are not in host memory. ``blocking``: True to wait for the copies.
         """
         for kind in [kind for kind in KINDS if kind in kinds and kind in self._moved]:
             for each in self._moved[kind]:
@@ -210,8 +206,8 @@ class OffloadedStates:
 
 
 def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
-    """Returns the kinds of state that ``include`` lists, as names such as "optim_states". Items are strings, or members
-    of DeepSpeed's enum ``OffloadStateTypeEnum``. ``include`` None: all kinds.
+    """Returns the kinds of state in ``include``, by names such as "optim_states"; None: all kinds. Items are strings,
+    or members of DeepSpeed's enum ``OffloadStateTypeEnum``.
 
     Raises:
         EngineError: a name is not one of DeepSpeed's.

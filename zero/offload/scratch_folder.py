@@ -28,8 +28,8 @@ PREFIX = "trine-moments-"
 
 
 class ScratchFolder:
-    """Temporary folder in ``parent`` for files of the rank ``rank``, locked until ``close``. Creates ``parent`` if it
-    is missing, and deletes folders in ``parent`` that killed engines have left.
+    """Temporary folder in ``parent`` for files of the rank ``rank``, locked until ``close``. Deletes folders that
+    killed engines have left in ``parent``.
 
     Raises:
         EngineError: the folder cannot be created.
@@ -62,8 +62,8 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 
 def delete_left_behind(parent: Path) -> None:
-    """Deletes the temporary folders in ``parent`` that killed engines have left. Folders of running engines are locked,
-    and are not deleted.
+    """Deletes the temporary folders in ``parent`` that killed engines have left. Locked folders of running engines
+    remain.
     """
     for folder in sorted(parent.glob(f"{PREFIX}*")):
         try:
@@ -81,10 +81,8 @@ def delete_left_behind(parent: Path) -> None:
 
 
 class MappedMemory:
-    """Allocator of tensors in memory-mapped files in ``folder``, which is created if missing.
-
-    If a cgroup limits the memory, the kernel can write the pages of these tensors to disk instead of killing the
-    process. Each file is unlinked as soon as it is mapped, so that its disk space is freed with its tensor.
+    """Allocator of tensors in memory-mapped files in ``folder``. When memory is short, the kernel can write them to
+    disk.
     """
 
     def __init__(self, folder: str) -> None:

@@ -28,15 +28,13 @@ FAMILY = "ema"
 
 
 def average_dtype(weights: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which averages of weights are stored: fp32 for bf16, fp16 and fp32 weights, so that small
-    changes are not lost, and fp64 for fp64 weights. ``weights``: dtype of the weights.
-    """
+    """Returns the dtype in which averages of weights of dtype ``weights`` are stored: fp64 for fp64, otherwise fp32."""
     return torch.promote_types(weights, torch.float32)
 
 
 class WeightAverage:
     """Exponential moving averages (EMA) of the weights that this rank updates. Each rank stores the averages of its own
-    shard of the weights, as it does with optimizer state.
+    shards.
     """
 
     def __init__(self, places: Sequence[OptimizerTensor], decay: float) -> None:
@@ -62,15 +60,12 @@ class WeightAverage:
         self._values.clear()
 
     def tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Returns the averages as optimizer parameter -> {"ema": average}, the form in which checkpoints store them.
-        Returns {} before the first update.
-        """
+        """Returns the averages as optimizer parameter -> {"ema": average}, or {} before the first update."""
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Allocates the averages that a load from a checkpoint fills, and returns them as ``tensors`` does. Discards
-        all earlier averages. An optimizer parameter without "ema/NAME" in ``stored`` (the checkpoint's tensors by name)
-        gets no average.
+        """Allocates the averages that a checkpoint load fills, and returns them as ``tensors`` does. Discards earlier
+        averages. Optimizer parameters without "ema/NAME" in ``stored`` (tensors by name) get no average.
         """
         self.forget()
         for place in self._places:
@@ -81,8 +76,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages of the elements of the bucket ``flat`` that this rank updates, as a flat tensor. For an
-        element without an average, the tensor has the current weight.
+        """Returns the averages of the elements of the bucket ``flat`` that this rank updates, as a flat tensor.
+        Elements without an average have the current weight.
         """
         own = [place for place in self._places if place.flat is flat]
         if not own:  # frozen

@@ -28,9 +28,7 @@ PIECE = 1 << 20
 
 
 class UpdateRun(NamedTuple):
-    """Consecutive elements of one parameter that are updated and rounded together. They are a slice of an optimizer
-    tensor, a flat tensor with shards of parameters.
-    """
+    """Consecutive elements of one parameter in a flat optimizer tensor, which are updated and rounded together."""
 
     part: slice
     """Slice of the optimizer's tensor."""
@@ -42,8 +40,8 @@ class UpdateRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FullShapes:
-    """Map from the elements of this rank's parameter shards to their positions in the full parameters. The random bits
-    that round an element depend on its full position, so that the sharding does not change them.
+    """Map from the elements of this rank's shards to their positions in the full parameters. These positions select the
+    random bits of rounding, so that results do not depend on the sharding.
     """
 
     numbers: Mapping[str, int]
@@ -53,16 +51,15 @@ class FullShapes:
     """Grid coordinates of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """Returns the positions of the elements ``start:stop`` of this rank's shard, as flat indices in the full
-        parameter ``name``, int64 [stop - start]. The shard is this rank's flattened part of the parameter by tensor and
-        expert parallelism; ZeRO does not divide it here.
+        """Returns the positions of the elements ``start:stop`` of this rank's shard as flat indices in the full
+        parameter ``name``, int64 [stop - start]. Shards are by tensor and expert parallelism, not by ZeRO.
         """
         own, lines = torch.arange(start, stop, device=device), self.lines(name, device)
         return own if lines is None else lines.index(own)
 
     def lines(self, name: str, device: torch.device) -> Lines | None:
-        """Returns the positions of this rank's shard (by tensor and expert parallelism) in the full parameter ``name``,
-        in a compact form. Returns None if the parameter is not sharded over tensor or expert ranks.
+        """Returns the positions of this rank's shard (by tensor and expert parallelism) in the full parameter ``name``;
+        None if the parameter is not sharded.
         """
         row = self.rows[name]
         if not row.sharded:
@@ -91,7 +88,7 @@ class RoundedUpdates:
 
     def add(self, weights: Tensor, flat: FlatBucket, part: slice) -> None:
         """Registers ``weights``, a flat tensor that the optimizer updates, as the elements ``part`` of the bucket
-        ``flat``. Elements of padding are not registered.
+        ``flat``.
         """
         found = self._slots[weights] = []
         for slot in flat.bucket.slots:
@@ -100,8 +97,8 @@ class RoundedUpdates:
                 found.append((slot, start - slot.start, stop - slot.start, start - part.start))
 
     def pieces(self, weights: Tensor) -> Iterator[UpdateRun]:
-        """Divides the registered optimizer tensor ``weights`` into slices of one parameter each, with at most 2^20
-        elements, and yields them. A tensor that consists of padding yields one empty slice.
+        """Yields slices of the registered optimizer tensor ``weights``, each with at most 2^20 elements of one
+        parameter. A tensor that consists of padding yields one empty slice.
         """
         if not self._slots[weights]:
             yield UpdateRun(slice(0, 0), 0, torch.empty(0, dtype=torch.int64, device=weights.device))
@@ -114,7 +111,7 @@ class RoundedUpdates:
 
     def runs(self, weights: Tensor, step: int) -> Iterator[tuple[slice, StochasticRounding]]:
         """Yields (slice, rounding) for each parameter in the registered optimizer tensor ``weights``. The rounding has
-        the random seeds with which Adam's update number ``step`` rounds the weights and both moments.
+        the random seeds of Adam's update number ``step``.
         """
         for slot, begin, end, place in self._slots[weights]:
             if slot.name not in self._lines:
@@ -125,11 +122,11 @@ class RoundedUpdates:
             yield slice(place, place + end - begin), how
 
     def store(self, target: Tensor, piece: UpdateRun, values: Tensor, step: int, kind: int) -> None:
-        """Writes ``values``, the fp32 results of update number ``step``, into the elements ``piece`` of ``target``,
-        which is a tensor of weights or of a moment.
+        """Writes ``values``, the fp32 results of update number ``step``, into the elements ``piece`` of ``target``
+        (weights or a moment).
 
-        A bf16 ``target`` is rounded stochastically; another dtype is cast as usual. ``kind`` selects the random bits: 0
-        for weights, and a number above 0 for each moment.
+        A bf16 ``target`` is rounded stochastically. ``kind`` selects the random bits: 0 for weights, above 0 for each
+        moment.
         """
         # Every (update, quantity, parameter) has a key of its own, so no two roundings share random bits.
         if target.dtype == torch.bfloat16:

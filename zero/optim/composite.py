@@ -19,8 +19,8 @@ Groups = list[dict[str, Any]]
 
 
 class CompositeOptimizer(FlatOptimizer):
-    """Several built-in optimizers that act as one. Each optimizer has a number, and updates the parameter groups with
-    this number in ``group["entry"]``.
+    """Several built-in optimizers that act as one. Optimizer number i updates the parameter groups with
+    ``group["entry"]`` = i.
 
     Args:
         groups: torch parameter groups; groups without parameters on this rank are empty.
@@ -54,15 +54,15 @@ class CompositeOptimizer(FlatOptimizer):
         return tuple(sorted({name for part in self.parts.values() for name in part.moment_names}))
 
     def moment_dtype(self, weight: Tensor) -> torch.dtype:
-        """Returns the dtype in which the moments of ``weight`` are stored: that of ``weight``, or the configured dtype
-        of moments for a bf16 weight with stochastic rounding.
+        """Returns the dtype of the moments of ``weight``: the dtype of ``weight``, or the configured dtype for a bf16
+        weight with stochastic rounding.
         """
         rounded = self.rounding is not None and weight.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weight.dtype
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the moments of ``weight`` by name, such as "exp_avg", in the shape of ``weight``. Moments that are
-        stored encoded are returned as decoded copies on ``device``; None: on the device of ``weight``.
+        """Returns the moments of ``weight`` by name, such as "exp_avg", in its shape. Encoded moments are decoded to
+        copies on ``device`` (default: of ``weight``).
         """
         return self._part_of(weight).values(weight, device)
 
@@ -71,15 +71,13 @@ class CompositeOptimizer(FlatOptimizer):
         return self._part_of(weight).encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Replaces the moments of ``weight`` by ``values`` (moment name -> tensor). They are encoded if the optimizer
-        that updates ``weight`` stores its moments encoded.
+        """Replaces the moments of ``weight`` by ``values`` (moment name -> tensor), encoded if the optimizer stores
+        them encoded.
         """
         self._part_of(weight).keep(weight, values)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of the parameter group ``group``, by a call of the optimizer that updates this
-        group.
-        """
+        """Increments the step count of the parameter group ``group`` in the optimizer that updates it."""
         self.parts[group[ENTRY]].count(group)
 
     def _part_of(self, weight: Tensor) -> FlatOptimizer:
@@ -97,8 +95,8 @@ class CompositeOptimizer(FlatOptimizer):
 
 
 class PlainComposite(torch.optim.Optimizer):
-    """Several torch optimizers that act as one, for a run in a single process. Each optimizer has a number, and updates
-    the parameter groups with this number in ``group["entry"]``.
+    """Several torch optimizers that act as one, in a single process. Optimizer number i updates the parameter groups
+    with ``group["entry"]`` = i.
     """
 
     def __init__(self, groups: Groups, makers: Sequence[Callable[[Groups], torch.optim.Optimizer]]) -> None:

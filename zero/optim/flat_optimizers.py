@@ -30,8 +30,8 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
 class UpdatePiece(NamedTuple):
-    """Slice ``part`` of a flat optimizer tensor. The parameters in the slice had no gradient in ``missed`` earlier
-    steps, so their step count is the optimizer's step count minus ``missed``.
+    """Slice ``part`` of a flat optimizer tensor, with parameters that had no gradient in ``missed`` earlier steps.
+    Their step count is lower by ``missed``.
     """
 
     part: slice
@@ -40,8 +40,8 @@ class UpdatePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UpdateOrder:
-    """Order in which an update visits sets of optimizer tensors, usually one set per bucket. It has a callback before
-    and a callback after the update of each set.
+    """Order in which an update visits sets of optimizer tensors, usually one set per bucket, with callbacks before and
+    after each set.
     """
 
     sets: Sequence[Sequence[Tensor]]
@@ -54,8 +54,8 @@ class UpdateOrder:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """Base class of the built-in optimizers over flat tensors. ``step`` calls ``_update``, which subclasses define,
-    with the tensors of each parameter group that have a gradient.
+    """Base class of the built-in optimizers over flat tensors. ``step`` passes the tensors with gradients of each
+    parameter group to ``_update``, which subclasses define.
     """
 
     elementwise = True
@@ -84,9 +84,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         return type(self).__name__.removeprefix("Flat")
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the moments of ``weight`` by name, such as "exp_avg", in the shape of ``weight``; {} before the first
-        step. Moments that are stored encoded are returned as decoded copies on ``device``; None: on the device of
-        ``weight``.
+        """Returns the moments of ``weight`` by name, such as "exp_avg", in its shape; {} before the first step. Encoded
+        moments are decoded to copies on ``device`` (default: of ``weight``).
         """
         own = self.state.get(weight, {})
         return {name: kept for name, kept in own.items() if isinstance(kept, Tensor) and kept.shape == weight.shape}
@@ -102,9 +101,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.state[weight] = dict(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group as torch does, but without the import of torch.compile, which takes half of a rank's
-        start-up time.
-        """
+        """Adds a parameter group as torch does, but does not import torch.compile."""
         unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @overload
@@ -115,8 +112,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every parameter group once, from the gradients of its tensors; tensors without a gradient do not
-        change. Returns the loss that the callback ``closure`` returns, or None without a closure.
+        """Updates every parameter group once; tensors without a gradient do not change. Returns the loss that
+        ``closure`` returns, or None without a closure.
         """
         loss = closure() if closure is not None else None
         for group in self.param_groups:
@@ -209,8 +206,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class FusedAdam:
-    """Launcher of the fused Adam kernels of one optimizer step. They read the decision to skip the step from
-    device memory, so the host need not wait for it.
+    """Launcher of the fused Adam kernels of one optimizer step. The kernels read the decision to skip the step from
+    device memory.
     """
 
     kernels: Kernels
@@ -223,8 +220,8 @@ class FusedAdam:
     """Update of bf16 weights with stochastic rounding; None if all weights have masters."""
 
     def moments(self, weights: Tensor) -> torch.dtype:
-        """Returns the dtype in which the moments of ``weights`` are stored: that of ``weights``, or the configured
-        dtype of moments for bf16 weights with stochastic rounding.
+        """Returns the dtype of the moments of ``weights``: the dtype of ``weights``, or the configured dtype for bf16
+        weights with stochastic rounding.
         """
         rounded = self.rounding is not None and weights.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weights.dtype
@@ -237,10 +234,9 @@ class FusedAdam:
         rule: AdamRule,
         pieces: Sequence[UpdatePiece] | None,
     ) -> None:
-        """Launches Adam's update of ``weights`` and ``moments`` (first, second) from ``weights.grad``. Each slice takes
-        one kernel; with stochastic rounding, each parameter takes one kernel.
+        """Launches Adam's update of ``weights`` and ``moments`` (first, second) from ``weights.grad``.
 
-        ``step``: number of this update, from 1. ``pieces``: slices to update; None: one slice with all elements.
+        ``step``: number of this update, from 1. ``pieces``: slices to update; None: all elements.
         """
         assert weights.grad is not None
         narrow = self.narrow[weights]
@@ -377,9 +373,7 @@ _COUNTED = ("step", "lr", "betas")
 
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
-    """Copy of an optimizer's step counts, learning rates and betas from before an update, to restore them if the device
-    skips this update.
-    """
+    """Copy of an optimizer's step counts, learning rates and betas, to restore if the device skips an update."""
 
     groups: tuple[Mapping[str, Any], ...]
     states: frozenset[Tensor]
@@ -394,8 +388,8 @@ class Bookkeeping:
         )
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restores the copied step counts, learning rates and betas in ``optimizer``. Deletes state of tensors that had
-        no state at the time of the copy. Values of other state tensors do not change.
+        """Restores the copied step counts, learning rates and betas in ``optimizer``. Deletes tensors' state that was
+        made after the copy.
         """
         for group, before in zip(optimizer.param_groups, self.groups, strict=True):
             for key in [key for key in _COUNTED if key in group and key not in before]:

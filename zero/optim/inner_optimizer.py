@@ -41,15 +41,15 @@ class GroupOptions:
 def make_inner(
     factory: OptimizerFactory, groups: Sequence[GroupOptions], members: Mapping[int, list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """Makes the torch optimizer that updates this rank's tensors, by a call of ``factory``. It passes one parameter
-    group for each of ``groups``: group number i has the tensors ``members[i]`` and the options ``groups[i]``.
+    """Makes the torch optimizer of this rank's tensors, by a call of ``factory``. Parameter group number i has the
+    tensors ``members[i]`` and the options ``groups[i]``.
     """
     return factory([{"params": members[index], **group.as_kwargs()} for index, group in enumerate(groups)])
 
 
 def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
-    """Checks that ``inner`` is a built-in optimizer, and returns it. ``key``: configuration key that needs one;
-    ``ability``: end of the error message "only the built-in optimizers ...".
+    """Returns ``inner`` if it is a built-in optimizer. ``key`` and ``ability``: configuration key and end of the
+    sentence, for the error message.
 
     Raises:
         ConfigError: ``inner`` is the user's own optimizer.
@@ -68,8 +68,7 @@ def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_own_step(*_: object) -> None:
-    """Raises EngineError in place of a step, if user code calls ``step`` of the engine's optimizer. The step would use
-    gradients that are not reduced over ranks yet.
+    """Raises EngineError if user code calls ``step`` of the engine's optimizer, because gradients are not reduced yet.
 
     Raises:
         EngineError: always.

@@ -22,17 +22,17 @@ _AT_ONCE = 1 << 15
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Returns the factor that scales a gradient with the L2 norm ``norm`` down to the L2 norm ``max_norm`` (Pascanu et
-    al. 2013). Returns 1 if ``norm`` is smaller, or ``max_norm`` is 0.
+    """Returns the factor that clips a gradient with the L2 norm ``norm`` to ``max_norm`` (Pascanu et al. 2013). Returns
+    1 if ``norm`` is smaller, or ``max_norm`` is 0.
 
-    As ``torch.nn.utils.clip_grad_norm_`` does, it adds 1e-6 to ``norm`` before the division.
+    It adds 1e-6 to ``norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
     """
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Returns the L2 norm of the averaged gradient, sqrt(``sum_of_squares``) / ``weight``. ``sum_of_squares``: squared
-    L2 norm of the gradient summed over all samples; ``weight``: total weight of these samples.
+    """Returns the L2 norm of the averaged gradient, sqrt(``sum_of_squares``) / ``weight``, from the summed gradient's
+    squared norm and the total weight of the samples.
 
     Raises:
         EngineError: ``weight`` is 0.
@@ -43,13 +43,10 @@ def gradient_norm(sum_of_squares: float, weight: float) -> float:
 
 
 def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Returns two fp64 scalar tensors on the device, without host synchronization: the norm of the averaged gradient,
-    and the factor that averages and clips the summed gradient. Arguments are as in ``gradient_norm`` and
-    ``clip_factor``.
+    """Returns two fp64 scalar tensors, without host synchronization: the norm of the averaged gradient, and the factor
+    that averages and clips the summed gradient. Arguments are as in ``gradient_norm`` and ``clip_factor``.
 
-    On a GPU, the results are bitwise equal to ``gradient_norm``, and to ``clip_factor`` divided by ``weight``. The
-    divisors are tensors: to divide by a Python number, a GPU multiplies by the reciprocal, and so rounds twice. (On a
-    CPU, torch's square root has a wrong last bit for one number in a hundred.)
+    On a GPU, the results are bitwise equal to ``gradient_norm``, and to ``clip_factor`` divided by ``weight``.
     """
     one = torch.ones_like(weight)
     norm = sum_of_squares.sqrt() / weight
@@ -59,9 +56,8 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
 
 @torch.no_grad()
 def sync_masters(flat: FlatBucket) -> None:
-    """Copies into the fp32 master weights of the bucket ``flat`` the parameter elements that user code has written
-    since the last update. Other elements of the masters do not change. Waits for the device only if the masters are in
-    host memory.
+    """Copies parameter elements that user code has written since the last update into the fp32 masters of the bucket
+    ``flat``. Waits for the device only if the masters are in host memory.
     """
     if flat.master is None:
         return
@@ -96,14 +92,12 @@ def _take_written(kept: Tensor, master: Tensor, among: Tensor | None = None) -> 
 def full_weights(
     buckets: Sequence[FlatBucket], comm: Comm, average: Callable[[FlatBucket], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, full values) of each parameter, bucket by bucket, gathered over dp. The values come from the fp32
-    masters if there are any. A tensor may be a view of the live parameters.
+    """Yields (name, full values) of each parameter, gathered over dp, from the fp32 masters if there are any. A tensor
+    may be a view of the live parameters.
 
-    ``average``: function that returns values to use in place of the weights that this rank updates in a bucket, as a
-    flat tensor.
+    ``average``: function that returns values to use in place of this rank's weights in a bucket, as a flat tensor.
 
-    Collective: each bucket with sharded masters or parameters takes one all-gather over dp, label "full state". Every
-    rank must consume all items.
+    Collective: one all-gather over dp for each sharded bucket, label "full state". Every rank must consume all items.
     """
     for flat in buckets:
         sync_masters(flat)
@@ -119,16 +113,16 @@ def full_weights(
 
 
 def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Copies into the fp32 masters the parameter elements that user code has written. Ignores buckets without a
-    quantized all-gather of their weights (``rounds_in_gathers``).
+    """Copies parameter elements that user code has written into the fp32 masters, for buckets with
+    ``rounds_in_gathers``.
     """
     for flat in filter(lambda each: each.rounds_in_gathers, buckets):
         sync_masters(flat)
 
 
 def tell_autograd(buckets: Sequence[FlatBucket]) -> None:
-    """Tells autograd that all parameters in ``buckets`` have changed in place. A later backward through a graph that
-    has saved the old values then raises an error.
+    """Marks all parameters in ``buckets`` as changed in place. A backward through a graph with the old values then
+    raises.
     """
     torch.autograd.graph.increment_version([parameter for flat in buckets for parameter in flat.parameters])
     torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights

@@ -13,8 +13,8 @@ from engine.zero.optim.flat_optimizers import UpdatePiece
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
-    """Tensor that the inner (torch) optimizer updates, with the tensor's gradient. The tensor contains the elements
-    ``part`` of the flat bucket ``flat``.
+    """Tensor that the inner (torch) optimizer updates: the elements ``part`` of the flat bucket ``flat``, with their
+    gradient.
     """
 
     parameter: nn.Parameter
@@ -23,8 +23,8 @@ class OptimizerTensor:
     part: slice
 
     def narrow(self) -> Tensor | None:
-        """Returns the bf16 or fp16 weights that receive the updated values of this tensor, an fp32 master. Returns None
-        if the tensor is no master, or if a quantized all-gather writes the weights.
+        """Returns the bf16 or fp16 weights that receive the values of this fp32 master. Returns None if the tensor is
+        no master, or if a quantized all-gather writes the weights.
         """
         if self.flat.master is None or self.flat.rounds_in_gathers:
             return None
@@ -32,9 +32,7 @@ class OptimizerTensor:
         return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
 
     def slots(self) -> Iterator[tuple[Slot, slice]]:
-        """Yields (slot, slice) for each parameter with elements in this tensor: the parameter's range in the bucket,
-        and the slice of this tensor that contains its elements.
-        """
+        """Yields (range in the bucket, slice of this tensor) for each parameter with elements in this tensor."""
         for slot in self.flat.bucket.slots:
             start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
             if start < stop:
@@ -54,18 +52,18 @@ WholeShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
 class WholeUpdates(Protocol):
-    """Interface of objects that update sharded parameters as a whole, for optimizers such as Muon and Adafactor. The
-    updates run across ranks, after the optimizer's step has visited all buckets.
+    """Interface of updates of whole sharded parameters across ranks, as in Muon and Adafactor. They run after the
+    optimizer's step over all buckets.
     """
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of the state tensors that do not have the parameter's shape, such as row means of Adafactor."""
+        """Names of the state tensors in shapes that differ from their parameter's, such as row means of Adafactor."""
 
     @property
     def by_owner(self) -> bool:
-        """True if each state tensor that does not have its parameter's shape is stored by one rank, the owner. False if
-        every rank with a shard of the parameter stores the tensor.
+        """True if one rank, the owner, stores each state tensor in a shape that differs from its parameter's. False if
+        every rank with a shard stores it.
         """
 
     @property
@@ -74,8 +72,8 @@ class WholeUpdates(Protocol):
 
     @property
     def shapes(self) -> WholeShapes:
-        """Shapes of the state tensors of every parameter that is updated as a whole: parameter name -> state name ->
-        shape. They include parameters with state on other ranks only.
+        """Shapes of the state tensors of all parameters that this object updates, on any rank: parameter name -> state
+        name -> shape.
         """
 
     @property
@@ -83,13 +81,13 @@ class WholeUpdates(Protocol):
         """State tensors on this rank: parameter name -> state name -> tensor. Empty before the first update."""
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the parameters in the bucket ``flat`` that this object updates; the optimizer's own step
-        does not change them.
+        """Returns the names of the parameters in the bucket ``flat`` that this object updates, in place of the
+        optimizer's own step.
         """
 
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
         """Updates all parameters of this object except ``unused`` ones (without a gradient), in one or more rounds.
-        Yields the names of the parameters that are done after each round.
+        Yields the names of the updated parameters after each round.
 
         ``missed``: parameter name -> number of earlier updates without a gradient.
         """
@@ -104,13 +102,13 @@ class WholeUpdates(Protocol):
 
 
 def families_of(whole: Iterable[WholeUpdates]) -> frozenset[str]:
-    """Returns the names of all state tensors of the optimizers ``whole``, which update whole parameters."""
+    """Returns the :attr:`WholeUpdates.families` of all objects in ``whole``."""
     return frozenset(family for each in whole for family in each.families)
 
 
 class LateBuckets:
-    """Tracker of the buckets with parameters that are updated as a whole, after the optimizer's step. Such a bucket can
-    be gathered only once all of these parameters are updated.
+    """Tracker of the buckets with parameters that are updated after the optimizer's step. A bucket can be gathered once
+    all these parameters are updated.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], whole: Sequence[WholeUpdates]) -> None:
@@ -121,8 +119,8 @@ class LateBuckets:
         return number in self._missing
 
     def complete(self, made: frozenset[str]) -> list[int]:
-        """Records that the parameters ``made`` are updated. Returns the indices of the buckets of which all parameters
-        are now updated; each index is returned by one call only.
+        """Records that the parameters ``made`` are updated. Returns the indices of the buckets that this call
+        completes.
         """
         for own in self._missing.values():
             own -= made
@@ -133,8 +131,8 @@ class LateBuckets:
 
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
-    """Returns the gradient that the optimizer reads for the elements ``part`` of the bucket ``flat``: in host memory if
-    the host updates the bucket, otherwise on the device.
+    """Returns the gradient of the elements ``part`` of the bucket ``flat`` for the optimizer. It is in host memory if
+    the host updates the bucket.
     """
     if flat.host_sums is None:
         return flat.gradient(part)
@@ -142,11 +140,11 @@ def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
 
 
 def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mapping[str, int]) -> Iterator[UpdatePiece]:
-    """Divides the optimizer tensor ``place`` into slices of adjacent parameters with the same number of missed updates,
-    and yields them.
+    """Yields slices of the optimizer tensor ``place``, each of adjacent parameters with the same number of missed
+    updates.
 
-    Parameters in ``unused`` are left out, because they have no gradient now. ``missed``: parameter name -> number of
-    earlier updates without a gradient.
+    Parameters in ``unused``, without a gradient now, are left out. ``missed``: parameter name -> number of earlier
+    updates without a gradient.
     """
     run: UpdatePiece | None = None
     for slot, part in place.slots():
@@ -162,8 +160,8 @@ def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mappi
 
 
 def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (index of the parameter group, slice of the bucket, (elements,)) for each run of adjacent elements that
-    this rank updates and that are of one group. A run spans parameters, so that an update needs few kernels.
+    """Yields (index of the parameter group, slice of the bucket, (elements,)) for each run of adjacent elements of one
+    group that this rank updates.
     """
     for segment in flat.bucket.segments(flat.owned):
         yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
@@ -179,8 +177,7 @@ def parameter_parts(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, .
     """Yields (index of the parameter group, slice of the bucket, (elements,)) for the elements of each parameter that
     this rank updates.
 
-    If this rank updates only padding, yields the padding, so that every rank has optimizer state and takes part in the
-    collectives of other ranks.
+    If this rank updates only padding, yields the padding, so that every rank has optimizer state.
     """
     owned = [(slot, max(slot.start, flat.owned.start), min(slot.stop, flat.owned.stop)) for slot in flat.bucket.slots]
     found = [(slot.group, slice(start, stop), (stop - start,)) for slot, start, stop in owned if start < stop]

@@ -57,19 +57,18 @@ logger = logging.getLogger("trine")
 
 
 class ShardedOptimizer:
-    """Optimizer of a rank. A step updates the weights that this rank owns in every flat bucket. At ZeRO 1 and 2, it
-    then all-gathers the updated parameters over dp.
+    """Optimizer of a rank. A step updates this rank's weights in every flat bucket. At ZeRO 1 and 2, it then
+    all-gathers the updated parameters over dp.
 
     Args:
         buckets: the flat buckets of this rank.
         groups: option overrides by group index.
         factory: builds the inner optimizer from torch parameter groups.
         comm: one all-gather over dp for each bucket and step, label "parameters".
-        sharded: True if each data rank updates its shard only (ZeRO 1 and more); at ZeRO 0 every rank updates
+        sharded: True if each data rank updates only its shard (ZeRO 1 and more); at ZeRO 0 every rank updates
             everything.
-        own: True if the inner optimizer is the user's. It then gets one tensor per parameter, so that parameters
-            without gradients retain their step counts. At ZeRO 0 the tensors have the parameters' shapes, so that an
-            optimizer of full matrices works without tensor parallelism.
+        own: True if the inner optimizer is the user's. It then gets one tensor per parameter, at ZeRO 0 in the
+            parameter's shape.
 
     Raises:
         ConfigError: ``sharded`` is True and the optimizer is not elementwise.
@@ -147,9 +146,8 @@ class ShardedOptimizer:
         self._rounding = inner.rounding = rounding
 
     def use_disk_moments(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
-        """Stores moments in files in ``folder``, for the buckets that the host updates. ``buffers``: host memory
-        through which the moments are read and written. ``device``: device for the collectives by which the ranks agree
-        on disk failures.
+        """Stores the moments of the buckets that the host updates in files in ``folder``, by way of ``buffers`` in host
+        memory. ``device``: device of the collectives about disk failures.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -177,15 +175,15 @@ class ShardedOptimizer:
         self.delayed = DelayedUpdate(self._buckets, partial(self.refresh, self._buckets))
 
     def join_delayed(self) -> None:
-        """Waits until the host has computed the pending delayed update, if there is one. The new weights may then be in
-        host memory only, not in the model.
+        """Waits until the host has computed the pending delayed update, if there is one. The new weights may still be
+        in host memory only.
         """
         if self.delayed is not None:
             self.delayed.join()
 
     def end_delayed(self) -> None:
-        """Waits for the delayed update at the end of the engine, and copies the new weights of this rank's shards to
-        the device. Communicates nothing, so this rank's copies of other ranks' shards are one update old.
+        """Waits for the delayed update at the end of the engine, and copies this rank's new weights to the device.
+        Communicates nothing: the shards of other ranks stay one update old.
         """
         if self.delayed is None:
             return
@@ -224,12 +222,10 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def launch(self, decision: DeviceDecision) -> None:
-        """Launches a step of kernels that read ``decision``, to update or to skip, from device memory, without host
-        synchronization. At ZeRO 1 and 2, buckets are all-gathered over dp in either case.
+        """Launches a step of kernels that read ``decision`` from device memory: to update or to skip, and the factor of
+        the gradients. Does not synchronize the host. At ZeRO 1 and 2, buckets are all-gathered over dp in either case.
 
-        Once the host knows the decision, the caller calls ``settle`` after an update, or ``Bookkeeping.put_back`` after
-        a skip to restore the step counts. The kernels multiply the gradients by the factor in ``decision`` as they read
-        them.
+        The caller then calls ``settle`` after an update, or ``Bookkeeping.put_back`` after a skip.
         """
         assert isinstance(self.inner, FlatAdam)
         sync_rounded(self._buckets)
@@ -242,9 +238,7 @@ class ShardedOptimizer:
             self.inner.fused = None
 
     def forget(self) -> None:
-        """Resets all optimizer state to the state before the first step: moments, step counts and numbers of missed
-        updates. Weights do not change.
-        """
+        """Resets all optimizer state to the state before the first step. Weights do not change."""
         self.inner.state.clear()
         self.unused = frozenset()
         self.missed.clear()
@@ -257,14 +251,14 @@ class ShardedOptimizer:
 
     def first_state(self) -> Mapping[Tensor, dict[str, Any]]:
         """Returns the state that the inner optimizer has before its first update: tensor -> state name -> value. It is
-        {} for most optimizers; Adagrad creates state in its constructor.
+        {} for most optimizers.
         """
         return self._make().state if self._begins_with_state else {}
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """Multiplies the reduced gradients by ``scale`` and updates the weights that this rank owns. At ZeRO 1 and 2,
-        all-gathers every bucket over dp afterwards.
+        """Multiplies the reduced gradients by ``scale`` and updates this rank's weights. At ZeRO 1 and 2, then
+        all-gathers every bucket over dp.
         """
         if self._rounding is not None:
             self._rounding.scale = scale
@@ -295,8 +289,8 @@ class ShardedOptimizer:
                 self.copies.changed(flat)
 
     def settle(self) -> None:
-        """Ends an update: adds 1 to the number of missed updates of each parameter without a gradient, and tells
-        autograd that all parameters have changed in place.
+        """Ends an update: counts a missed update for each parameter without a gradient, and marks all parameters as
+        changed in place.
         """
         for name in self.unused:
             self.missed[name] = self.missed.get(name, 0) + 1
@@ -305,15 +299,13 @@ class ShardedOptimizer:
     @torch.no_grad()
     def refresh(self, buckets: Sequence[FlatBucket]) -> None:
         """Copies the fp32 masters of ``buckets`` into the parameters of all data ranks, after code other than an update
-        has written to the masters. It uses the same all-gathers over dp as an update.
+        has written to the masters. All-gathers over dp as an update does.
         """
         _wait([self._start_gather(flat, rounded=False) for flat in buckets])
         tell_autograd(buckets)
 
     def scales_in_place(self, flat: FlatBucket) -> bool:
-        """Returns True if ``step`` multiplies the gradients in the bucket's own memory. False if it scales a copy of
-        the gradients: on the host, or in fp32 for stochastic rounding.
-        """
+        """Returns True if ``step`` scales the gradients in the bucket's own memory, and False if it scales a copy."""
         return flat.host_sums is None and self._scales(flat)
 
     def _scales(self, flat: FlatBucket) -> bool:
@@ -328,8 +320,8 @@ class ShardedOptimizer:
         return {name: kept for each in self.whole for name, kept in each.state.items()}
 
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
-        """Returns the number of parameters that have a gradient in this step but had none in the last one, or the
-        reverse. ``unused``: names of the parameters in ``among`` without a gradient in this step.
+        """Returns the number of parameters that have a gradient in this step but not in the last, or the reverse.
+        ``unused``: names in ``among`` without a gradient in this step.
         """
         return len(unused ^ (self.unused & among))
 

@@ -17,18 +17,15 @@ from engine.kernels.dispatch import OpenSum
 
 
 class ProductSums(Protocol):
-    """Interface through which the matrix products of a backward add weight gradients to a gradient reducer. A product
-    adds its result directly to the reducer's flat bucket, the tensor with the gradients of several parameters; no
-    separate gradient tensor exists.
+    """Interface through which the matrix products of a backward add weight gradients directly to a reducer's flat
+    buckets. No separate gradient tensors exist.
     """
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the memory of the gradient sum of parameter ``name``, to which the caller's matrix product adds in
-        place, and whether that memory already contains a sum. Returns None if the backward must return a separate
-        gradient tensor.
+        """Returns the memory of the gradient sum of parameter ``name`` for in-place additions, with a flag that it
+        contains a sum already. Returns None if the backward must return a separate gradient tensor.
 
-        ``node``: the autograd node that accumulates the parameter's gradient in this backward; None: the product runs
-        outside autograd.
+        ``node``: the parameter's autograd node; None: the product runs outside autograd.
         """
 
     def added(self, name: str) -> None:
@@ -41,8 +38,8 @@ class ProductSums(Protocol):
 
 
 class BucketGradient:
-    """Main gradient of one parameter: its slice of a flat bucket, the tensor with the gradients of several parameters.
-    The matrix products of a backward add to the slice in place.
+    """Main gradient of one parameter: its slice of a flat bucket. The matrix products of a backward add to the slice in
+    place.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, sums: ProductSums) -> None:
@@ -51,16 +48,16 @@ class BucketGradient:
         """True between the first product of a backward and the parameter's node."""
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the parameter's slice of the bucket, to which the caller adds in place, and whether the slice already
-        contains a sum. Returns None if the backward must return a separate gradient tensor.
+        """Returns the parameter's slice of the bucket for in-place additions, with a flag that it contains a sum
+        already. Returns None if the backward must return a separate gradient tensor.
 
-        ``node``: the autograd node that accumulates the parameter's gradient; None: the product runs outside autograd.
+        ``node``: the parameter's autograd node; None: the product runs outside autograd.
         """
         return self._sums.open_sum(self.name, node)
 
     def end(self, node: Any | None) -> None:
-        """Records that one matrix product has added to the slice. With ``node`` None the sum is then complete;
-        otherwise it is complete once ``node`` has run.
+        """Records that one matrix product has added to the slice. The sum is complete once ``node`` has run, or at once
+        without a node.
         """
         self._sums.added(self.name)
         if node is None:
@@ -69,15 +66,11 @@ class BucketGradient:
             self._waits = True
 
     def forget(self) -> None:
-        """Stops waiting for the parameter's autograd node, because the backward has ended or has delivered a separate
-        gradient tensor.
-        """
+        """Stops waiting for the parameter's autograd node."""
         self._waits = False
 
     def all_done(self) -> None:
-        """Records that the parameter's autograd node has run, so no product adds to the slice again in this backward.
-        If a product has added to the slice, its sum is marked as complete.
-        """
+        """Records that the parameter's autograd node has run in this backward. A sum in the slice is then complete."""
         if self._waits:
             self._waits = False
             self._sums.complete(self.name)

@@ -28,9 +28,8 @@ from engine.zero.wire_formats import WireFormats
 class EncodedReduction:
     """Reduce-scatter of one bucket's gradients over the data ranks, with quantized messages (as in ZeRO++).
 
-    It takes one all-to-all over all data ranks, or two if they span several nodes: a hop within each node, then a hop
-    across nodes. Shape suffixes: N data ranks, W of them in a node, A nodes, s elements of a shard, m bytes of an
-    encoded shard.
+    It takes one all-to-all over all data ranks, or two on several nodes: within each node, then across nodes. Shape
+    suffixes: N data ranks, W of them in a node, A nodes, s elements of a shard, m bytes of an encoded shard.
 
     Args:
         comm: sends one all-to-all over dp for each hop, with the hop's label.
@@ -48,11 +47,10 @@ class EncodedReduction:
             self.residuals = tuple(torch.zeros(count, self._size, device=flat.params.device) for count in rows)
 
     def start(self, full: Tensor, out: Tensor) -> Pending:
-        """Starts the sum of ``full`` over the data ranks; returns a handle. After the handle's wait, ``out`` contains
-        this rank's shard of the sum. ``full`` has N*s elements and ``out`` has s, for N data ranks.
+        """Starts the sum of ``full`` [N*s] over the N data ranks into ``out`` [s], this rank's shard; returns a handle.
+        The caller may overwrite ``full`` immediately.
 
-        The caller may overwrite ``full`` immediately. All ranks must wait for the handles of their buckets in the same
-        order, because the wait for the hop within nodes sends the hop across nodes.
+        All ranks must wait for the handles of their buckets in the same order, because a wait may send the second hop.
         """
         messages = self._encode(full.view(self._ranks, -1), 0)
         if len(self._hops) == 1:
@@ -83,9 +81,7 @@ class EncodedReduction:
 def encoded_reductions(
     buckets: Sequence[FlatBucket], formats: WireFormats, comm: Comm, kernels: Kernels
 ) -> dict[int, EncodedReduction]:
-    """Returns a dict from bucket index to :class:`EncodedReduction`, for each of ``buckets`` with gradients that
-    ``formats`` quantizes. Other buckets are absent from the dict.
-    """
+    """Returns bucket index -> :class:`EncodedReduction`, for each bucket with gradients that ``formats`` quantizes."""
     found: dict[int, EncodedReduction] = {}
     for flat in buckets:
         wire = formats.of_gradients(flat.bucket)
@@ -95,8 +91,8 @@ def encoded_reductions(
 
 
 def connect_hops(formats: WireFormats, comm: Comm) -> None:
-    """Creates the process groups for all hops (all-to-alls within nodes and across nodes) of quantized gradient
-    reductions. Every rank of the world must call it.
+    """Creates the process groups for all hops (all-to-alls) of quantized gradient reductions. Every rank of the world
+    must call it.
     """
     ranks = comm.grid.size(comm.grid.shard_line)
     if formats.gradients is None or (len(formats.hops) == 1 and formats.ranks == ranks):

@@ -38,8 +38,8 @@ Enter = Callable[[], AbstractContextManager[None] | None]
 
 
 class UserBackward:
-    """Detector of a ``loss.backward()`` that the user calls directly. At the first gradient it enters the engine's
-    backward context, and exits it when autograd ends.
+    """Detector of a ``loss.backward()`` that the user calls directly. It enters the engine's backward context until
+    autograd ends.
     """
 
     def __init__(self) -> None:
@@ -48,16 +48,12 @@ class UserBackward:
 
     def serve(self, enter: Enter) -> None:
         """Sets the callback ``enter``, a bound method of the engine that returns the context for each later backward.
-
-        The method is referenced weakly: parameter hooks refer to this object, so a strong reference would prevent the
-        garbage collection of the engine.
+        Stores only a weak reference.
         """
         self._enter = weakref.WeakMethod(enter)
 
     def start(self) -> None:
-        """Enters the engine's backward context at the first gradient of a backward, and registers its exit for the end
-        of autograd. Does nothing if the context is already open.
-        """
+        """Enters the engine's backward context until the end of autograd. Does nothing if the context is open."""
         enter = self._enter() if self._enter is not None else None
         if enter is None or self._context is not None:
             return
@@ -69,8 +65,8 @@ class UserBackward:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def abandon(self) -> bool:
-        """Exits the engine's backward context and returns True, if a backward that raised has left it open. Returns
-        False and does nothing if no context is open, or while a backward is running.
+        """Exits the engine's backward context and returns True, if a failed backward has left it open. Returns False if
+        no context is open, or while a backward is running.
         """
         context = self._context
         if context is None or torch._C._current_graph_task_id() != -1:
@@ -140,9 +136,7 @@ _OWN: Mapping[type, type] = MappingProxyType({taken: own for own, taken in _TAKE
 
 
 class GradientGuard:
-    """Guard that makes access to ``param.grad`` raise an EngineError while the gradients are in the engine's buckets.
-    It swaps the class of the parameters.
-    """
+    """Guard of ``param.grad``: access raises an EngineError while the gradients are in the engine's buckets."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes ``parameters``: all trained ones; ones of other stages require no gradient here."""
@@ -152,9 +146,7 @@ class GradientGuard:
         self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def set(self) -> None:
-        """Guards every trainable parameter, and the placeholders of parameters on other pipeline stages. A parameter of
-        a user-defined class stays unguarded.
-        """
+        """Guards every trainable parameter, also of other pipeline stages. Skips parameters of user-defined classes."""
         if not self._guarded:
             trained = (p for p in self._parameters if p.requires_grad or id(p) in self._absent)
             self._guarded = [p for p in trained if type(p) in _TAKEN]
@@ -162,15 +154,13 @@ class GradientGuard:
                 parameter.__class__ = _TAKEN[type(parameter)]
 
     def serve(self, drop: Callable[[], None]) -> None:
-        """Sets the callback ``drop``, a bound method of the engine that discards the engine's gradients;
-        ``model.zero_grad`` calls it after :meth:`take_zero_grad`. The guard stores only a weak reference to ``drop``.
+        """Sets the callback ``drop``, a bound method that discards the engine's gradients; ``model.zero_grad`` calls it
+        after :meth:`take_zero_grad`. Stores only a weak reference.
         """
         self._drop = weakref.WeakMethod(drop)
 
     def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:
-        """Patches ``model.zero_grad``, so that it discards the engine's gradients in addition to ``param.grad``.
-        Returns a function that removes the patch.
-        """
+        """Patches ``model.zero_grad`` to discard the engine's gradients too. Returns a function that undoes it."""
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
             drop = self._drop() if self._drop is not None else None

@@ -65,14 +65,13 @@ class _Flight:
 
 
 class MicrobatchReducer(SharedReduction):
-    """Gradient reducer for ZeRO 2. It reduce-scatters every bucket (a flat tensor for several parameters) once per
-    microbatch, and adds the result to this rank's gradient shard.
+    """Gradient reducer for ZeRO 2. It reduce-scatters every bucket once per microbatch, and adds the result to this
+    rank's gradient shard.
 
     Args:
-        setup: arguments that all reducers share. A bucket's ``grads`` has only this rank's shard, or all elements if
-            the gradients are first summed over tensor ranks.
+        setup: arguments that all reducers share.
         microbatches: usual number of backwards in a step. If a rank runs fewer, as after an error, ``finish`` joins the
-            collectives of the missing backwards.
+            missing collectives.
     """
 
     def __init__(self, setup: ReducerSetup, microbatches: int) -> None:
@@ -98,11 +97,11 @@ class MicrobatchReducer(SharedReduction):
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Returns a context for the backward that ``which`` describes. Gradients of the backward are accumulated, and
-        each bucket is reduced once all its gradients have arrived.
+        """Returns a context that accumulates the gradients of the backward ``which``. Each bucket is reduced once all
+        its gradients have arrived.
 
-        A backward with ``which.part`` "input" (the input-gradient half of a split backward) only stores its gradients;
-        the weight-gradient half accumulates them.
+        The input-gradient half of a split backward only stores its gradients; the weight-gradient half accumulates
+        them.
         """
         self._settle()
         place = which.stage, which.microbatch
@@ -126,15 +125,14 @@ class MicrobatchReducer(SharedReduction):
             self._end_round(stage)
 
     def expect(self, backwards: int) -> None:
-        """Sets the number of backwards of each stage in the current step, if it differs from ``microbatches``, the
-        usual number. All data ranks must set the same number.
+        """Sets the number of backwards of each stage in the current step, in place of ``microbatches``. All data ranks
+        must set the same number.
         """
         self._microbatches = backwards
 
     def finish(self) -> None:
-        """Completes the step's gradients: waits for all reductions, and prepares the next step. Gradients that are
-        partial on tensor ranks are also summed over the tensor ranks; gradients of a parameter that pipeline stages
-        share are summed over the stages.
+        """Waits for all reductions, and prepares the next step. Sums partial gradients over tensor ranks, and gradients
+        of shared parameters over stages.
 
         Afterwards ``grads`` of each bucket contains this rank's shard of the sum over microbatches and data ranks.
         """
@@ -209,8 +207,8 @@ class MicrobatchReducer(SharedReduction):
         self._places[name][0].summed.add(name)
 
     def complete(self, name: str) -> None:
-        """Records that the gradient of parameter ``name`` is complete for the running backward. Starts the reduction of
-        buckets with all gradients complete, in the same order on every rank.
+        """Records that the gradient of parameter ``name`` is complete in the running backward. Reduces complete
+        buckets, in the same order on every rank.
         """
         self._places[name][0].arrived.add(name)
         # Buckets are launched in order: data ranks must issue the same collectives, though their hooks may fire in

@@ -59,9 +59,8 @@ class GradientHooks:
     """Post-accumulate-grad hooks that pass each gradient of an engine backward to the callback ``take`` (parameter
     name, gradient) and then clear ``param.grad``.
 
-    ``products``: main gradients by parameter name; each is notified when its parameter's autograd node runs. ``start``:
-    callback for a gradient that arrives outside of :meth:`backward`; it may enter that context. If it does not, the
-    gradient stays in ``param.grad``; with ``warns`` this is logged once.
+    ``products``: main gradients by parameter name. ``start``: callback for a gradient outside of :meth:`backward`; it
+    may enter that context. Otherwise the gradient stays in ``param.grad``; with ``warns`` this is logged once.
     """
 
     def __init__(
@@ -81,8 +80,8 @@ class GradientHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Returns a context for one backward, in which gradients go to the constructor's callback ``take``.
-        ``param.grad`` values from before the context are set aside at its start, and restored at its end.
+        """Returns a context for one backward, in which gradients go to ``take``. Values of ``param.grad`` from before
+        the context are removed at its start, and restored at its end.
         """
         with torch._C.DisableTorchFunctionSubclass():  # freed parameters would run code of their class
             for name, parameter in self._parameters.items():
@@ -142,9 +141,8 @@ class GradientHooks:
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
     def admits(self, name: str, node: Any | None) -> bool:
-        """Returns True if a matrix product of the running backward may add directly to the gradient sum of parameter
-        ``name``. Returns False if no engine backward is open, or the parameter is frozen or has a hook of the user. The
-        first such hook is logged.
+        """Returns True if a matrix product may add directly to the gradient sum of parameter ``name``: an engine
+        backward is open, and the parameter is neither frozen nor hooked by the user.
 
         ``node``: autograd node of the parameter, or None outside autograd.
         """
@@ -242,7 +240,7 @@ class Reducer(Protocol):
 
     def keep(self) -> None:
         """Saves the reduced gradients after :meth:`finish`, for further backwards of the same step. The next ``finish``
-        reduces only the new gradients, and adds the saved ones.
+        adds them.
         """
 
     @property
@@ -272,8 +270,8 @@ class Reducer(Protocol):
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Quantization errors of quantized gradient reductions, to be added to the next gradients (error feedback). A
-        key "3.0" names the bucket with index 3 and the reduction's first all-to-all (hop 0).
+        """Quantization errors of gradient reductions, to be added to the next gradients (error feedback). The key "3.0"
+        names bucket 3 and its first all-to-all.
         """
 
     def found_nonfinite(self) -> bool:
@@ -310,8 +308,8 @@ class ReducerSetup:
 
 
 class SharedReduction:
-    """Base class of the reducers. It owns the gradient hooks, casts gradients to the communication dtype, sums
-    gradients of parameters tied over stages, and waits for running collectives of a discarded step.
+    """Base class of the reducers. It owns the gradient hooks, casts gradients to the communication dtype, and sums
+    gradients of tied parameters over stages.
     """
 
     def __init__(self, setup: ReducerSetup) -> None:
@@ -374,7 +372,7 @@ class SharedReduction:
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
         """Returns the memory of the gradient sum of parameter ``name``, to which a matrix product may add in place.
-        Returns None if a separate gradient tensor is needed, as for an observer or a hook of the user.
+        Returns None if a separate gradient tensor is needed.
 
         ``node``: autograd node of the parameter, or None outside autograd.
         """
@@ -386,8 +384,8 @@ class SharedReduction:
         raise NotImplementedError
 
     def added(self, name: str) -> None:
-        """Records that a matrix product has added to the gradient sum of parameter ``name``. If :meth:`watch` is on, it
-        also checks that the sum is finite.
+        """Records that a matrix product has added to the gradient sum of parameter ``name``. Checks that it is finite,
+        if :meth:`watch` is on.
         """
         self._seen.add(name)
         self._note_sum(name)
@@ -456,15 +454,15 @@ class SharedReduction:
         self._watched = [] if on else None
 
     def observe(self, observer: Take | None) -> None:
-        """Sets a callback (parameter name, gradient) for each gradient before its reduction; None removes it. While it
-        is set, matrix products return separate gradient tensors instead of adding to the buckets.
+        """Sets a callback (parameter name, gradient) for each gradient before its reduction; None removes it. Matrix
+        products then return separate gradient tensors.
         """
         self._observer = observer
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Quantization errors of gradient reductions: fp32 tensors [shards that this rank encodes, elements of a
-        shard]. A key "3.0" names the bucket with index 3 and the reduction's first all-to-all (hop 0).
+        """Quantization errors of gradient reductions: fp32 [shards that this rank encodes, elements of a shard]. The
+        key "3.0" names bucket 3 and its first all-to-all.
         """
         return {
             f"{index}.{hop}": residual

@@ -24,8 +24,8 @@ PLAN_CHECK = "plan check"
 
 
 class ReplicaCheck:
-    """One-time check (``parallel.check_replicas``) after the first step's gradient reduction: the gradient of a
-    parameter that all tensor ranks store in full must be bitwise equal on all of them.
+    """One-time check (``parallel.check_replicas``) after the first step: the gradient of a parameter that all tensor
+    ranks store in full must be bitwise equal on them.
     """
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
@@ -43,13 +43,11 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:
-        """Compares the reduced gradients of replicated parameters across tensor ranks. Returns an error that names the
-        first differing parameter; None if none differs, or if a gradient is not finite. All tensor ranks get the same
-        result.
+        """Compares the reduced gradients of replicated parameters across tensor ranks. Returns an error about the first
+        difference, the same on all tensor ranks; None if there is none, or if a gradient is not finite.
 
         Sends one all-reduce over the sharding axis and one all-gather over tp, label "plan check", each with 8 bytes
-        per parameter and 8 extra bytes. Adds them to ``sent``. Every rank of a stage must call it, even after a failed
-        step.
+        per parameter and 8 extra bytes; counts them in ``sent``. Every rank of a stage must call it.
         """
         places = self.places
         before = self._comm.tally.copy()
@@ -76,9 +74,7 @@ class ReplicaCheck:
 
 
 def overlap(slot: Slot, shard: slice) -> slice:
-    """Returns the elements of a bucket that are both in the parameter's range ``slot`` and in the range ``shard``; an
-    empty slice if there are none.
-    """
+    """Returns the elements of a bucket in both the parameter's range ``slot`` and the range ``shard``, if any."""
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))
 
@@ -88,7 +84,7 @@ NON_FINITE = "non-finite"
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteSource:
-    """Result of the search for the origin of a NaN or infinity in a step; all ranks get the same result."""
+    """Result of the search for the origin of a NaN or infinity in a step, the same on all ranks."""
 
     name: str
     """Name: "the loss", "the weight", "the gradient norm", or the first parameter with a non-finite gradient."""
@@ -103,9 +99,7 @@ class NonFiniteSource:
 
 
 class NonFinite:
-    """Search for the origin of a NaN or infinity: the loss, or the first parameter (in the order of ``table``) with a
-    non-finite gradient.
-    """
+    """Search for the origin of a NaN or infinity: the loss, or the first parameter with a non-finite gradient."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
         self._names = [row.name for row in table]
@@ -118,8 +112,8 @@ class NonFinite:
 
     @torch.no_grad()
     def find(self, loss: Tensor, weight: float, own: bool, sent: Tally) -> NonFiniteSource:
-        """Returns the source of the NaN or infinity that caused the step to be skipped: the sum of loss weights, the
-        loss, a parameter's gradient or the gradient norm. All ranks must call it, and get the same result.
+        """Returns the source of the NaN or infinity that has caused a skipped step: the sum of loss weights, the loss,
+        a parameter's gradient or the gradient norm. All ranks must call it.
 
         Sends one all-gather of 24 bytes per rank over the world, label "non-finite"; counts it in ``sent``.
 

@@ -20,11 +20,11 @@ OnWire = Callable[[Tensor], Tensor]
 
 
 class ReplicaSum:
-    """Second hop of a gradient reduction in hybrid sharding (HSDP). The first hop reduces gradients within a shard
-    group; this one all-reduces the resulting ``shard`` over the ranks of other groups with the same shard.
+    """Second hop of a gradient reduction in hybrid sharding (HSDP): all-reduces ``shard`` over the shard groups, after
+    its reduction within a group.
 
     Args:
-        inside: handle of the first hop, the reduction that writes ``shard``.
+        inside: handle of the reduction within the group, which writes ``shard``.
         axis: axis of the ranks with the same shard; with one rank the sum is ``shard`` itself.
         comm: sends one all-reduce over ``axis``, label "gradients".
     """
@@ -57,11 +57,11 @@ class ReplicaSum:
 def summed_over_replicas(
     inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire
 ) -> tuple[Pending, ReplicaSum]:
-    """Prepares the sum of ``shard`` over ``axis`` after ``inside``, the reduction within the shard group. It sends
+    """Prepares the sum of ``shard`` over ``axis`` after ``inside``, the reduction within the shard group. Sends
     nothing.
 
-    Returns (handle, :class:`ReplicaSum`). The handle's wait runs both hops. To start the second hop earlier, call
-    :meth:`ReplicaSum.cross`.
+    Returns (handle, :class:`ReplicaSum`). The handle's wait runs both hops. :meth:`ReplicaSum.cross` starts the second
+    hop earlier.
     """
     across = ReplicaSum(inside, shard, axis, comm, on_wire)
     return Pending().then(across.wait), across

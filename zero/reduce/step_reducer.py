@@ -69,8 +69,8 @@ class _Progress:
 
 
 class GradientReducer(SharedReduction):
-    """Gradient reducer for ZeRO 0 and 1. It accumulates the gradients of all microbatches in full buckets (flat tensors
-    for several parameters), then reduces each bucket once per step.
+    """Gradient reducer for ZeRO 0 and 1. It accumulates the gradients of all microbatches in full buckets, then reduces
+    each bucket once per step.
 
     Args:
         scatter: True: reduce-scatter to the shards (ZeRO 1); False: all-reduce (ZeRO 0).
@@ -89,9 +89,8 @@ class GradientReducer(SharedReduction):
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Returns a context that accumulates the gradients of the backward that ``which`` describes. In the last
-        backward of a step, each bucket is reduced once all its gradients have arrived; the first step reduces all
-        buckets in :meth:`finish`.
+        """Returns a context that accumulates the gradients of the backward ``which``. The last backward of a step
+        reduces each bucket once all its gradients have arrived; in the first step, :meth:`finish` reduces all buckets.
 
         Raises:
             EngineError: a gradient arrived after its bucket was reduced.
@@ -110,10 +109,10 @@ class GradientReducer(SharedReduction):
             self._last = self._eager = False
 
     def finish(self) -> None:
-        """Reduces the buckets that no backward has reduced, waits for all reductions, and prepares the next step.
+        """Reduces the remaining buckets, waits for all reductions, and prepares the next step.
 
         Afterwards ``grads`` of each bucket contains the sum over microbatches and data ranks: in this rank's shard at
-        ZeRO 1, in the full bucket at ZeRO 0. The elements of a parameter without a gradient in this step are zero.
+        ZeRO 1, in the full bucket at ZeRO 0.
         """
         self._settle()
         self._end_step()
@@ -132,10 +131,8 @@ class GradientReducer(SharedReduction):
                 progress.reduction.wait()
 
     def reset(self) -> None:
-        """Discards the gradients of an unfinished step.
-
-        A running collective still writes to its bucket, so the next backward waits for it. This method does not wait:
-        another rank may never join the collective, and the wait would hide the error of this step.
+        """Discards the gradients of an unfinished step. It does not wait for running collectives; the next backward
+        does.
         """
         self._seen.clear()
         self._forget_kept()
@@ -194,8 +191,8 @@ class GradientReducer(SharedReduction):
         self._places[name].touched = True
 
     def complete(self, name: str) -> None:
-        """Records that the gradient of parameter ``name`` is complete. In the last backward of a step, starts the
-        reduction of buckets with all gradients complete, in the same order on every rank.
+        """Records that the gradient of parameter ``name`` is complete. In the last backward of a step, reduces complete
+        buckets, in the same order on every rank.
         """
         place = self._places[name]
         progress = place.progress

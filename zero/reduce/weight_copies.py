@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class WeightCopies:
-    """Check that the copies of a weight on several ranks are bitwise equal. It covers the weights in ``buckets``."""
+    """Check that the copies of each weight in ``buckets`` on several ranks are bitwise equal."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._told = comm, False
@@ -69,8 +69,8 @@ class WeightCopies:
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:
-        """Returns an fp64 scalar, a digest of the bits of all weights of this rank that other ranks store too. If all
-        copies are equal, the digests of all ranks sum to 0 modulo 2^31 - 1.
+        """Returns a digest of this rank's weights that other ranks store too, an fp64 scalar. If all copies are equal,
+        the digests of all ranks sum to 0 modulo 2^31 - 1.
         """
         if not self._parts:
             return 0.0
@@ -80,8 +80,8 @@ class WeightCopies:
 
     @torch.no_grad()
     def compare(self, total: float, sent: Tally) -> None:
-        """Finds the first weight with differing copies and logs it on rank 0. Does nothing if ``total``, the sum of the
-        digests of all ranks, is 0 modulo 2^31 - 1, or if an earlier call has logged. Every rank must call it.
+        """Logs the first weight with differing copies on rank 0. Does nothing if ``total``, the sum of all digests, is
+        0 modulo 2^31 - 1, or after an earlier report. Every rank must call it.
 
         Sends at most 8 bytes per weight over tp and over dp, and 16 bytes over the world, label "copies". Counts them
         in ``sent``.

@@ -67,10 +67,8 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Applies ``func``, such as a view, to lazy logits without computing them: it runs on their hidden states ``x``.
-
-    Returns ``NotImplemented`` if ``func`` needs the computed logits. ``args`` and ``kwargs``: the arguments of ``func``
-    after the logits.
+    """Applies ``func`` to lazy (not yet computed) logits by running it on their hidden states ``x``. Returns
+    ``NotImplemented`` if ``func`` needs the computed logits.
     """
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
@@ -90,8 +88,8 @@ class LogitsSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyLogits:
-    """Logits that are not computed yet: their hidden states, with the callback ``compute`` that computes this rank's
-    shard of the logits.
+    """Logits that are not computed yet: their hidden states, and the callback ``compute`` for this rank's shard of the
+    logits.
     """
 
     part: LogitShard
@@ -103,13 +101,11 @@ class LazyLogits:
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
-    """Returns a function that computes the logits of ``hidden`` with gradients, by the head in ``hidden.product``.
-
-    ``weight``: the head's parameter; its version counter shows later updates.
+    """Returns a function that computes the lazy logits of ``hidden`` with gradients.
 
     Raises:
-        EngineError: raised by the returned function: weight, bias or hidden states have changed since this call, or
-            ZeRO has freed the gathered weight.
+        EngineError: raised by the returned function, if the head or the hidden states have changed or ZeRO has freed
+            ``weight``.
     """
     product = hidden.product
     assert product is not None
@@ -140,10 +136,8 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
 
 def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
-    """Returns lazy logits: the result of ``change``, such as a view, on the logits of ``source``. ``change`` runs when
-    this result is first read.
-
-    ``part``: result of ``change`` on the hidden states of ``source``.
+    """Returns the lazy result of ``change``, such as a view, on the logits of ``source``. ``part``: result of
+    ``change`` on their hidden states.
     """
     graded = torch.is_grad_enabled()
 

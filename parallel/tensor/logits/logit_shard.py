@@ -48,8 +48,7 @@ class Vocabulary:
 
 
 class SoftmaxParts(NamedTuple):
-    """Statistics of the softmax over the full vocabulary for N tokens with logits x, without gradients, in fp32 or
-    fp64.
+    """Softmax statistics over the full vocabulary, for N tokens with logits x, in fp32 or fp64, without gradients.
 
     The softmax is exp(x - largest - log_sum).
     """
@@ -64,9 +63,7 @@ class SoftmaxParts(NamedTuple):
 
 @dataclass(slots=True)
 class SharedSoftmax:
-    """Cache of the softmax statistics of some logits. The first loss fills it, and later losses on these logits reuse
-    it.
-    """
+    """Cache of the softmax statistics of one tensor of logits, shared by all losses on it."""
 
     parts: SoftmaxParts | None = None
 
@@ -90,9 +87,7 @@ class LateProduct:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitShard:
-    """This rank's shard of logits with the vocabulary in dim ``dim``. For lazy logits, which are not computed yet, it
-    stores their hidden states.
-    """
+    """This rank's shard of logits. Lazy logits, which are not computed yet, store their hidden states instead."""
 
     local: Tensor
     """Shard of this rank; for lazy logits the hidden states, with the hidden size in dim ``dim``."""
@@ -132,16 +127,14 @@ class LogitShard:
         return self.dim == self.local.dim() - 1
 
     def rows(self) -> Tensor:
-        """Returns ``local`` as a matrix with one row for each token: [N, W] with W columns of the vocabulary, or [N, H]
-        hidden states for lazy logits.
-        """
+        """Returns ``local`` as a matrix with one row per token: [N, W] logits, or [N, H] hidden states if lazy."""
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """Returns a copy of this shard that stores the tensor ``local`` in place of its own.
+        """Returns a copy of this shard with the tensor ``local``.
 
-        ``dim``: vocabulary dim of ``local``, None for the dim of this shard. ``same``: True if ``local`` has the values
-        of this shard in the same token order, so that both shards use one cache of the softmax.
+        ``dim``: vocabulary dim of ``local``; None: unchanged. ``same``: True to share the softmax cache, because
+        ``local`` has equal values in equal token order.
         """
         dim = self.dim if dim is None else dim
         softmax = self.softmax if same else SharedSoftmax()
@@ -153,7 +146,7 @@ class LogitShard:
         return LogitShard(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 
     def aligned(self, other: "LogitShard") -> bool:
-        """Returns True if this shard and ``other`` have the same vocabulary columns, in the same dim counted from the
+        """Returns True if this shard and ``other`` have the same vocabulary columns in the same dim, counted from the
         back.
         """
         mine, its = self.vocabulary, other.vocabulary
@@ -165,9 +158,7 @@ OPERANDS = "logit operands"
 
 
 def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
-    """Returns ``x``, a tensor that is equal on all ranks, for a computation with this rank's columns. Backward sums the
-    gradient of ``x`` over "tp".
-    """
+    """Returns ``x``, an operand that is equal on all ranks. Backward sums its gradient over "tp"."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     shared: Tensor = _Share.apply(x, axis, label)  # type: ignore[no-untyped-call]
@@ -176,9 +167,8 @@ def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
 
 
 def cut_operand(x: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
-    """Returns this rank's vocabulary columns of ``x``, a full tensor with the vocabulary in dim ``dim``.
-
-    Backward gathers the gradient of ``x`` over "tp".
+    """Returns this rank's columns of ``x``, a full tensor with the vocabulary in dim ``dim``. Backward gathers the
+    gradient over "tp".
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x.narrow(dim, vocabulary.start, vocabulary.width)

@@ -64,11 +64,10 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Terms(NamedTuple):
-    """Softmax terms of a loss for N tokens with logits x: tensors [N] in fp32 or fp64, equal on all ranks, with
-    gradients.
+    """Per-token softmax terms of a loss: tensors [N], equal on all ranks, with gradients; None if not needed.
 
-    ``log_sum``: log of the sum of exp(x - max x) over the vocabulary; ``picked``: x - max x at the target;
-    ``weighted``: weighted sum of x - max x over the vocabulary. None: the loss does not need the term.
+    For logits x, ``log_sum``: log of the sum of exp(x - max x); ``picked``: x - max x at the target; ``weighted``:
+    weighted sum of x - max x.
     """
 
     log_sum: Tensor
@@ -77,10 +76,8 @@ class Terms(NamedTuple):
 
 
 def softmax_terms(logits: LogitShard, question: Question) -> Terms:
-    """Returns the softmax terms that ``question`` selects, for the full vocabulary: each rank computes with its
-    columns, and all-reduces over "tp" combine them.
-
-    Softmax statistics that are cached in ``logits`` are used again without another all-reduce.
+    """Returns the per-token softmax terms that ``question`` selects, over the full vocabulary. All-reduces over "tp",
+    but reuses softmax statistics that ``logits`` has cached.
     """
     vocabulary, shared = logits.vocabulary, logits.softmax
     question = question._replace(start=vocabulary.start)
@@ -211,10 +208,10 @@ class OverAxis:
 
 
 def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question) -> LinearTerms:
-    """Returns the softmax terms that ``question`` selects for lazy logits. It computes the logits from ``hidden`` in
-    chunks of tokens and never stores all of them.
+    """Returns the softmax terms that ``question`` selects for lazy logits, computed from ``hidden`` in chunks of
+    tokens. Caches the softmax statistics in ``hidden``; never stores the full logits.
 
-    ``product``: the head that computes the logits. The softmax statistics are cached in ``hidden`` for other losses.
+    ``product``: head that computes the logits.
     """
     shared, axis = hidden.softmax, hidden.vocabulary.axis
     known = None if shared.parts is None else Softmax(*shared.parts[:2])
@@ -226,10 +223,9 @@ def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question
 
 
 def summed_loss(logits: LogitShard, target_N: Tensor, form: CrossEntropy) -> Tensor | None:
-    """Returns the mean or sum of the cross-entropy of lazy logits, computed by the fused operator for head and loss.
+    """Returns the mean or sum of the cross-entropy of lazy logits, by an operator that fuses head and loss.
 
-    Returns None if the operator does not apply: the logits are not lazy, the vocabulary is sharded, or
-    ``form.reduction`` is "none".
+    Returns None if the logits are not lazy, the vocabulary is sharded, or ``form.reduction`` is "none".
     """
     product = logits.product
     if product is None or logits.vocabulary.axis.size > 1 or form.reduction == "none":
@@ -293,11 +289,9 @@ class _Options:
 
 
 def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes ``functional.cross_entropy`` from each rank's vocabulary columns, with all-reduces of per-token terms:
-    labels [N] for logits [N, V], or [B, ...] for [B, V, ...].
+    """Computes ``functional.cross_entropy`` of logits with a sharded vocabulary, by all-reduces of per-token terms.
 
-    ``args`` and ``kwargs`` are torch's arguments. Returns ``NotImplemented`` for arguments that need the full
-    vocabulary; the caller then gathers the logits.
+    Returns ``NotImplemented`` if torch's arguments need the full vocabulary; the caller then gathers the logits.
     """
     given = _Options(*args, **kwargs)
     if not given.understood:
@@ -323,11 +317,10 @@ def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes ``functional.nll_loss`` from each rank's columns of the log-probabilities, with an all-reduce of the
-    picked values.
+    """Computes ``functional.nll_loss`` of log-probabilities with a sharded vocabulary, by one all-reduce of the picked
+    values.
 
-    ``args`` and ``kwargs`` are torch's arguments. Returns ``NotImplemented`` for arguments that need the full
-    vocabulary; the caller then gathers the input.
+    Returns ``NotImplemented`` if torch's arguments need the full vocabulary; the caller then gathers the input.
     """
     given = _Options(*args, **kwargs)
     if not given.understood:
@@ -340,10 +333,9 @@ def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:
-    """Computes ``torch.logsumexp`` over the sharded vocabulary dim: [.., V] -> [..], equal on all ranks.
+    """Computes ``torch.logsumexp`` over the sharded vocabulary dim; the result is equal on all ranks.
 
-    Returns ``NotImplemented`` if ``dim`` is not the vocabulary, or if ``out`` is given; the caller then tries another
-    way.
+    Returns ``NotImplemented`` if ``dim`` is not the vocabulary, or if ``out`` is given.
     """
     dims = dim if isinstance(dim, tuple | list) else (dim,)
     if not isinstance(input, LogitShard) or not _is_vocabulary(input, dims) or out is not None:
@@ -359,9 +351,8 @@ def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = Fa
 def log_softmax(
     func: Callable[..., Any], input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None, **kwargs: Any
 ) -> Any:
-    """Computes ``log_softmax`` over the sharded vocabulary dim. The result has the same sharding as ``input``.
-
-    Backward sums one scalar for each token over "tp". Returns ``NotImplemented`` if ``dim`` is not the vocabulary.
+    """Computes ``log_softmax`` over the sharded vocabulary dim; the result is sharded like ``input``. Backward sums one
+    scalar for each token over "tp". Returns ``NotImplemented`` if ``dim`` is not the vocabulary.
     """
     if isinstance(_stacklevel, torch.dtype):  # in torch.log_softmax the third argument is the dtype
         dtype = _stacklevel

@@ -199,11 +199,9 @@ SHAPES = tuple(func for func, rule in LOGIT_RULES.items() if rule in (_flatten, 
 
 
 def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs the rule of ``func`` for sharded logits. In ``args`` and ``kwargs`` each tensor of sharded logits is
-    replaced by its :class:`LogitShard`.
+    """Computes the torch function ``func`` on sharded logits, given as :class:`LogitShard`.
 
-    Returns ``NotImplemented`` if ``func`` has no rule, or if the rule needs the full vocabulary; the caller then
-    gathers the logits.
+    Returns ``NotImplemented`` if ``func`` needs the full vocabulary; the caller then gathers the logits.
     """
     rule = LOGIT_RULES.get(func)
     leaves = pytree.tree_leaves(args) if rule is _index else (*args, *kwargs.values())

@@ -61,8 +61,8 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def late(hidden: LogitShard, compute: Callable[[], LogitShard]) -> "ShardedLogits":
-        """Returns lazy logits, which are not computed yet, of the ``hidden`` states. ``compute``: callback that returns
-        this rank's shard of the computed logits.
+        """Returns lazy (not yet computed) logits of the ``hidden`` states. ``compute``: callback that returns this
+        rank's shard.
         """
         arrivals = list[Callable[[Tensor], None]]()
 
@@ -75,19 +75,14 @@ class ShardedLogits(Tensor):
         return _wait(LazyLogits(hidden, computed, arrivals=arrivals))
 
     def when_differentiated(self, hook: Callable[[Tensor], None]) -> None:
-        """Calls ``hook`` at the start of each backward through these logits, lazy or computed.
-
-        A hook on the tensor itself misses a loss that reads the hidden states of lazy logits.
-        """
+        """Calls ``hook`` at the start of each backward through these logits, lazy or computed."""
         self.register_hook(hook)  # type: ignore[no-untyped-call]
         if self._waiting is not None:
             self._waiting.arrivals.append(hook)
 
     @property
     def part(self) -> LogitShard:
-        """This rank's shard. If the logits are lazy (not computed yet), a read computes them, and stores the result if
-        it has the autograd graph that gradients need.
-        """
+        """This rank's shard. A read computes lazy (not yet computed) logits."""
         if self._part is not None:
             return self._part
         assert self._waiting is not None
@@ -102,9 +97,7 @@ class ShardedLogits(Tensor):
 
     @property
     def waits(self) -> bool:
-        """True while these logits are not computed yet, and neither are the logits from which they were made, for
-        example by a view.
-        """
+        """True while neither these logits nor the logits from which they were derived are computed."""
         source = None if self._waiting is None else self._waiting.source
         return self._part is None and (source is None or source.waits)
 
@@ -131,8 +124,8 @@ class ShardedLogits(Tensor):
         return self._full is not None
 
     def full(self, reason: str = "full") -> Tensor:
-        """Returns the full logits as a plain tensor on every rank, with gradients. One all-gather over "tp" with the
-        label "logits" makes them; the result is cached.
+        """Returns the full logits as a plain tensor with gradients, by one all-gather over "tp" with the label
+        "logits". Caches the result.
 
         ``reason``: name of the function that needs them, for the report.
         """
@@ -198,16 +191,16 @@ class ShardedLogits(Tensor):
 
 
 def gather_logits(tree: Any) -> Any:
-    """Gathers every tensor of sharded logits in ``tree``, and every global tensor, to full plain tensors. Returns the
-    structure with these tensors; it may contain lists, tuples, dicts and Hugging Face outputs.
+    """Returns ``tree`` with all sharded logits and global (DTensor-like) tensors gathered to full plain tensors.
+    ``tree`` may contain lists, tuples, dicts and Hugging Face outputs.
     """
     return _gathered(pytree.tree_map(_plain, tree, is_leaf=lambda node: type(node) is GlobalTensor), "whole")
 
 
 def compute_lazy(tree: Any, unread: bool = False) -> None:
-    """Computes the lazy (not yet computed) logits in ``tree``, before ZeRO 3 frees the output layer's weight.
+    """Computes the lazy (not yet computed) logits in ``tree``. Communicates nothing.
 
-    ``unread``: True to skip logits from which a loss has been made already. Communicates nothing.
+    ``unread``: True to skip logits from which a loss has been made already.
     """
     for logits in _found(tree):
         if logits.waits and not (unread and _source_of(logits)._in_loss):

@@ -16,15 +16,15 @@ from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
 def token_values(
     logits_BSV: Tensor, labels_BS: Tensor, names: Collection[str], temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """Computes log-probabilities of the labels, and further statistics of each token that ``names`` selects. Returns a
-    dict from name ("log_probs" and ``names``) to a tensor [B, S] in fp32, or bool for "is_top1".
+    """Computes log-probabilities of the labels and other per-token statistics. Returns a dict from name ("log_probs"
+    and ``names``) to a tensor [B, S] in fp32, or bool for "is_top1".
 
     Args:
-        logits_BSV: logits [B, S, V], plain or sharded over axis tp; for sharded logits, collectives with the label
-            "loss" combine the ranks' per-token results.
+        logits_BSV: logits [B, S, V], plain or sharded over axis tp; sharded logits take collectives with the label
+            "loss".
         labels_BS: int64 [B, S], from 0 to V - 1.
-        names: "entropy" (with gradients), "log_sum_sq_probs" (log of the sum of squared probabilities), "mean_logits"
-            and "is_top1" (True if the label has the largest logit), all three without gradients.
+        names: "entropy" (with gradients), and without gradients "log_sum_sq_probs" (log of the sum of squared
+            probabilities), "mean_logits" and "is_top1" (True if the label has the largest logit).
         temperature: the divisor of the logits.
     """
     scaled_BSV = logits_BSV.float()

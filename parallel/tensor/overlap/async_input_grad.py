@@ -53,10 +53,10 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Settings of Megatron-LM's operation f: it brings a tensor to the column layers of a parallel region.
+    """Settings of the tensor-parallel copy or gather of an input for column layers (Megatron-LM's operation f).
 
-    ``owned``: True if no other code reads the gradient of f's result, so that the sum over "tp" may overwrite it.
-    ``passed``: callback for the end of this sum in backward, or None.
+    ``owned``: True if the sum of gradients over "tp" may overwrite the gradient of the result. ``passed``: callback at
+    the end of this sum, or None.
     """
 
     axis: TensorAxis
@@ -69,17 +69,16 @@ class Entrance:
 
 
 class Shared:
-    """Copy of an input that several column layers read. :meth:`multiply` runs the product of one of the layers."""
+    """Input that several column layers share. :meth:`multiply` multiplies it by the weight of one layer."""
 
     def __init__(self, copy: Tensor, products: "tuple[_LateProduct, ...]" = ()) -> None:
         self.copy = copy
         self._products = products
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """Returns the product of ``layer`` with the shared copy of the input.
+        """Returns the product of ``layer`` with the shared input.
 
-        If the layer is a plain linear layer, backward computes its weight gradient while the input gradient is summed
-        over "tp".
+        For a plain linear layer, backward overlaps its weight gradient with the sum of the input gradient over "tp".
         """
         for product in self._products:
             if product.layer is layer and product.fits(self.copy):
@@ -90,10 +89,10 @@ class Shared:
 
 
 def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
-    """Brings ``x`` to its column layers with the settings ``entrance``, and returns the copy that these layers read.
+    """Returns ``x`` for the column layers ``layers``, copied or gathered over "tp" according to ``entrance``.
 
-    Backward sums the gradient of ``x`` over "tp". If ``x`` is large, the weight gradients of ``layers``, plain linear
-    layers, are computed during this sum.
+    Backward sums the gradient of ``x`` over "tp". If ``x`` is large, the sum overlaps with weight gradients of plain
+    linear layers.
     """
     axis = entrance.axis
     # regather needs the deferred products on every device: only they can restore x for the weight gradients
@@ -117,10 +116,9 @@ def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> S
 
 
 def enter_region(x: Tensor, entrance: Entrance) -> Tensor:
-    """Returns ``x`` for column layers with the settings ``entrance``: gathered over "tp" along its sharded dim, or
-    unchanged if it has none.
+    """Returns ``x`` for column layers: gathered over "tp" along ``entrance.dim``, or unchanged if this is None.
 
-    Backward reduce-scatters the gradient, or sums it over "tp". Backward does not overlap this with weight gradients.
+    Backward reduce-scatters or all-reduces the gradient, without overlap.
     """
     if entrance.dim is None:
         return copy_to(x, entrance.axis, entrance.owned, entrance.passed)
@@ -137,9 +135,9 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 
 
 def has_own_weights(layer: nn.Module) -> bool:
-    """Returns True if the gradients of weight and bias of ``layer`` may be computed later than the input gradient.
+    """Returns True if the weight and bias gradients of ``layer`` may be computed later than its input gradient.
 
-    False if weight or bias is frozen, parametrized or has hooks, or if another function computes the layer's product.
+    False if weight or bias is frozen, parametrized or hooked, or if another function computes the layer's product.
     """
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():

@@ -52,11 +52,9 @@ MOST_PIECES = 4
 
 @dataclass(frozen=True, slots=True)
 class Pieced:
-    """Settings of a matrix product that communicates over ``axis`` in chunks of rows, so that transfers overlap the
-    product.
+    """Settings of a matrix product that communicates over ``axis`` in chunks of rows, to overlap transfers and compute.
 
-    ``label``: label of its collectives, "column inputs" or "row outputs". ``regather``: True to gather the input again
-    in backward instead of saving the gathered input.
+    ``label``: label of its collectives. ``regather``: True to gather the input again in backward instead of saving it.
     """
 
     axis: TensorAxis
@@ -71,8 +69,8 @@ class Pieced:
 
     @property
     def moves(self) -> Moves:
-        """Implementation of the two products that communicate: ``chosen`` if it is set; otherwise kernels that
-        communicate, if the axis supports them, or else collectives.
+        """Functions that multiply and communicate: ``chosen`` if set, else fused kernels if the axis supports them,
+        else collectives.
         """
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
@@ -82,21 +80,19 @@ class Pieced:
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Returns ``weight`` as a view of shape [I, O], for I inputs and O outputs."""
+        """Returns ``weight`` as a view [I, O] (inputs, outputs)."""
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:
-        """Returns ``weight`` as W [O, I] in the dtype of the output gradient ``dy``. It is the right operand of the
-        input gradient dx = dy W.
-        """
+        """Returns ``weight`` as W [O, I] in the dtype of the output gradient ``dy``, for the input gradient dy W."""
         return self.matrix(weight.to(dy.dtype)).t()
 
 
 def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
-    """Returns the number of chunks in which to send this rank's ``rows`` rows, which have ``size`` bytes in all.
+    """Returns the number of chunks in which to send this rank's ``rows`` rows, with ``size`` bytes in all.
 
-    It is the largest number up to ``MOST_PIECES`` that divides ``rows`` and gives each chunk at least
-    ``axis.overlap.bytes``. It is 1 on devices that do not overlap transfers and compute, in a dry run, and on one rank.
+    It is the largest divisor of ``rows`` up to ``MOST_PIECES`` with at least ``axis.overlap.bytes`` per chunk, and 1 if
+    transfers do not overlap compute.
     """
     devices, least = axis.overlap
     if device not in devices or axis.dry or axis.size == 1:
@@ -108,8 +104,7 @@ def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Piec
     """Gathers ``x`` [.., S/T, I] over the T ranks of "tp" in chunks while it multiplies. Returns (x W' + b [.., S, O],
     gathered x [.., S, I]).
 
-    The gathered x is for other layers with this input; with ``pieced.regather`` it is None. Backward adds the gradients
-    of both results and reduce-scatters the sum.
+    With ``pieced.regather``, None replaces the gathered x. Backward reduce-scatters the sum of both results' gradients.
 
     Raises:
         EngineError: ``pieced.pieces`` does not divide the rows.
@@ -125,10 +120,8 @@ def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Piec
 
 
 def multiply_scatter(x: Tensor, weight: Tensor, pieced: Pieced) -> Tensor:
-    """Multiplies ``x`` [.., S, P], this rank's P features, in chunks and reduce-scatters the product over the T ranks
-    of "tp".
-
-    Returns this rank's rows [.., S/T, O] of the sum of x W' over the ranks. The caller adds the bias.
+    """Multiplies ``x`` [.., S, P], this rank's P features, in chunks, and reduce-scatters the product over the T ranks
+    of "tp". Returns this rank's rows [.., S/T, O] of the sum, without the bias.
 
     Raises:
         EngineError: the number of ranks does not divide the rows, or ``pieced.pieces`` does not divide a rank's rows.
@@ -233,9 +226,9 @@ def _computed_in(x: Tensor) -> torch.dtype:
 
 
 class SharedInPieces(Shared):
-    """Input, sharded along the sequence, of several column layers.
+    """Input of several column layers, sharded along the sequence.
 
-    The first plain linear layer gathers it in chunks while it multiplies; all other layers read the gathered rows.
+    The first plain linear layer gathers it in chunks while it multiplies; other layers read the gathered rows.
     """
 
     def __init__(self, part: Tensor, axis: TensorAxis, plain: list[nn.Module]) -> None:
@@ -244,9 +237,7 @@ class SharedInPieces(Shared):
 
     @property
     def copy(self) -> Tensor:  # type: ignore[override]
-        """Rows of the input, gathered from all ranks: [.., S, I]. The first read gathers them, if no product has done
-        so.
-        """
+        """Rows of the input, gathered from all ranks at the first use: [.., S, I]."""
         if self._whole is None:
             self._whole = gather_to(self._part, self._axis, self._part.ndim - 2, COLUMN_INPUTS)
         return self._whole
@@ -267,11 +258,10 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Returns True if a product should communicate in chunks, or in tiles of one kernel, instead of all rows at once.
+    """Returns True if a product should communicate in chunks or kernel tiles, instead of all rows at once. Always False
+    if transfers are encoded.
 
-    ``rows``: number of rows of a rank; ``part``: tensor with a rank's rows, read for its size in bytes and its dtype;
-    ``operation``: the kind of product. False if activations are encoded for transfers, because chunks would split the
-    blocks of the encoding.
+    ``rows``: number of rows of a rank; ``part``: a rank's rows; ``operation``: kind of product.
     """
     if axis.wire is not None:
         return False
@@ -292,10 +282,8 @@ def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
 
 
 def scatter_product(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
-    """Returns the product of the row layer ``layer`` with ``x`` [.., S, P], this rank's P features, reduce-scattered
-    over the T ranks of "tp", without the bias.
-
-    The result [.., S/T, O] has this rank's rows of the sum over the ranks.
+    """Returns the product of the row layer ``layer`` with ``x`` [.., S, P], reduce-scattered over the T ranks of "tp",
+    without the bias: this rank's rows [.., S/T, O].
     """
     weight = layer._parameters["weight"]
     assert weight is not None

@@ -41,19 +41,16 @@ _ALIGNED = 16
 
 
 def fuses(axis: TensorAxis) -> bool:
-    """Returns True if kernels of matrix products may communicate over ``axis`` through its symmetric memory, which all
-    its ranks can write.
+    """Returns True if kernels may communicate over ``axis`` through symmetric memory.
 
-    False without such memory, in a dry run, and in recomputation that reads stored results of collectives.
+    False in a dry run, and in recomputation that reuses results of collectives.
     """
     return axis.symmetric is not None and not axis.dry and axis.repeats is None
 
 
 def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
-    """Returns True if a product of these ``sizes`` runs in a kernel that also communicates, without collectives.
-
-    If measurements exist for ``axis``, they must have found the kernel to be faster than collectives. The answer is the
-    same on all ranks.
+    """Returns True if a product of these ``sizes`` runs in a kernel that also communicates. Measurements for ``axis``
+    decide, if there are any. The answer is the same on all ranks.
     """
     row = measured_row(axis, operation, sizes, dtype)
     return fuses(axis) and (axis.measured is None or (row is not None and row.fuses))
@@ -62,16 +59,14 @@ def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, 
 def measured_row(
     axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype
 ) -> OverlapChoice | None:
-    """Returns the measured choice between communicating kernel and collectives for a product of these ``sizes``.
-    Returns None if it was not measured.
+    """Returns the measured choice between communicating kernel and collectives for a product of these ``sizes``; None
+    if it was not measured.
     """
     return None if axis.measured is None else axis.measured.find(operation, sizes, dtype)
 
 
 def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
-    """Returns the tile (block size) of the communicating kernel: the fastest one in ``row``, the measured choice, or
-    the default tile of ``dtype`` if ``row`` has none.
-    """
+    """Returns the tile (block size) of the communicating kernel: the fastest in ``row``, or ``dtype``'s default."""
     from engine.kernels.gpu.launch_shapes import Tile
     from engine.kernels.gpu.overlap.launches import tile_of
 
@@ -79,10 +74,10 @@ def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
 
 
 def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """Gathers ``part``, this rank's rows, along the sequence and multiplies the rows of all ranks by ``matrix``, in one
-    kernel that also communicates. Returns (product plus bias, gathered rows).
+    """Gathers ``part``, this rank's rows, and multiplies the rows of all ranks by ``matrix`` in one kernel. Returns
+    (product plus bias, gathered rows).
 
-    It implements :class:`GatherProduct`. A product that does not fit the kernel runs with collectives.
+    Falls back to collectives for products that the kernel does not support.
     """
     buffer, axis = route.axis.symmetric, route.axis
     rows_BLK = part.contiguous().view(-1, *part.shape[-2:])
@@ -115,10 +110,9 @@ def scatter_in_kernel(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
     """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` and reduce-scatters the
-    product, in two kernels that also communicate; the second one sums. Returns a function that waits for this rank's
-    rows and returns them.
+    product, in communicating kernels. Returns a function that waits for this rank's rows and returns them.
 
-    It implements :class:`ProductScatter`. A product that does not fit the kernels runs with collectives.
+    Falls back to collectives for products that the kernels do not support.
     """
     buffer, axis = route.axis.symmetric, route.axis
     rows, columns = whole.shape[-2] // axis.size, matrix.shape[-1]
@@ -151,9 +145,7 @@ def scatter_in_kernel(
 
 
 def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns ``result`` reshaped to ``shape``, sharing its memory. Autograd does not treat it as a view, so in-place
-    writes are allowed.
-    """
+    """Returns ``result`` reshaped to ``shape``, sharing its memory. In-place writes are allowed."""
     found: Tensor = torch.ops.aten._unsafe_view(result, shape)
     return found
 
@@ -161,11 +153,10 @@ def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
 def fits(
     buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int, row: OverlapChoice | None = None
 ) -> bool:
-    """Returns True if the communicating kernels can multiply ``rows_BLK`` by ``matrix`` [K, N] and if ``size`` bytes
-    for each rank fit ``buffer``.
+    """Returns True if the communicating kernels support ``rows_BLK`` times ``matrix`` [K, N], with ``size`` bytes of
+    ``buffer`` for each rank. The answer is the same on all ranks.
 
-    The answer is the same on all ranks. The reason for False is logged once. ``row``: the measured choice of tile, or
-    None.
+    ``row``: measured choice of tile, or None.
     """
     reason = _obstacle(buffer, rows_BLK, matrix, size, row)
     if reason:
@@ -189,10 +180,8 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
 
 
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
-    """Returns a function that completes a kernel call on ``device``. On a CPU it checks that all data of other ranks
-    has arrived; on a GPU it does nothing.
-
-    A GPU is checked once a step (:meth:`Comm.check_kernels`), because each check makes the host wait for the GPU.
+    """Returns a function to call after a kernel. On a CPU it checks that the data of all ranks has arrived; on a GPU it
+    does nothing.
     """
     return buffer.check if is_host(device) else lambda: None
 
@@ -207,11 +196,10 @@ COPIED_BYTES = 4 << 20
 
 @contextmanager
 def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Iterator[None]:
-    """Copies ``part_BLK``, this rank's rows (contiguous), to the symmetric memory of all tensor ranks inside the
-    context, with a signal for each ``tile_rows`` rows.
+    """Copies ``part_BLK``, this rank's contiguous rows, to the symmetric memory of all tensor ranks, with a signal for
+    each ``tile_rows`` rows. The end of the context waits for the copies.
 
-    A product launched inside the context (``launch_gather_product`` with half "multiply") waits for the signals.
-    ``epoch``: number of the call on this memory. The end of the context waits for the copies.
+    ``epoch``: number of the call on this memory. Products launched inside the context wait for the signals.
     """
     rank, ranks = buffer.mailbox.rank, buffer.mailbox.ranks
     numbers = signal_numbers(part_BLK, buffer, epoch, tile_rows)
@@ -226,8 +214,7 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
 
 
 def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
-    """Returns the arrival signals for the tiles of one sequence, int32 [tiles]. Each one is ``epoch``, the number of
-    the call on the symmetric memory ``buffer``.
+    """Returns the arrival signals for the tiles of one sequence, int32 [tiles], all equal to ``epoch``.
 
     The tensor must stay allocated until the copies of :func:`leave_rows` have ended.
     """
@@ -238,8 +225,6 @@ def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_r
 def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call: tuple[int, int, int]) -> None:
     """Copies ``part_BLK``, this rank's rows, and then its arrival signals ``numbers`` to one rank's symmetric memory,
     on the current stream.
-
-    The rows may be in pinned host memory.
 
     Args:
         call: (destination rank, number of the call on the memory, rows of a tile).

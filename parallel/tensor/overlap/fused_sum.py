@@ -60,10 +60,10 @@ def sums_in_kernel(layer: nn.Module, x: Tensor, axis: TensorAxis) -> bool:
 
 
 def multiply_and_sum(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
-    """Returns y [.., O], the product of ``layer`` and ``x`` [.., P], this rank's P features, summed over the ranks of
-    ``axis``, without the bias.
+    """Returns y [.., O], the product of ``layer`` and ``x`` [.., P] without the bias, summed over the ranks of
+    ``axis``. P: this rank's features.
 
-    The kernels that multiply also communicate and sum, in place of an all-reduce.
+    Communicating kernels replace the all-reduce.
     """
     weight = layer._parameters["weight"]
     y: Tensor = _MultiplyAndSum.apply(x, weight, axis, is_conv1d(layer))  # type: ignore[no-untyped-call]
@@ -111,10 +111,9 @@ def _next_call(buffer: SymmetricBuffer, tile: "Tile") -> "KernelCall":
 def sum_in_turns(
     x_MP: Tensor, matrix_PO: Tensor, next_call: "Callable[[], KernelCall]"
 ) -> Generator[None, None, Tensor]:
-    """Computes the sum over the ranks of ``x_MP @ matrix_PO`` [M, O]. It is a generator, and the sum is its return
-    value.
+    """Computes the sum over the ranks of ``x_MP @ matrix_PO`` [M, O], as a generator that returns the sum.
 
-    It yields before each kernel launch that waits for other ranks. ``next_call``: callback that returns the settings of
+    Yields before each kernel launch that waits for other ranks. ``next_call``: callback that returns the settings of
     the next kernel call.
     """
     from engine.kernels.gpu.overlap.launches import (

@@ -34,9 +34,7 @@ class GatherProduct(Protocol):
 
 
 class ProductScatter(Protocol):
-    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence, so that
-    each rank gets its rows of the sum.
-    """
+    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence."""
 
     def __call__(
         self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
@@ -46,10 +44,8 @@ class ProductScatter(Protocol):
 
 
 def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """Gathers ``part``, this rank's rows, along the sequence in chunks, and multiplies each chunk by ``matrix`` while
-    the next one is sent. Returns (product plus ``bias``, gathered rows).
-
-    It implements :class:`GatherProduct` with all-gathers of the axis.
+    """Gathers ``part``, this rank's rows, in chunks, and multiplies each chunk by ``matrix`` while the next is sent.
+    Returns (product plus ``bias``, gathered rows).
     """
     axis, label = route.axis, route.label
     if route.pieces == 1:
@@ -72,10 +68,8 @@ def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Rou
 def product_scatter(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """Multiplies ``whole``, the rows of the full sequence, by ``matrix`` in chunks, adds ``plus``, and starts a
-    reduce-scatter for each chunk. Returns a function that waits for this rank's rows and returns them in ``dtype``.
-
-    It implements :class:`ProductScatter` with reduce-scatters of the axis.
+    """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` and reduce-scatters the result,
+    in chunks. Returns a function that waits for this rank's rows and returns them in ``dtype``.
     """
     sent: list[tuple[Tensor, Pending]] = []
     for index in range(route.pieces):

@@ -33,9 +33,7 @@ AllToAll = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRoute:
-    """Destination rank of each row in a call of :func:`dispatch_product` or :func:`product_return`, and the symmetric
-    memory through which the kernels send rows to other ranks.
-    """
+    """Routing of token rows to expert ranks: the destination of each row, and symmetric memory for the transfers."""
 
     rows: ExpertRows
     buffer: SymmetricBuffer
@@ -44,14 +42,13 @@ class ExpertRoute:
 
 
 def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
-    """Sends ``tokens`` [T, K], sorted by expert, to the ranks of their experts, and multiplies each received row by its
-    expert's matrix in ``weight`` [X, K, N]. Returns [R, N] for this rank's X experts and R received rows.
+    """Sends each row of ``tokens`` [T, K] to the rank of its expert, and multiplies it by the expert's matrix in
+    ``weight`` [X, K, N]. Returns the products of the R received rows, [R, N].
 
-    Rows of the result are sorted by expert, then by source rank. Gradients flow to ``tokens`` and ``weight``.
+    ``tokens`` are sorted by expert; the result is sorted by expert, then by source rank.
 
     Raises:
-        EngineError: the rows do not fit the memory or the kernels (raised on all ranks, before any data is sent); or a
-            rank did not make this call.
+        EngineError: the rows do not fit the memory or the kernels (on all ranks), or a rank did not make this call.
     """
     _check(tokens, weight, route.rows.own)
     _check_room(tokens, weight, route)
@@ -60,10 +57,10 @@ def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tens
 
 
 def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
-    """Multiplies each of ``rows`` [R, K], received from source ranks, by its expert's matrix in ``weight`` [X, K, N],
-    and sends the products back. Returns [T, N] for the T tokens of this rank, sorted by expert.
+    """Multiplies each of ``rows`` [R, K] by its expert's matrix in ``weight`` [X, K, N], and sends the products back.
+    Returns the products of this rank's T tokens, [T, N], sorted by expert.
 
-    ``rows`` are sorted by expert, then by source rank. Gradients flow to ``rows`` and ``weight``.
+    ``rows`` are sorted by expert, then by source rank.
 
     Raises:
         EngineError: as for :func:`dispatch_product`.
@@ -75,21 +72,13 @@ def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
 
 
 def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Sends ``tokens``, sorted by expert, to the ranks of their experts by the all-to-all ``exchange``, then multiplies
-    the rows of each expert by the expert's matrix in ``weight``.
-
-    It is the reference implementation of :func:`dispatch_product`.
-    """
+    """Implements :func:`dispatch_product` by the all-to-all ``exchange`` and separate products, as a reference."""
     received = rows.by_expert(exchange(rows.to_owners(tokens)))
     return grouped_product_reference(received, weight, rows.sizes.cumsum(0))
 
 
 def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Multiplies the rows of each expert in ``whole`` by the expert's matrix in ``weight``, and sends the products to
-    the ranks from which the rows came, by the all-to-all ``exchange``.
-
-    It is the reference implementation of :func:`product_return`.
-    """
+    """Implements :func:`product_return` by separate products and the all-to-all ``exchange``, as a reference."""
     product = grouped_product_reference(whole, weight, rows.sizes.cumsum(0))
     return torch.cat(exchange(rows.by_rank(product)))
 

@@ -31,15 +31,15 @@ def join_pairs(
     parameters: Mapping[str, ParameterCut],
     first_name: Callable[[nn.Parameter], str],
 ) -> tuple[dict[str, LayerCut], frozenset[str]]:
-    """Moves the low-rank pairs of PEFT layers into the parallel regions of the sharded layers that they adapt. Each
-    pair has a half that is sharded with its layer and a half that is replicated.
+    """Moves low-rank adapter pairs (PEFT) into the parallel regions of the sharded layers that they adapt. One half of
+    each pair is sharded with its layer; the other half is replicated.
 
     ``modules``, ``layers`` and ``parameters`` are keyed by name. ``first_name``: callback that returns a parameter's
     name in ``parameters``.
 
     Returns:
-        (layers, names). ``layers``: a copy without entries for the sharded halves of moved pairs. ``names``: the
-        parameters of the replicated halves, of which each rank gets a partial gradient.
+        (layers, names). ``layers``: a copy without the sharded halves of moved pairs. ``names``: parameters of the
+            replicated halves, with a partial gradient on each rank.
     """
     found, partial = dict(layers), set[str]()
     for name, cut in layers.items():

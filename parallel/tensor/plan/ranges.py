@@ -20,8 +20,8 @@ from engine.parallel.shard_table import Range
 
 @dataclass(frozen=True, slots=True)
 class Divisibility:
-    """Condition that a size of the model, such as a number of heads, suits the number of tensor ranks. ``count``: the
-    size; ``owner`` and ``noun``: names of its module and of the size in error texts.
+    """Divisibility condition between the number of tensor ranks and a size of the model, such as a number of heads.
+    ``count``: the size; ``owner`` and ``noun``: names of its module and of the size in error texts.
     """
 
     owner: str
@@ -60,11 +60,10 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
 
 
 def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
-    """Returns the ranges of a dim of ``size`` rows, each with the ranks that store it.
+    """Returns the ranges into which a dim of ``size`` rows is divided among ``tp`` ranks, each with its ranks.
 
-    The dim consists of ``parts`` parts of equal size (3 for fused q, k and v). Each part is divided evenly among ``tp``
-    ranks in units of ``unit`` rows, such as heads. With fewer units than ranks, several consecutive ranks store each
-    unit. The caller checks divisibility.
+    Each of ``parts`` equal parts (3 for fused q, k and v) is divided evenly, in units of ``unit`` rows, such as heads.
+    With fewer units than ranks, consecutive ranks share a unit.
     """
     width = size // parts
     units = width // unit
@@ -78,7 +77,7 @@ def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range,
 
 def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
     """Returns contiguous ranges of ``size`` rows, one for each of ``tp`` ranks. The first ``size % tp`` ranks get one
-    row more than the rest.
+    row more.
     """
     small, more = divmod(size, tp)
     starts = [rank * small + min(rank, more) for rank in range(tp + 1)]
@@ -86,15 +85,13 @@ def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
 
 
 def held(ranges: tuple[Range, ...], index: int) -> int:
-    """Returns the number of rows that tensor rank ``index`` stores. ``ranges``: all ranges of rows, each with the ranks
-    that store it.
-    """
+    """Returns the number of rows that tensor rank ``index`` stores. ``ranges``: all ranges of rows with their ranks."""
     return sum(part.stop - part.start for part in ranges if index in part.holders)
 
 
 def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ...]:
-    """Converts ``runs``, the list of runs [start, stop) of rows for each rank, to contiguous ranges of rows, each with
-    all ranks that store it.
+    """Converts ``runs``, a list of row intervals [start, stop) for each rank, to contiguous ranges, each with its
+    ranks.
     """
     edges = [
         (row, rank, step)
@@ -113,8 +110,8 @@ def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ..
 
 
 def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
-    """Converts ``ranges`` of rows, each with the ranks that store it, to a list of runs [start, stop) of rows for each
-    of ``tp`` ranks. Neighbouring runs are joined.
+    """Converts ``ranges``, each with its ranks, to a list of row intervals [start, stop) for each of ``tp`` ranks.
+    Adjacent intervals are joined.
 
     This is the inverse of :func:`ranges_of_runs`.
     """
@@ -130,7 +127,7 @@ def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
 
 
 def rows_of_rank(ranges: Sequence[Range], index: int) -> list[int]:
-    """Returns the indices of all rows that rank ``index`` stores, ascending. ``ranges``: all ranges of rows, each with
-    the ranks that store it.
+    """Returns the indices of all rows that rank ``index`` stores, ascending. ``ranges``: all ranges of rows, with their
+    ranks.
     """
     return [row for part in ranges if index in part.holders for row in range(part.start, part.stop)]

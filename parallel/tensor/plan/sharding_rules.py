@@ -47,8 +47,8 @@ class _Target(NamedTuple):
 def cut_model(
     model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
 ) -> TensorPlan:
-    """Returns the plan that shards ``model`` over ``tp`` tensor ranks by ``styles``: a style by the first name of each
-    module or parameter in the model.
+    """Returns the plan that shards ``model`` over ``tp`` tensor ranks by ``styles``: first name of a module or
+    parameter -> style.
 
     ``source``: origin of the styles, for the report. ``sequence``: True for sequence parallelism.
 
@@ -294,8 +294,8 @@ def _passes_on(owner: str, layers: Iterable[str]) -> bool:
 
 
 def head_width(module: nn.Module | None) -> int | None:
-    """Returns the width of one attention head of ``module``, read from its attribute ``head_dim`` or ``head_width``.
-    Returns None if it has neither.
+    """Returns the width of one attention head of ``module``, from its attribute ``head_dim`` or ``head_width``, or
+    None.
     """
     widths = (getattr(module, attribute, None) for attribute in ("head_dim", "head_width"))
     return next((width for width in widths if isinstance(width, int) and width > 0), None)
@@ -338,11 +338,10 @@ def _number(name: str, module: nn.Module, attribute: str) -> int:
 
 
 def find_regions(kinds: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns a dict from the name of each column and row layer to the name of its parallel region, the module in which
-    column layers compute the input of a row layer.
+    """Returns layer name -> name of its parallel region: the innermost module around the layer that contains both
+    column and row layers.
 
-    The region is the innermost module around a column layer that also contains a row layer, and vice versa. ``kinds``:
-    kind of each sharded layer by name. Layers of other kinds have no region.
+    ``kinds``: kind of each sharded layer by name. Layers of other kinds have no region.
 
     Raises:
         PlanError: a layer has no region, or a region lacks column layers or a row layer.
@@ -395,11 +394,10 @@ def check_embedding(module: nn.Embedding, name: str) -> None:
 
 
 def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False) -> TensorPlan:
-    """Returns the plan that shards ``model`` over ``tp`` tensor ranks by the configured styles. It reads names, shapes
-    and attributes, and communicates nothing.
+    """Returns the plan that shards ``model`` over ``tp`` tensor ranks by the configured styles. Communicates nothing.
 
-    ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;
-    ``plan.styles`` defines the language of styles. ``sequence``: True for sequence parallelism.
+    ``setting``: ``parallel.tensor_plan``, a mapping {name pattern: style} or the path of its JSON file. ``sequence``:
+    True for sequence parallelism.
 
     Raises:
         ConfigError: the file contains no mapping of name patterns to styles.
@@ -412,11 +410,9 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
 
 
 def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
-    """Returns a dict with the style of each module or parameter of ``model`` that a pattern matches, by its first name
-    in the model.
+    """Returns the style of each matched module or parameter of ``model``, by its first name in the model.
 
-    ``patterns``: style by name pattern. A pattern is matched against modules first, and against parameters only if it
-    matches no module.
+    ``patterns``: name pattern -> style. Only a pattern that matches no module is matched against parameters.
 
     Raises:
         PlanError: a pattern matches nothing, a module gets two styles, or a style is invalid.

@@ -70,13 +70,12 @@ class Style:
 
     @property
     def changes_attributes(self) -> bool:
-        """True if the style also sets integer attributes that the module computes with, such as its number of heads."""
+        """True if the style also changes integer attributes of the module, such as its number of heads."""
         return bool(self.divided or self.values or self.ratios or self.counts)
 
 
 def parse_style(text: str) -> Style:
-    """Parses ``text``, one style of a tensor plan such as "column head:64", which says how a module or parameter is
-    sharded.
+    """Parses ``text``, the style by which a module or parameter is sharded, such as "column head:64".
 
     Raises:
         PlanError: ``text`` is no valid style.
@@ -100,7 +99,7 @@ def parse_style(text: str) -> Style:
 
 
 def write_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """Returns the word of a style that sets the rows of each rank, such as "rows:0-4/4-8". ``rows``: the runs [start,
+    """Returns the part of a style that lists each rank's rows, such as "rows:0-4/4-8". ``rows``: intervals [start,
     stop) of each rank.
     """
     return "rows:" + "/".join("+".join(f"{start}-{stop}" for start, stop in runs) for runs in rows)
@@ -182,8 +181,8 @@ EXAMPLE = '{"*.query": "column", "*.output": "row"}'
 
 
 def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
-    """Returns (source of the plan for reports, styles by name pattern). ``setting``: the configured mapping of
-    patterns, or the path of the JSON file to read.
+    """Returns (source of the plan for reports, styles by name pattern). ``setting``: mapping of patterns, or path of
+    its JSON file.
 
     Raises:
         ConfigError: the file contains no mapping of name patterns to styles.

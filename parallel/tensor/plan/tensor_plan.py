@@ -15,8 +15,8 @@ LayerKind = Literal["column", "column+gather", "row", "embedding", "head", "expe
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """Sharding of one parameter over the tensor ranks: ranges of rows along ``dim``, each with the ranks that store it.
-    A rank's shard has its ranges concatenated in this order.
+    """Sharding of one parameter along ``dim`` over the tensor ranks. A rank's shard is the concatenation of its
+    ``ranges``.
     """
 
     dim: int
@@ -52,9 +52,7 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Row of the table that explains the result of the plan search: the strategy for all layers that match ``pattern``,
-    and the reason for it.
-    """
+    """Table row that explains the plan search: the strategy for all layers that match ``pattern``, and its reason."""
 
     pattern: str
     style: str
@@ -67,9 +65,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Sharding of a model over the tensor ranks, as data that does not refer to the model.
-    ``layers.apply_plan.apply_plan`` applies it to a model.
-    """
+    """Plan that shards a model over the tensor ranks. ``layers.apply_plan.apply_plan`` applies it to a model."""
 
     layers: Mapping[str, LayerCut]
     """Sharded layers by module name."""
@@ -120,8 +116,8 @@ class TensorPlan:
         )
 
     def with_summed(self, modules: Collection[str]) -> "TensorPlan":
-        """Returns a copy of this plan in which each of ``modules`` runs its original code on the shards of its
-        parameters, and its outputs are summed over "tp", as for the style "experts".
+        """Returns a copy of this plan in which ``modules`` run unchanged on sharded parameters, and their outputs are
+        summed over "tp" (style "experts").
         """
         plain = self.without(modules)
         return replace(
@@ -132,9 +128,7 @@ class TensorPlan:
         )
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Writes the styles of this plan to the JSON file ``path``. A later run that sets ``parallel.tensor_plan`` to
-        this file needs no search.
-        """
+        """Writes the styles of this plan to the JSON file ``path``, a valid value of ``parallel.tensor_plan``."""
         with open(path, "w", encoding="utf-8") as file:
             json.dump(dict(self.patterns), file, indent=2)
             file.write("\n")
@@ -146,9 +140,7 @@ class TensorPlan:
 
     @property
     def follows_activations(self) -> bool:
-        """True if global tensors may pass from module to module: under sequence parallelism, or because parameters have
-        the style "view".
-
-        The plan alone then does not show which parameters such tensors meet; only a trace of the model does.
+        """True if global (DTensor-like) tensors may pass between modules: with sequence parallelism, or with the style
+        "view".
         """
         return self.sequence or bool(self.shown)

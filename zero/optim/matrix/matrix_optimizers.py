@@ -15,9 +15,8 @@ from engine.zero.optim.flat_optimizers import FlatOptimizer
 class FlatMatrixOptimizer(FlatOptimizer):
     """Base class of optimizers that need whole matrices: Muon, SOAP and Shampoo.
 
-    If its tensors are whole matrices, ``step`` updates them. If they are shards (``apart`` is True), ``step`` does not
-    update: it stores an update direction for each shard in ``directions``, and :class:`MatrixUpdates` then computes the
-    updates across ranks.
+    If tensors are whole matrices, ``step`` updates them. If they are shards (``apart`` is True), ``step`` only stores
+    update directions in ``directions``; :class:`MatrixUpdates` then computes the updates across ranks.
     """
 
     apart = False
@@ -62,7 +61,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
 
 
 class FlatMuon(FlatMatrixOptimizer):
-    """Muon. It stores one momentum per weight; a matrix's update is computed from the momenta of all its weights."""
+    """Muon. It stores one momentum per weight. The update of a matrix needs the momenta of all its weights."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
@@ -87,8 +86,8 @@ class FlatMuon(FlatMatrixOptimizer):
 
 
 class FlatSOAP(FlatMatrixOptimizer):
-    """SOAP. A matrix's update is computed from its whole gradient and from state, such as preconditioners, that belongs
-    to the whole matrix. No state is stored per weight of a shard.
+    """SOAP. The update of a matrix needs its whole gradient, and state of the whole matrix, such as preconditioners.
+    Shards have no state.
     """
 
     families = SOAP_STATE
@@ -99,8 +98,8 @@ class FlatSOAP(FlatMatrixOptimizer):
 
 
 class FlatShampoo(FlatMatrixOptimizer):
-    """Shampoo. A matrix's update is computed from its whole gradient and from state (preconditioners) that belongs to
-    the whole matrix. No state is stored per weight of a shard.
+    """Shampoo. The update of a matrix needs its whole gradient, and preconditioners of the whole matrix. Shards have no
+    state.
     """
 
     families = SHAMPOO_STATE

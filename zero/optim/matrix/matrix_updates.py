@@ -47,9 +47,7 @@ _UNDER_WAY = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRound:
-    """Matrices that are updated together in one round of a step. Their shards are sent to owner ranks in the same
-    messages, and the updated matrices are sent back in the same messages.
-    """
+    """Matrices that are updated together in one round of a step, with shared messages to their owner ranks and back."""
 
     data: OwnerRoute
     """Route over the data ranks that share buckets, for shards of one tensor rank."""
@@ -59,9 +57,7 @@ class MatrixRound:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRoutes:
-    """Plan that assigns each matrix to an owner, the rank that updates it, and divides the matrices into rounds. It
-    covers the matrices of one pipeline and tensor coordinate, and the data ranks that divide their buckets.
-    """
+    """Plan that assigns each matrix to an owner, the rank that updates it, and divides the matrices into rounds."""
 
     rows: Mapping[str, ShardRow]
     """Matrices by name, as rows of the shard table."""
@@ -90,13 +86,10 @@ class MatrixUpdates:
     """Updates of sharded matrices, once per step. The shards are sent to each matrix's owner rank, which computes the
     update and sends it back.
 
-    Momenta have the shape of the weights, so each rank's optimizer stores the momenta of its shards. This object stores
-    other state, such as preconditioners, of the full matrices that this rank owns.
-
     Args:
         places: the optimizer's flat tensors, with this rank's shards of the parameters.
-        inner: a matrix optimizer, or a composite of several optimizers. The constructor makes each matrix optimizer in
-            it compute only update directions; this object then makes the updates.
+        inner: a matrix optimizer, or a composite of several optimizers. Its matrix optimizers then compute only update
+            directions.
     """
 
     by_owner = True
@@ -123,7 +116,7 @@ class MatrixUpdates:
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of the state tensors of full matrices, such as preconditioners, that any combined optimizer stores."""
+        """Names of the state tensors of full matrices, such as preconditioners."""
         return frozenset(family for maker in self._makers for family in maker.families)
 
     @property
@@ -132,9 +125,7 @@ class MatrixUpdates:
         return all(len(each.data.members) == 1 for each in self._routes.rounds)
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the parameters in the bucket ``flat`` that this object updates; the optimizer's own step
-        does not change them.
-        """
+        """Returns the names of the parameters in the bucket ``flat`` that this object updates."""
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._routes.rows)
 
     def forget(self) -> None:
@@ -154,11 +145,10 @@ class MatrixUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all matrices from the update directions that the optimizer's step has stored. Yields the names of
-        matrices that are updated, or an empty set while a round is in progress.
+        """Updates all matrices except ``unused`` ones (without a gradient) from the stored update directions. Yields
+        the names of newly updated matrices, or an empty set while a round is in progress.
 
-        Matrices in ``unused``, which have no gradient in this step, do not change. ``missed``: matrix name -> number of
-        earlier updates without a gradient.
+        ``missed``: matrix name -> number of earlier updates without a gradient.
         """
         step = _Step(self._places, self._take_directions(), self._routes.dtype, unused, missed)
         self.prepare()
@@ -270,8 +260,8 @@ class _Step:
 
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
-    """Runs ``rounds`` overlapped. Each round is an iterator that yields a result after each of its phases. Repeatedly
-    starts one more round, and then advances every started round by one phase, the latest first. Yields all results.
+    """Runs the iterators ``rounds`` overlapped, and yields all results. Repeatedly starts one more round, and then
+    advances every started round by one result, the latest first.
     """
     waiting, begun = iter(rounds), list[Iterator[Made]]()
     while True:

@@ -38,9 +38,7 @@ def declares_whole(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnWholeRule:
-    """Update rule of a whole parameter: it runs one step of the user's own optimizer on the parameter, with the options
-    of the parameter's group.
-    """
+    """Update rule that runs one step of the user's own optimizer on a whole parameter with its group's options."""
 
     make: OptimizerFactory
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -48,21 +46,18 @@ class OwnWholeRule:
     """State after an update by parameter shape and name: meta tensors and numbers."""
 
     def cost(self, shape: Shape) -> int:
-        """Returns the estimated work of an update of a parameter of ``shape``, by which updates are divided between
-        ranks. It is the number of elements, because the operations of the user's optimizer are unknown.
-        """
+        """Returns the estimated work of an update of a parameter of ``shape``: its number of elements."""
         return prod(shape)
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
-        """Returns the state that the user's optimizer stores for a parameter of ``shape``, as state name -> shape.
-        State that is a number has shape ().
+        """Returns state name -> shape of the state that the user's optimizer stores for a parameter of ``shape``. The
+        shape of a number is ().
         """
         return {name: tuple(getattr(value, "shape", ())) for name, value in self._state(shape).items()}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Runs a step of the user's optimizer on one parameter and returns the new weights. ``direction_AB`` is the
-        pair (gradient, weights), stacked to [2, *shape]. ``state`` (name -> tensor) is updated in place; ``step`` is
-        the number of this update, from 1.
+        """Runs step number ``step`` (from 1) of the user's optimizer on one parameter and returns the new weights.
+        ``direction_AB``: gradient and weights, stacked to [2, *shape]. ``state``: name -> tensor, updated in place.
         """
         gradient, weights = direction_AB
         parameter = nn.Parameter(weights.clone())
@@ -76,9 +71,7 @@ class OwnWholeRule:
         return parameter.detach()
 
     def apply_(self, weights: Tensor, update: Tensor, shape: Shape, step: int) -> None:
-        """Copies ``update``, the new weights that ``update()`` has returned, into ``weights``. ``shape`` and ``step``
-        are not used.
-        """
+        """Copies ``update``, the new weights that ``update()`` has returned, into ``weights``."""
         weights.copy_(update.view(weights.shape))
 
     def _over(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
@@ -137,8 +130,8 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """Optimizer over shards of parameters. It replaces the user's optimizer, which can update only whole parameters,
-    and has the same parameter groups and options.
+    """Optimizer over shards in place of a user's optimizer that can update only whole parameters. It has the same
+    parameter groups and options.
     """
 
     reads_weights = True

@@ -34,9 +34,7 @@ Arrived = TypeVar("Arrived")
 
 @dataclass(frozen=True)
 class OwnerRoute:
-    """Owner rank of each matrix, and the number of the matrix's elements on each rank, along one axis of the grid. All
-    ranks of the axis have the same values.
-    """
+    """Owner rank of each matrix, and the number of the matrix's elements on each rank, along one axis of the grid."""
 
     axis: Axis
     members: tuple[int, ...]
@@ -54,8 +52,8 @@ class OwnerRoute:
 
     @cached_property
     def message(self) -> int:
-        """Number of elements in the largest message between two members; all messages are padded to this number. 0 if
-        no member has to send anything.
+        """Number of elements to which each message between two members is padded: the size of the largest. 0 if nothing
+        is sent.
         """
         places = range(len(self.members))
         sums = [
@@ -81,10 +79,9 @@ class OwnerRoute:
 
 
 def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Chooses an owner rank for each matrix, and returns matrix name -> rank. Among the ranks with less than a fair
-    share of the work, it prefers ranks that store many of the matrix's elements.
+    """Returns matrix name -> owner rank, with balanced work. Prefers owners that store many of the matrix's elements.
 
-    A fair share is 1 / N of the work for N ranks; no owner exceeds it by more than one matrix.
+    For N ranks, no owner has more than 1 / N of the work plus one matrix.
 
     Args:
         costs: work of each matrix's update.
@@ -109,12 +106,11 @@ def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]])
 def rounds_of(
     owners: Mapping[str, int], costs: Mapping[str, int], held: Mapping[str, Sequence[int]], order: Sequence[str]
 ) -> list[list[str]]:
-    """Divides the matrices into rounds, so that an owner has about the same work in every round. Returns the names in
-    each round.
+    """Divides the matrices into about 4 rounds, so that an owner has about the same work in every round. Returns the
+    names in each round.
 
-    There are at most 4 rounds. There are fewer if no owner has 4 matrices, or if padding would make the messages of all
-    rounds exceed 1.25 times the messages of a single round. There are more if an owner would otherwise gather more than
-    2^24 elements in one round.
+    There are fewer rounds if padding would enlarge the messages by more than 25 %, and more if an owner would gather
+    more than 2^24 elements in one round.
 
     Args:
         owners: owner rank of each matrix.
@@ -184,8 +180,8 @@ class OwnerExchange:
         self._here = route.members.index(comm.grid.index(route.axis))
 
     def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> Arriving[dict[str, list[Tensor]]]:
-        """Starts the all-to-all that sends the pieces of every matrix to its owner. The handle's result has, for each
-        matrix that this rank owns, the flat pieces of all members in the order of the members.
+        """Starts the all-to-all that sends the pieces of every matrix to its owner. The handle's result is a dict from
+        each matrix that this rank owns to the flat pieces of all members, in order.
 
         ``pieces``: matrix name -> this rank's piece. ``blank``: empty tensor with the dtype and device of the pieces.
         """
@@ -206,11 +202,11 @@ class OwnerExchange:
         return Arriving(pending, read)
 
     def scatter(self, results: Mapping[str, Sequence[Tensor]], blank: Tensor) -> Arriving[dict[str, Tensor]]:
-        """Starts the all-to-all that sends updated matrices back from their owners. The handle's result has this rank's
-        flat piece of each matrix, by name.
+        """Starts the all-to-all that sends updated matrices back from their owners. The handle's result is a dict from
+        matrix name to this rank's flat piece.
 
-        ``results``: for each matrix that this rank owns, the pieces of all members in the order of the members.
-        ``blank``: empty tensor with the dtype and device of the pieces.
+        ``results``: each matrix that this rank owns -> pieces of all members, in order. ``blank``: empty tensor with
+        the dtype and device of the pieces.
         """
         places, mine = range(len(self._route.members)), self._route.owned(self._here)
         pending, received = self._swap([[results[name][place] for name in mine] for place in places], blank)

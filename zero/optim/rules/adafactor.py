@@ -39,8 +39,8 @@ from engine.zero.optim.rules.counted_parts import LABEL, CountedPart, SumRoutes,
 
 
 class FlatAdafactor(FlatOptimizer):
-    """Adafactor over flat tensors. ``step`` does not update: it records the tensors to update, and
-    :class:`FactoredUpdates` updates them across ranks.
+    """Adafactor over flat tensors. ``step`` only records the tensors; :class:`FactoredUpdates` updates them across
+    ranks.
     """
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
@@ -59,14 +59,14 @@ class FactorRoutes(SumRoutes):
 
     @property
     def elements(self) -> int:
-        """Number of elements in a step's first all-reduce: sums of squared gradients by row and column, and the sum of
+        """Number of elements in a step's first all-reduce: row and column sums of squared gradients, and the sum of
         squared weights of each parameter.
         """
         return sum(mean_elements(row.shape) + 1 for row in self.rows)
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Returns the traffic of a step: two all-reduces for each axis. The first sums row and column statistics, and
-        the second sums squared updates.
+        """Returns the traffic of a step: two all-reduces for each axis, first of row and column statistics, then of
+        squared updates.
         """
         sizes = [count * self.dtype.itemsize for count in (self.elements, len(self.rows))]
         return tuple(
@@ -76,8 +76,8 @@ class FactorRoutes(SumRoutes):
 
 
 class FactoredUpdates:
-    """Adafactor's updates of all sharded parameters on this rank, once per step. Sums over a whole parameter, such as
-    row means, are all-reduced between the ranks with its shards.
+    """Adafactor's updates of all sharded parameters on this rank, once per step. Sums over a parameter, such as row
+    means, are all-reduced between the ranks with its shards.
 
     Args:
         places: the optimizer's flat tensors, with this rank's shards of the parameters.
@@ -107,9 +107,7 @@ class FactoredUpdates:
         return {row.name: mean_shapes(row.shape) for row in self._routes.rows}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the parameters in the bucket ``flat`` that this object updates; the optimizer's own step
-        does not change them.
-        """
+        """Returns the names of the parameters in the bucket ``flat`` that this object updates."""
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._numbers)
 
     def forget(self) -> None:
@@ -126,9 +124,8 @@ class FactoredUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all parameters of this object except ``unused``, which have no gradient; their values and step counts
-        do not change. Yields once: the names of all parameters of this object. ``missed``: parameter name -> number of
-        earlier updates without a gradient.
+        """Updates all parameters of this object except ``unused`` ones (without a gradient). Yields the names of all
+        parameters of this object, once. ``missed``: parameter name -> number of earlier updates without a gradient.
         """
         due = {weight for maker in self._makers for weight in maker.due}
         for maker in self._makers:

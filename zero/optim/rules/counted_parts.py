@@ -22,8 +22,8 @@ LABEL = "statistics"
 
 @dataclass(frozen=True, slots=True)
 class SumRoutes:
-    """Parameters that need a sum over all of their elements, such as a norm, and the axes of the grid over which the
-    partial sums of the ranks are all-reduced.
+    """Parameters that need a sum over all of their elements, such as a norm, and the axes of the grid for its
+    all-reduces.
     """
 
     rows: tuple[ShardRow, ...]
@@ -38,8 +38,8 @@ class SumRoutes:
 
 @dataclass(frozen=True, slots=True)
 class CountedPart:
-    """Elements of one parameter in one optimizer tensor of this rank. If several ranks have an element, only one of
-    them adds it to a sum over the parameter; ``counted`` selects the elements that this rank adds.
+    """Elements of one parameter in one optimizer tensor of this rank. ``counted`` selects the elements that this rank
+    adds to sums over the parameter, so that no element is added by two ranks.
     """
 
     row: ShardRow
@@ -63,8 +63,8 @@ class CountedPart:
         return self.place.grads.view(-1)[self.part]
 
     def own(self, squares_n: Tensor) -> Tensor:
-        """Returns a copy of ``squares_n`` [n], one value for each of the part's n elements, with 0 outside the slices
-        ``counted``: another rank adds these elements. Returns the argument itself if ``counted`` is None.
+        """Returns a copy of ``squares_n`` [n], one value per element of the part, with 0 for elements that another rank
+        adds. Returns the argument itself if ``counted`` is None.
         """
         if self.counted is None:
             return squares_n
@@ -74,8 +74,8 @@ class CountedPart:
         return kept
 
     def square(self, values_n: Tensor) -> Tensor:
-        """Returns the sum of squares of ``values_n`` [n], one value for each of the part's n elements, as an fp64
-        scalar tensor. Elements outside the slices ``counted`` are left out: another rank adds them.
+        """Returns the sum of squares of ``values_n`` [n], one value per element of the part, as an fp64 scalar tensor.
+        Omits elements that another rank adds.
         """
         found = values_n.new_zeros((), dtype=torch.float64)
         for part in (slice(None),) if self.counted is None else self.counted:
@@ -86,9 +86,8 @@ class CountedPart:
 def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
-    """Yields one item for each parameter with elements in an optimizer tensor of ``places``; tensors that are not in
-    ``due`` are skipped. Each item states which elements this rank adds to sums, so that no element is added by two
-    ranks.
+    """Yields one item for each parameter with elements in an optimizer tensor of ``places`` that is in ``due``. It
+    selects the elements that this rank adds to sums.
     """
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}

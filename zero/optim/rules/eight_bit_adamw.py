@@ -21,8 +21,8 @@ _SCALE = "{}_scale"
 
 
 class FlatAdamW8bit(FlatOptimizer):
-    """AdamW with 8-bit moments over flat tensors. Its state has 8-bit codes under "exp_avg" and "exp_avg_sq", in the
-    shape of the weights, and their scales under "exp_avg_scale" and "exp_avg_sq_scale".
+    """AdamW with 8-bit moments over flat tensors. Its state has the codes, in the shape of the weights, under "exp_avg"
+    and "exp_avg_sq", and their scales under "exp_avg_scale" and "exp_avg_sq_scale".
     """
 
     encodes = True
@@ -65,7 +65,7 @@ class FlatAdamW8bit(FlatOptimizer):
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
         """Returns decoded copies of the moments of ``weight`` by name, in its shape and dtype; {} before the first
-        update. ``device``: device of the copies; None: the device of ``weight``.
+        update. ``device``: device of the copies (default: of ``weight``).
         """
         if not self.state.get(weight):
             return {}

@@ -15,11 +15,8 @@ ElementState = dict[nn.Parameter, dict[str, Tensor]]
 
 
 def element_state(optimizer: ShardedOptimizer, device: torch.device | None = None) -> ElementState:
-    """Returns the optimizer's moments: flat parameter of the optimizer -> moment name -> tensor in the parameter's
-    shape. Returns {} before the first update.
-
-    Moments that are stored encoded, such as in 8 bits, are returned as decoded copies on ``device``; None: on the
-    parameter's device. Other moments are returned as the live tensors.
+    """Returns the optimizer's moments: flat parameter of the optimizer -> moment name -> tensor; {} before the first
+    update. Encoded moments, such as in 8 bits, are decoded to copies on ``device``; others are the live tensors.
     """
     inner = optimizer.inner
     known = [place for place in optimizer.places if place.parameter in inner.state]
@@ -36,15 +33,15 @@ def element_state(optimizer: ShardedOptimizer, device: torch.device | None = Non
 
 
 def kept_encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
-    """Returns True if the optimizer stores the moments of ``parameter`` encoded, such as in 8 bits. Then
-    ``element_state`` returns copies of them, not live tensors.
+    """Returns True if the optimizer stores the moments of ``parameter`` encoded, so that ``element_state`` returns
+    copies.
     """
     return isinstance(optimizer.inner, FlatOptimizer) and optimizer.inner.encoded(parameter)
 
 
 def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Encodes the moments in ``state``, which ``element_state`` has returned and the caller has changed, and stores
-    them in the optimizer. Ignores moments that are not stored encoded, because they are live tensors.
+    """Encodes the moments in ``state``, a changed result of ``element_state``, and stores them in the optimizer.
+    Ignores moments that are not encoded: they are live tensors.
     """
     inner = optimizer.inner
     for parameter, values in state.items():
@@ -55,8 +52,7 @@ def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping
 @contextmanager
 def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
     """Yields the optimizer's moments for reads and in-place writes: flat parameter of the optimizer -> moment name ->
-    tensor. At the end of the context, moments that the optimizer stores encoded are encoded again, so that writes are
-    not lost.
+    tensor. The end of the context stores writes to encoded moments.
     """
     state = element_state(optimizer)
     yield state
@@ -64,8 +60,8 @@ def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
 
 
 def state_names(optimizer: ShardedOptimizer) -> list[str]:
-    """Returns the sorted names of the optimizer's moments, such as "exp_avg", that exist on this rank. If several
-    optimizers are combined, includes the moments of each, even of an optimizer that updates nothing on this rank.
+    """Returns the sorted names of the optimizer's moments on this rank, such as "exp_avg". Several combined optimizers
+    return the moments of each.
     """
     if optimizer.delayed is not None:
         optimizer.delayed.join()

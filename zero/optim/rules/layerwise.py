@@ -30,8 +30,8 @@ _SUM = torch.float64
 class FlatLayerwise(FlatOptimizer):
     """Base class of LAMB and LARS, in which the step size of a parameter depends on norms over the whole parameter.
 
-    If its tensors are full parameters, ``step`` updates them. If they are shards (``apart`` is True), ``step`` does not
-    update: it records the tensors, and :class:`LayerwiseUpdates` updates them across ranks.
+    If tensors are full parameters, ``step`` updates them. If they are shards (``apart`` is True), ``step`` only records
+    them; :class:`LayerwiseUpdates` then updates them across ranks.
     """
 
     apart = False
@@ -55,8 +55,8 @@ class FlatLayerwise(FlatOptimizer):
         raise NotImplementedError
 
     def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
-        """Returns the moments of ``weight``, each in the shape of ``weight``, in the order in which the update rule of
-        its parameter group ``group`` names them. Moments that do not exist yet are made as zeros.
+        """Returns the moments of ``weight``, in its shape, in the order of the update rule of ``group``. Missing
+        moments are made as zeros.
         """
         return [self._moments([weight], name)[0] for name in self.rule(group).moment_names]
 
@@ -108,8 +108,7 @@ class LayerwiseUpdates:
 
     Args:
         places: the optimizer's flat tensors, with this rank's shards of the parameters.
-        inner: LAMB, LARS, or a composite of several optimizers. The constructor makes each LAMB and LARS in it leave
-            its updates to this object.
+        inner: LAMB, LARS, or a composite of several optimizers. LAMB and LARS then leave their updates to this object.
     """
 
     families = frozenset[str]()
@@ -130,9 +129,7 @@ class LayerwiseUpdates:
         self.shapes: WholeShapes = {}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the parameters in the bucket ``flat`` that this object updates; the optimizer's own step
-        does not change them.
-        """
+        """Returns the names of the parameters in the bucket ``flat`` that this object updates."""
         return frozenset(slot.name for slot in flat.bucket.slots) & self._names
 
     def forget(self) -> None:
@@ -144,9 +141,8 @@ class LayerwiseUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all parameters of this object except ``unused``, which have no gradient; their values and step counts
-        do not change. Yields once: the names of all parameters of this object. ``missed``: parameter name -> number of
-        earlier updates without a gradient.
+        """Updates all parameters of this object except ``unused`` ones (without a gradient). Yields the names of all
+        parameters of this object, once. ``missed``: parameter name -> number of earlier updates without a gradient.
         """
         due = {weight: maker for maker in self._makers for weight in maker.due}
         parts = counted_parts(self._places, due.keys(), self._routes, self._comm.grid)

@@ -17,8 +17,8 @@ ITERATE, SQUARES = "z", "exp_avg_sq"
 
 
 class FlatScheduleFreeAdamW(FlatOptimizer):
-    """Schedule-free AdamW (Defazio et al. 2024) over flat tensors. The weights are y, at which gradients are computed.
-    The state has the iterate z and a mean square for each weight.
+    """Schedule-free AdamW (Defazio et al. 2024) over flat tensors. The weights are y. The state has the iterate z and a
+    mean square for each weight.
     """
 
     counted = ("step", "lr_max", "weight_sum")
@@ -33,8 +33,8 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
         return (SQUARES, ITERATE)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of the parameter group ``group``, and sets the weight with which this update's
-        iterate z enters the average x.
+        """Increments the step count of the parameter group ``group``, and sets the weight of this update in the average
+        x.
         """
         count(group)
 
@@ -57,8 +57,8 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the unsharded weights of ``optimizer`` by their schedule-free averages x, in place. If several
-    optimizers are combined, weights that another type of optimizer updates do not change.
+    """Replaces the unsharded weights of ``optimizer`` by their schedule-free averages x, in place. Weights of other
+    types of optimizers do not change.
     """
     parts = optimizer.parts if isinstance(optimizer, PlainComposite) else [optimizer]
     for part in (part for part in parts if isinstance(part, FlatScheduleFreeAdamW)):
@@ -68,8 +68,8 @@ def take_averages(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ScheduleFreeAverage:
-    """Source of the averages x of the weights; after schedule-free training, a model is evaluated with x. If several
-    optimizers are combined, weights that another optimizer updates are returned unchanged.
+    """Source of the schedule-free averages x of the weights, for evaluation. Weights of other types of optimizers are
+    returned unchanged.
     """
 
     def __init__(self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer) -> None:
@@ -80,8 +80,8 @@ class ScheduleFreeAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages x of the elements of the bucket ``flat`` that this rank updates, as a flat tensor in the
-        dtype of the weights.
+        """Returns the averages x of the elements of the bucket ``flat`` that this rank updates, flat, in the dtype of
+        the weights.
         """
         betas = {id(weight): group["betas"] for group in self._groups for weight in group["params"]}
         found = flat.weights.clone()
